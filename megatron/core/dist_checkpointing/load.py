@@ -72,7 +72,8 @@ def open_sound(
     """
     refused: list[str] = []
     for step in steps:
-        saved, save, problems = None, "", ()
+        saved, save = None, ""
+        problems: tuple[str, ...] = ()
         try:
             saved = open_saved(step.folder, files=files)
             save = saved.commit.save
@@ -120,8 +121,10 @@ def _unfit(name: str, value: Placed | None, source: Source) -> str:
     if name not in source.formats and name not in source.values:
         return f"{name}: missing in the checkpoint"
     is_tensor = name in source.formats
-    if (value is not None) != is_tensor:
+    if value is None or not is_tensor:
+        if value is None and not is_tensor:
+            return ""
         return f"{name}: the checkpoint holds a {'tensor' if is_tensor else 'value'}, not a {'value' if is_tensor else 'tensor'}"
-    if is_tensor and tuple(source.formats[name].shape) != tuple(value.shape):
+    if tuple(source.formats[name].shape) != tuple(value.shape):
         return f"{name}: shape {tuple(source.formats[name].shape)} in the checkpoint, {tuple(value.shape)} expected"
     return ""

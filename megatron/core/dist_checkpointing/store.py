@@ -423,10 +423,11 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
     try:
         fields = {line[0]: line[1:] for line in lines[1:-1]}
         result = Commit(
-            *fields["save"],
-            int(*fields["iteration"]),
-            int(*fields["sequence"]),
-            *(CommittedFile(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG)),
+            _only(fields["save"]),
+            int(_only(fields["iteration"])),
+            int(_only(fields["sequence"])),
+            _committed_file(fields[MANIFEST]),
+            _committed_file(fields[CONFIG]),
         )
     except (KeyError, ValueError, TypeError, IndexError):
         result = None
@@ -534,3 +535,12 @@ def _remove(path: Path, files: Files) -> None:
 
 def _as_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _only(words: Sequence[str]) -> str:
+    (word,) = words
+    return word
+
+
+def _committed_file(words: Sequence[str]) -> CommittedFile:
+    return CommittedFile(int(words[0]), words[1])

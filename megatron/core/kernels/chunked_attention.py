@@ -109,7 +109,7 @@ class _Work:
                 yield _Part(rows, columns, None)
                 continue
             there = torch.arange(keys)[columns] if mask.key_places is None else mask.key_places[columns]
-            cut = {
+            cut: dict[str, Any] = {
                 name: None if whole is None else whole[:, columns]
                 for name, whole in (("documents", mask.documents), ("padding", mask.padding))
             }

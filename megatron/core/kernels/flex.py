@@ -80,7 +80,7 @@ def mask_mod(
             shown = shown & (ahead >= -left)
         if right >= 0:
             shown = shown & (ahead <= right)
-        if own is not None:
+        if own is not None and documents is not None:
             shown = shown & (own[b, i] == documents[b, j])
         if padding is not None:
             shown = shown & padding[b, j]

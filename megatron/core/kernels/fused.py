@@ -48,12 +48,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, 
     if scores.bias is None and (band := _band(mask, q.shape[0], k.shape[0])):
         return _banded(q, k, v, mask, band, dropout, scores)
     queries, keys = q.shape[0], k.shape[0]
-    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     plain = scores.bias is None and mask.is_plain and (not mask.causal or queries == keys)
     seen = None if plain else mask.visible(queries, keys, q.device)
-    if scores.bias is not None:
+    if scores.bias is not None and seen is not None:
         seen = scores.bias.to(q.dtype).masked_fill(~seen, float("-inf"))
-    return _joined(_attend(*heads, seen, plain and mask.causal, dropout, scores))
+    return _joined(_attend(q, k, v, seen, plain and mask.causal, dropout, scores))
 
 
 def flash_attention(

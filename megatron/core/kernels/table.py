@@ -289,4 +289,5 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
                 f"{asked(op, wanted)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of {known}, "
                 "or leave it out"
             )
-    return Kernels(**chosen, report=tuple(report))
+    kernels: dict[str, Any] = dict(chosen)
+    return Kernels(**kernels, report=tuple(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,8 +18,8 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
 from megatron.core.transformer.build import Build
 
-NETWORKS = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
 Network = GPTModel | BERTModel | T5Model
+NETWORKS: dict[str, Callable[[StageSpec, Build], Network]] = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
 
 
 def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:

@@ -53,6 +53,18 @@ class Quantised:
     blocks: Tensor | None = None
     block: tuple[int, int] = (1, 1)
 
+    @property
+    def whole_scale(self) -> Tensor:
+        """The scale of the matrix, [], which its recipe gave it."""
+        assert self.scale is not None, "this recipe scales whole matrices"
+        return self.scale
+
+    @property
+    def block_scales(self) -> Tensor:
+        """The scales of its blocks, which its recipe gave it."""
+        assert self.blocks is not None, "this recipe scales blocks"
+        return self.blocks
+
     def t(self) -> Quantised:
         """The transposed matrix."""
         blocks = None if self.blocks is None else self.blocks.t()

@@ -53,7 +53,12 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     left, right = (_filled(x.values, along) for x in (a, b))
     if a.blocks is None:
         return torch._scaled_mm(
-            left, right.t(), scale_a=a.scale.float(), scale_b=b.scale.float(), out_dtype=dtype, use_fast_accum=False
+            left,
+            right.t(),
+            scale_a=a.whole_scale.float(),
+            scale_b=b.whole_scale.float(),
+            out_dtype=dtype,
+            use_fast_accum=False,
         )
     (scale_a, kind_a, order), (scale_b, kind_b, _) = _scales(a), _scales(b)
     return F.scaled_mm(
@@ -69,7 +74,7 @@ def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor
     )
     left, right = (packed(_filled(x.values, 2 * _ROW)) for x in (a, b))
     scales = [
-        [in_tiles(x.blocks.repeat_interleave(x.block[0], 0)[: len(x.values)]), x.scale.float().reshape(1)]
+        [in_tiles(x.block_scales.repeat_interleave(x.block[0], 0)[: len(x.values)]), x.whole_scale.float().reshape(1)]
         for x in (a, b)
     ]
     return F.scaled_mm(
@@ -112,15 +117,15 @@ def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
     """The blocks' scales as the unit reads them."""
     kinds, plain = F.ScalingType, F.SwizzleType.NO_SWIZZLE
     if x.block == (1, 128):
-        return x.blocks.float().t().contiguous().t(), kinds.BlockWise1x128, plain
+        return x.block_scales.float().t().contiguous().t(), kinds.BlockWise1x128, plain
     if x.block == (128, 128):
         return (
-            F.pad(x.blocks.float(), (0, -x.blocks.shape[1] % _SCALES)).contiguous().t(),
+            F.pad(x.block_scales.float(), (0, -x.block_scales.shape[1] % _SCALES)).contiguous().t(),
             kinds.BlockWise128x128,
             plain,
         )  # may come turned
     assert x.block == (1, 32), f"no unit multiplies blocks of {x.block}"
-    return in_tiles(x.blocks), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    return in_tiles(x.block_scales), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
 
 
 def in_tiles(scales: Tensor) -> Tensor:

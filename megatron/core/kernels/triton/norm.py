@@ -129,7 +129,8 @@ class _Norm(Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dx, of_weight, of_bias = _gradients(gradient, None, *context.saved_tensors, context.centred)
+        x, weight, stats = context.saved_tensors
+        dx, of_weight, of_bias = _gradients(gradient, None, x, weight, stats, context.centred)
         return dx, of_weight, of_bias, None
 
 
@@ -145,7 +146,8 @@ class _ResidualNorm(Function):
 
     @staticmethod
     def backward(context: Any, of_total: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dx, of_weight, of_bias = _gradients(gradient, of_total.contiguous(), *context.saved_tensors, context.centred)
+        total, weight, stats = context.saved_tensors
+        dx, of_weight, of_bias = _gradients(gradient, of_total.contiguous(), total, weight, stats, context.centred)
         return dx, dx, of_weight, of_bias, None
 
 
