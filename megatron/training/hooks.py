@@ -20,12 +20,15 @@ class StepHooks(Protocol):
 
     def begin_step(self, work: Any) -> None:
         """Gradients are zero, and no microbatch was read yet."""
+        return None
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """The gradients of a bucket are complete on this rank, and not reduced yet. FSDP2 has no buckets."""
+        return None
 
     def before_update(self) -> None:
         """Gradients are reduced; weights and optimizer state are about to change."""
+        return None
 
     def accept_update(self, work: Any, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
         """Whether the weights may be updated; every rank must return the same. The update is made if all hooks accept it.
@@ -36,6 +39,7 @@ class StepHooks(Protocol):
 
     def end_step(self, *, updated: bool) -> None:
         """The step is over. updated: whether weights have changed."""
+        return None
 
 
 class ModuleHooks(StepHooks):
