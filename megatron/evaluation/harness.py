@@ -278,24 +278,25 @@ def generation(given: Mapping[str, Any], most: int) -> tuple[list[str], int, Sam
 
     Nothing is drawn unless do_sample is true. `ConfigError` for what is not known here.
     """
-    left = dict(given)
-    until = left.pop("until", None) or []
-    numbers = [number for number in (left.pop(name, None) for name in _NUMBERS_OF_TOKENS) if number is not None]
-    samples, temperature = left.pop("do_sample", False), left.pop("temperature", None)
-    top_k, top_p = left.pop("top_k", None), left.pop("top_p", None)
-    for name, value in _WITHOUT_EFFECT:
-        if left.get(name) == value:
-            del left[name]
-    if left:
+    known = {"until", *_NUMBERS_OF_TOKENS, "do_sample", "temperature", "top_k", "top_p"}
+    unknown = [
+        f"{name}={value}" for name, value in given.items() if not (name in known or (name, value) in _WITHOUT_EFFECT)
+    ]
+    if unknown:
         raise ConfigError(
-            f"generation asks for {', '.join(f'{name}={value}' for name, value in left.items())}, which the model megatron "
+            f"generation asks for {', '.join(unknown)}, which the model megatron "
             f"does not know; it takes until, {', '.join(_NUMBERS_OF_TOKENS)}, do_sample, temperature, top_k and top_p"
         )
-    sampling = Sampling(0.0)
-    if samples:
-        sampling = Sampling(1.0 if temperature is None else float(temperature), int(top_k or 0), float(top_p or 0.0))
+    until = given.get("until") or []
+    numbers = [given[name] for name in _NUMBERS_OF_TOKENS if given.get(name) is not None]
+    sampling = _sampling(given) if given.get("do_sample") else Sampling(0.0)
     ends = [until] if isinstance(until, str) else [word for word in until if word]
     return ends, int(numbers[0]) if numbers else most, sampling
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    temperature = 1.0 if given.get("temperature") is None else float(given["temperature"])
+    return Sampling(temperature, int(given.get("top_k") or 0), float(given.get("top_p") or 0.0))
 
 
 def cut(text: str, until: Sequence[str]) -> str:

@@ -22,9 +22,11 @@ from typing import get_args
 
 from megatron.core.config.flags import ConfigError, refuse
 from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.build import Build
 from megatron.inference import cuda_graphs
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.cache import bytes_per_token
@@ -388,6 +390,16 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
         )
     if build.model.rope.position_embedding_type == "relative":
         found.append("text is not generated with --position-embedding-type relative")
+    found += _speculation_problems(build, config, draft)
+    asked = config.inference_dynamic_batching_num_cuda_graphs
+    if asked and (reason := cuda_graphs.unfit(stages)):
+        found.append(f"--inference-dynamic-batching-num-cuda-graphs {asked} cannot be had: {reason}; leave it out")
+    return found
+
+
+def _speculation_problems(build: Build, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
+    """What speaks against speculative decoding as it is asked for. draft: the stages of the draft model, if there is one."""
+    found = []
     guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
     if draft and not guesses or guesses and not (draft or depths):
         found.append(
@@ -401,19 +413,22 @@ def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequen
         )
     if guesses and not draft and build.region.sequence_parallel:
         found.append("multi-token prediction guesses without --sequence-parallel; leave it out")
-    if draft and draft[0].build.model.true_vocab_size != build.model.true_vocab_size:
+    return found + _draft_problems(draft[0].build.model, build.model, config) if draft else found
+
+
+def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceConfig) -> list[str]:
+    """How a draft model does not fit the network."""
+    found = []
+    if draft.true_vocab_size != network.true_vocab_size:
         found.append(
-            f"the draft knows {draft[0].build.model.true_vocab_size} ids and the network {build.model.true_vocab_size}; give a draft "
+            f"the draft knows {draft.true_vocab_size} ids and the network {network.true_vocab_size}; give a draft "
             "with the same tokenizer"
         )
-    asked = config.inference_dynamic_batching_num_cuda_graphs
-    if asked and (reason := cuda_graphs.unfit(stages)):
-        found.append(f"--inference-dynamic-batching-num-cuda-graphs {asked} cannot be had: {reason}; leave it out")
-    longest = config.inference_max_seq_length or build.model.max_position_embeddings
-    if draft and draft[0].build.model.max_position_embeddings < longest:
+    longest = config.inference_max_seq_length or network.max_position_embeddings
+    if draft.max_position_embeddings < longest:
         found.append(
-            f"the draft has {draft[0].build.model.max_position_embeddings} positions, fewer than the {longest} of a text; give "
-            f"--inference-max-seq-length {draft[0].build.model.max_position_embeddings} or another draft"
+            f"the draft has {draft.max_position_embeddings} positions, fewer than the {longest} of a text; give "
+            f"--inference-max-seq-length {draft.max_position_embeddings} or another draft"
         )
     return found
 

@@ -121,17 +121,21 @@ def conversations_of(line: bytes) -> list[tuple[list[Message], Any]]:
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError('no list of "messages"')
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f'message {number} has no "role"')
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise DataError(f'message {number} has no text as "content"')
+    _check_messages(messages)
     starts = [place for place, message in enumerate(messages) if place == 0 or message["role"] == "system"]
     result = [messages[first:last] for first, last in zip(starts, [*starts[1:], len(messages)])]
     for conversation in result:
         if all(message["role"] != "assistant" for message in conversation):
             raise DataError("a conversation without an answer: none of its messages has the role assistant")
     return [(conversation, row.get("tools")) for conversation in result]
+
+
+def _check_messages(messages: Sequence[Any]) -> None:
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f'message {number} has no "role"')
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise DataError(f'message {number} has no text as "content"')
 
 
 class Conversations:

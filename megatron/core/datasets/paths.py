@@ -54,11 +54,12 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     """Read prefixes, or weights and prefixes in turn; `flag` is named in errors."""
     if not words:
         raise ConfigError(f"{flag} names no dataset")
-    weights = [_number(word) for word in words[::2]]
-    if len(words) % 2 or all(weight is None for weight in weights):
+    numbers = {word: _number(word) for word in words[::2]}
+    weights = [weight for word in words[::2] if (weight := numbers[word]) is not None]
+    if len(words) % 2 or not weights:
         return Blend(tuple(words), None)
-    if None in weights:
-        word = words[::2][weights.index(None)]
+    if len(weights) < len(words) // 2:
+        word = next(word for word, number in numbers.items() if number is None)
         raise ConfigError(
             f"{flag} mixes datasets with and without a weight: {word!r} stands where a weight is "
             "expected; give 'weight prefix weight prefix ...' or prefixes only"
@@ -97,12 +98,25 @@ def parse_split(text: str) -> list[Share | None]:
 
 def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
     """What the settings say about training, validation and test; None for a split that has no data."""
-    own_paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    source = _data_source(config, any(paths))
+    blend = _shared_blend(config, source)
+    if blend is not None:
+        shares = parse_split(MOCK_SPLIT if config.mock_data else config.split or DEFAULT_SPLIT)
+        return [SplitPlan(name, blend, share) if share else None for name, share in zip(SPLITS, shares)]
+    if config.split is not None:
+        raise ConfigError(f"--split cuts the data of --data-path; with {source} every split has its own: leave it out")
+    words_of = paths if any(paths) else _words_per_split(config.per_split_data_args_path, source)
+    return [_own_split(name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
+
+
+def _data_source(config: DataConfig, per_split: bool) -> str:
+    """The flag that says where the data comes from. per_split: paths are given for single splits."""
     given = {
         "--mock-data": config.mock_data,
         "--data-path": config.data_path,
         "--data-args-path": config.data_args_path,
-        "--train-data-path, --valid-data-path, --test-data-path": any(own_paths),
+        "--train-data-path, --valid-data-path, --test-data-path": per_split,
         "--per-split-data-args-path": config.per_split_data_args_path,
     }
     sources = [name for name, value in given.items() if value]
@@ -110,19 +124,16 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
         raise ConfigError(
             f"the data comes from {' and '.join(sources) or 'nowhere'}; give exactly one of " + "; ".join(given)
         )
-    source = sources[0]
-    if config.mock_data or config.data_path or config.data_args_path:
-        if config.mock_data:
-            blend = Blend((MOCK_PREFIX,), None)
-        else:
-            words = config.data_path or _read(config.data_args_path, source).split()
-            blend = parse_blend(words, source)
-        shares = parse_split(MOCK_SPLIT if config.mock_data else config.split or DEFAULT_SPLIT)
-        return [SplitPlan(name, blend, share) if share else None for name, share in zip(SPLITS, shares)]
-    if config.split is not None:
-        raise ConfigError(f"--split cuts the data of --data-path; with {source} every split has its own: leave it out")
-    words_of = _words_per_split(config.per_split_data_args_path, source) if not any(own_paths) else own_paths
-    return [_own_split(name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
+    return sources[0]
+
+
+def _shared_blend(config: DataConfig, source: str) -> Blend | None:
+    """The blend that --split divides; None where every split has data of its own."""
+    if config.mock_data:
+        return Blend((MOCK_PREFIX,), None)
+    if config.data_args_path:
+        return parse_blend(_read(config.data_args_path, source).split(), source)
+    return parse_blend(config.data_path, source) if config.data_path else None
 
 
 def check_data_files(config: DataConfig) -> None:

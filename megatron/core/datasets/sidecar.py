@@ -99,9 +99,7 @@ def _problem(content: Mapping[str, Any]) -> str | None:
     if content.get("level", "document") not in ("document", "sentence"):
         return f"has level {content['level']!r}, neither document nor sentence"
     shard = content.get("shard")
-    if shard is not None and not (
-        isinstance(shard, list) and [type(part) for part in shard] == [int, int] and 0 <= shard[0] < shard[1]
-    ):
+    if shard is not None and not _is_shard(shard):
         return f"has shard {shard!r}, not [i, n] with 0 <= i < n"
     tokenizer = content.get("tokenizer")
     if tokenizer is not None and not (isinstance(tokenizer, dict) and isinstance(tokenizer.get("hash"), str)):
@@ -110,6 +108,10 @@ def _problem(content: Mapping[str, Any]) -> str | None:
     if not (isinstance(sums, dict) and all(isinstance(value, str) for value in sums.values())):
         return f"has checksums {sums!r}, not one text a file"
     return None
+
+
+def _is_shard(value: object) -> bool:
+    return isinstance(value, list) and [*map(type, value)] == [int, int] and 0 <= value[0] < value[1]
 
 
 def write(prefix: str | Path, sidecar: Sidecar) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from megatron.core.dist_checkpointing.files import DISK, Files
@@ -34,32 +35,39 @@ def load(
     """
     instead, tensors = instead or {}, placed(state)
     problems = [_unfit(instead.get(name, name), tensors.get(name), source) for name in state]
-    expected = (
-        sorted(name for name in (*source.formats, *source.values) if name.startswith(complete)) if complete else []
-    )
-    here = sum(1 << place for place, name in enumerate(expected) if name in state)
-    result = collectives.gather_objects((list(filter(None, problems)), here), axis)
-    requested = 0
-    for _, names in result:
-        requested |= names
-    message = list(dict.fromkeys(problem for theirs, _ in result for problem in theirs))
-    message += [
-        f"{name}: unexpected, the checkpoint has it and this run does not"
-        for place, name in enumerate(expected)
-        if not requested >> place & 1
-    ]
+    message = _of_all_ranks(list(filter(None, problems)), axis)
+    message += _not_requested(state, source, axis, complete)
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
-    failures = collectives.gather_objects(_fill(tensors, source, instead), axis)
-    if any(failures):
-        raise CheckpointError(f"{source.where} cannot be read", list(dict.fromkeys(filter(None, failures))))
+    failure = _fill(tensors, source, instead)
+    if failures := _of_all_ranks([failure] if failure else [], axis):
+        raise CheckpointError(f"{source.where} cannot be read", failures)
     return {name: source.values[instead.get(name, name)] for name in state if name not in tensors}
+
+
+def _not_requested(state: Tree, source: Source, axis: Axis, complete: tuple[str, ...]) -> list[str]:
+    """The names of a checkpoint with these beginnings that no rank of the axis asks for, as messages."""
+    if not complete:
+        return []
+    expected = sorted(name for name in (*source.formats, *source.values) if name.startswith(complete))
+    requested = 0  # a bit a name: checkpoints have many names
+    for names in collectives.gather_objects(sum(1 << i for i, name in enumerate(expected) if name in state), axis):
+        requested |= names
+    return [
+        f"{name}: unexpected, the checkpoint has it and this run does not"
+        for i, name in enumerate(expected)
+        if not requested >> i & 1
+    ]
+
+
+def _of_all_ranks(problems: Sequence[str], axis: Axis) -> list[str]:
+    """The problems of all ranks of the axis, each once: the same list on all of them."""
+    return list(dict.fromkeys(chain.from_iterable(collectives.gather_objects(problems, axis))))
 
 
 def verify(source: Saved, axis: Axis = _ALONE) -> list[str]:
     """Read every byte of a checkpoint once, each rank its share; what is wrong, the same list on all ranks."""
-    result = collectives.gather_objects(source.verify(part=axis.rank, parts=axis.size), axis)
-    return list(dict.fromkeys(problem for theirs in result for problem in theirs))
+    return _of_all_ranks(source.verify(part=axis.rank, parts=axis.size), axis)
 
 
 def open_sound(
@@ -72,28 +80,32 @@ def open_sound(
     """
     refused: list[str] = []
     for step in steps:
-        saved, save = None, ""
-        problems: tuple[str, ...] = ()
-        try:
-            saved = open_saved(step.folder, files=files)
-            save = saved.commit.save
-        except CheckpointError as error:
-            problems = error.problems or (str(error),)
-        seen = collectives.gather_objects((save, problems), axis)
-        result = list(dict.fromkeys(problem for _, theirs in seen for problem in theirs))
-        if not result and len({save for save, _ in seen}) > 1:
-            result = [
-                f"the ranks see different checkpoints in {step.folder}; it must lie where all of them see the same files"
-            ]
-        if not result and saved is not None:
-            result = verify(saved, axis) if verified else []
-            if not result:
-                return saved, refused
+        saved, problems = _opened(step, axis, files)
+        if saved is not None and not problems and verified:
+            problems = verify(saved, axis)
+        if saved is not None and not problems:
+            return saved, refused
         refused += [
             f"the checkpoint of iteration {step.iteration} is refused:",
-            *(f"  {problem}" for problem in result),
+            *(f"  {problem}" for problem in problems),
         ]
     raise CheckpointError("no checkpoint is sound", refused)
+
+
+def _opened(step: SavedStep, axis: Axis, files: Files) -> tuple[Saved | None, list[str]]:
+    """A checkpoint, opened by every rank of the axis, and what is wrong with it: the same problems on all ranks."""
+    saved, problems = None, tuple[str, ...]()
+    try:
+        saved = open_saved(step.folder, files=files)
+    except CheckpointError as error:
+        problems = error.problems or (str(error),)
+    everywhere = _of_all_ranks(problems, axis)
+    saves = collectives.gather_objects(saved.commit.save if saved is not None else "", axis)
+    if not everywhere and len(set(saves)) > 1:
+        return None, [
+            f"the ranks see different checkpoints in {step.folder}; it must lie where all of them see the same files"
+        ]
+    return saved, everywhere
 
 
 def _fill(tensors: Mapping[str, Placed], source: Source, instead: Mapping[str, str]) -> str:
@@ -120,11 +132,10 @@ def _unfit(name: str, value: Placed | None, source: Source) -> str:
     """Why a name of the checkpoint cannot become this value, or nothing. value: None for one that is no tensor."""
     if name not in source.formats and name not in source.values:
         return f"{name}: missing in the checkpoint"
-    is_tensor = name in source.formats
-    if value is None or not is_tensor:
-        if value is None and not is_tensor:
-            return ""
-        return f"{name}: the checkpoint holds a {'tensor' if is_tensor else 'value'}, not a {'value' if is_tensor else 'tensor'}"
-    if tuple(source.formats[name].shape) != tuple(value.shape):
-        return f"{name}: shape {tuple(source.formats[name].shape)} in the checkpoint, {tuple(value.shape)} expected"
+    format = source.formats.get(name)
+    if value is None or format is None:
+        there, here = ("value" if one is None else "tensor" for one in (format, value))
+        return "" if there == here else f"{name}: the checkpoint holds a {there}, not a {here}"
+    if tuple(format.shape) != tuple(value.shape):
+        return f"{name}: shape {tuple(format.shape)} in the checkpoint, {tuple(value.shape)} expected"
     return ""

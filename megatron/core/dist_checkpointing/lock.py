@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -139,25 +140,33 @@ class FolderLock:
         mine = self.owner
         if owner is None and stamp < 0:
             return ""  # gone by itself
-        restarted = owner is not None and bool(owner.job) and owner.job == mine.job and owner.machine != mine.machine
+        restarted = owner is not None and self._moved_here(owner)
         if owner is not None and owner.machine == mine.machine:
             if (owner.process, owner.born) != (mine.process, mine.born) and not self._ends(owner):
                 raise self._refusal(owner)
         elif not restarted and self._moves(stamp):
             raise self._refusal(owner)
-        grave = self.path.with_name(f"{LOCK}.{mine.token[:8]}.gone")
+        same = owner is None or owner.process == mine.process or restarted
+        if not self._remove(owner) or same:
+            return ""
+        return f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
+
+    def _moved_here(self, owner: Owner) -> bool:
+        """Whether this job is the owner's, started again on another machine."""
+        return bool(owner.job) and owner.job == self.owner.job and owner.machine != self.owner.machine
+
+    def _remove(self, owner: Owner | None) -> bool:
+        """Remove the lock of this owner; another's is put back. False when there is none."""
+        grave = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}.gone")
         try:
             os.rename(self.path, grave)
         except FileNotFoundError:
-            return ""
+            return False
         if _content(grave)[0] != owner:  # another was faster, and owns it rightly
-            try:
+            with suppress(OSError):  # one more has come between: that one owns it
                 os.link(grave, self.path)
-            except OSError:
-                pass  # one more has come between: that one owns it
         grave.unlink(missing_ok=True)
-        same = owner is None or owner.process == mine.process or restarted
-        return "" if same else f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
+        return True
 
     def _ends(self, owner: Owner) -> bool:
         """Wait a little for a process of this machine, which may be ending while its job is started again."""

@@ -110,6 +110,11 @@ def check(
             for one, why in zip(good, pool.map(lambda one: _wrong(files, maps[one.file], one), good), strict=True)
             if why
         ]
+    return _messages(files, folder, bad, save)
+
+
+def _messages(files: Files, folder: Path, bad: Sequence[tuple[Range, str]], save: str) -> list[str]:
+    """What is wrong, file by file: that it strayed here, or its first damaged ranges."""
     problems = []
     for name in sorted({one.file for one, _ in bad}):
         mine = sorted(((one, why) for one, why in bad if one.file == name), key=lambda wrong: wrong[0].start)

@@ -218,32 +218,32 @@ def candidates(
     (`--require-iteration`). Raises `CheckpointError` when these are not there, and when a folder has lost what it held.
     """
     result = walk(folder, files=files)
-    there = ", ".join(str(one.iteration) for one in sorted(result.steps, key=lambda one: one.iteration)) or "none"
-    complaints = [text for iteration, text in result.damaged if iteration in (step, required)]
-    if step is not None:
-        chosen = [one for one in result.steps if one.iteration == step]
-        if not chosen:
-            raise CheckpointError(
-                f"--ckpt-step {step}: {folder} has no complete checkpoint of that iteration; it has: {there}",
-                complaints,
-            )
+    if step is None and required is None:
+        if not result.steps:
+            _demand_empty(folder, [text for _, text in result.damaged], files)
+        return list(result.steps)
+    tried = result.steps[:1] if step is None else result.steps
+    if chosen := [one for one in tried if one.iteration == (required if step is None else step)]:
         return chosen
-    if required is not None and (not result.steps or result.steps[0].iteration != required):
+    lacking = (
+        f"--ckpt-step {step}: {folder} has no complete checkpoint of that iteration"
+        if step is not None
+        else f"--require-iteration {required}: the newest complete checkpoint in {folder} is not of that iteration"
+    )
+    complaints = [text for iteration, text in result.damaged if iteration in (step, required)]
+    iterations = sorted(one.iteration for one in result.steps)
+    raise CheckpointError(f"{lacking}; it has: {', '.join(map(str, iterations)) or 'none'}", complaints)
+
+
+def _demand_empty(folder: str | Path, damaged: Sequence[str], files: Files) -> None:
+    """Raise `CheckpointError` when a folder without complete checkpoints has held some."""
+    if damaged:
+        raise CheckpointError(f"{folder} holds no complete checkpoint", damaged)
+    if any(entry.name == TRACKER for entry in _entries(folder, files)):
         raise CheckpointError(
-            f"--require-iteration {required}: the newest complete checkpoint in {folder} is not of that iteration; "
-            f"it has: {there}",
-            complaints,
+            f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
+            f"iter_... folder back, or remove {TRACKER} to start afresh"
         )
-    if not result.steps:
-        texts = [text for _, text in result.damaged]
-        if texts:
-            raise CheckpointError(f"{folder} holds no complete checkpoint", texts)
-        if any(entry.name == TRACKER for entry in _entries(folder, files)):
-            raise CheckpointError(
-                f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
-                f"iter_... folder back, or remove {TRACKER} to start afresh"
-            )
-    return list(result.steps[:1] if required is not None else result.steps)
 
 
 def find(folder: str | Path, step: int | None = None) -> SavedStep | None:
@@ -422,13 +422,9 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
         )
     try:
         fields = {line[0]: line[1:] for line in lines[1:-1]}
-        result = Commit(
-            _only(fields["save"]),
-            int(_only(fields["iteration"])),
-            int(_only(fields["sequence"])),
-            _committed_file(fields[MANIFEST]),
-            _committed_file(fields[CONFIG]),
-        )
+        (save,), (iteration,), (sequence,) = fields["save"], fields["iteration"], fields["sequence"]
+        manifest, config = (CommittedFile(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG))
+        result = Commit(save, int(iteration), int(sequence), manifest, config)
     except (KeyError, ValueError, TypeError, IndexError):
         result = None
     if result is None or result.text() != text:
@@ -535,12 +531,3 @@ def _remove(path: Path, files: Files) -> None:
 
 def _as_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _only(words: Sequence[str]) -> str:
-    (word,) = words
-    return word
-
-
-def _committed_file(words: Sequence[str]) -> CommittedFile:
-    return CommittedFile(int(words[0]), words[1])

@@ -172,7 +172,7 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
     saved_cut = t if config.parallel.sequence_parallel else 1
     if recomputes and recompute.recompute_granularity == "full":
         return size * h / (t if recompute.distribute_saved_activations else saved_cut)
-    again = set(recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else set()
+    again = _recomputed_modules(config)
     between = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
     between += 0 if "layernorm" in again else 2 * size * h  # their outputs: the inputs of both sublayers
     attention = _latent_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
@@ -180,8 +180,14 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
         attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
     mlp_bytes: float = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
     if mlp == "moe":
-        mlp_bytes = size * _kept_numbers(model, Split.of(config.parallel), frozenset(again))
+        mlp_bytes = size * _kept_numbers(model, Split.of(config.parallel), again)
     return between / saved_cut + attention + mlp_bytes
+
+
+def _recomputed_modules(config: RunConfig) -> frozenset[str]:
+    """What --recompute-granularity selective computes again in the backward pass."""
+    selective = config.recompute.recompute_granularity == "selective"
+    return frozenset(config.recompute.recompute_modules or ()) if selective else frozenset()
 
 
 def _latent_bytes(config: RunConfig) -> float:
@@ -199,25 +205,11 @@ def _latent_bytes(config: RunConfig) -> float:
 
 def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int, num_microbatches: int) -> float:
     """Activations at the peak of a step on a rank at this pipeline position."""
-    model, parallel, train, recompute = config.model, config.parallel, config.train, config.recompute
+    model, parallel, train = config.model, config.parallel, config.train
     tokens, t = train.seq_length * train.micro_batch_size // parallel.context_parallel_size, parallel.tp
     saved_cut = t if parallel.sequence_parallel else 1
     alive = _chunks_alive(config, position, len(own), num_microbatches)
-    layers = sum(_weight(config, plan) for stage in own for plan in stage.layers) / len(own)
-    full = recompute.recompute_granularity == "full"
-    group = recompute.recompute_num_layers or 1
-    most = max((plan.mlp for stage in own for plan in stage.layers), default="dense")  # "moe" if any layer is
-    if full and recompute.recompute_method == "block":
-        again = min(group, layers)
-        chunk = again * layer_activation_bytes(config) + (layers - again) * layer_activation_bytes(
-            config, recomputes=False
-        )
-        at_work = layer_activation_bytes(config, recomputes=False, mlp=most)
-    elif full:
-        chunk = math.ceil(layers / group) * layer_activation_bytes(config)
-        at_work = min(group, layers) * layer_activation_bytes(config, recomputes=False, mlp=most)
-    else:
-        chunk, at_work = layers * layer_activation_bytes(config), 0.0
+    chunk, at_work = _chunk_bytes(config, own)
     held = alive * chunk + at_work
     if any(stage.has_embedding for stage in own):
         held += alive / len(own) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
@@ -230,6 +222,21 @@ def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int
     if any(stage.has_output for stage in own):
         held += 4 * (1 + depths) * model.hidden_size / saved_cut + _logit_bytes(model, t, tokens, 1 + depths)
     return held * tokens
+
+
+def _chunk_bytes(config: RunConfig, own: Sequence[StageSpec]) -> tuple[float, float]:
+    """Bytes per token of a chunk's layers between forward and backward, and of what is recomputed at one time."""
+    plans = [plan for stage in own for plan in stage.layers]
+    layers = sum(_weight(config, plan) for plan in plans) / len(own)
+    if config.recompute.recompute_granularity != "full":
+        return layers * layer_activation_bytes(config), 0.0
+    group = config.recompute.recompute_num_layers or 1
+    most = max((plan.mlp for plan in plans), default="dense")  # "moe" if any layer is
+    input_bytes, whole = layer_activation_bytes(config), layer_activation_bytes(config, recomputes=False, mlp=most)
+    if config.recompute.recompute_method == "block":
+        again = min(group, layers)
+        return again * input_bytes + (layers - again) * layer_activation_bytes(config, recomputes=False), whole
+    return math.ceil(layers / group) * input_bytes, min(group, layers) * whole
 
 
 def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:

@@ -39,23 +39,28 @@ class T5Model(nn.Module):
     def __init__(self, stage: StageSpec, build: Build) -> None:
         super().__init__()
         self.stage, self.build, model = stage, build, build.model
-        encoder = [plan for plan in stage.layers if not plan.cross]
-        decoder = [plan for plan in stage.layers if plan.cross]
-        split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
+        encoder, decoder = ([plan for plan in stage.layers if plan.cross == cross] for cross in (False, True))
+        tied_apart = model.ties_embeddings and not (stage.has_embedding and stage.has_output)
         relative = stage.has_embedding and model.rope.position_embedding_type == "relative"
-        self.embedding = Embedding(build, tied=tied and split) if stage.has_embedding else None
+        self.embedding = Embedding(build, tied=tied_apart) if stage.has_embedding else None
         self.encoder_relative_pos_emb = RelativePositions(build) if relative else None
         self.decoder_relative_pos_emb = RelativePositions(build) if relative else None
         ends = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
         self.encoder = Stack(encoder, build, final_norm=ends) if encoder else None
         self.decoder = Stack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
-        self.output_layer = None
-        if stage.has_output:
-            shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
-            self.output_layer = LanguageModelHead(
-                build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=model.add_bias_linear
-            )
+        self.output_layer = self._head(tied_apart) if stage.has_output else None
         name_all(self)
+
+    def _head(self, tied_apart: bool) -> LanguageModelHead:
+        """The output layer. tied_apart: its matrix is that of the embedding, which another stage has."""
+        model = self.build.model
+        words = self.embedding.word_embeddings.weight if self.embedding is not None else None
+        return LanguageModelHead(
+            self.build,
+            shared=words if model.ties_embeddings else None,
+            tied_name=WORD_EMBEDDING if tied_apart else "",
+            bias=model.add_bias_linear,
+        )
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> T5Model:
         """Give the parameters memory and their initial values. Returns the model."""

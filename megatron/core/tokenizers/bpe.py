@@ -7,10 +7,7 @@ the pairs of merges.txt are joined, the earliest line first. Any text has ids, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import SpecialTokens, read_json, read_text
@@ -19,7 +16,7 @@ from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer(SpecialTokens):
+class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
     """Byte-level BPE from vocab.json and merges.txt; the end of document is `<|endoftext|>`, there is no padding."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -31,46 +28,15 @@ class GPT2BPETokenizer(SpecialTokens):
         self.special_ids = (self.eod,)
         self._tokens = {number: token for token, number in vocab.items()}
         reached = byte_of_letter().keys() | {left + right for left, right in merges}
-        self.special = {token: number for token, number in vocab.items() if token not in reached}
-        self._bpe = ByteLevelBPE(
+        super().__init__(
             MergesSource(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
             {number: bytes_of(token) for token, number in vocab.items()},
-            self.special,
+            {token: number for token, number in vocab.items() if token not in reached},
         )
-
-    @property
-    def engine(self) -> str:
-        """What turns text to ids, and why."""
-        return self._bpe.choice[1]
-
-    @property
-    def unique_identifiers(self) -> dict[str, str | int]:
-        """The bytes, the ids and the order of all tokens."""
-        return {"algorithm": "byte-level BPE", "content": self._bpe.identity}
-
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of a text."""
-        return self._bpe.tokenize(text)
-
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The ids of a text in which `<|endoftext|>` is the end of a document."""
-        return self._bpe.tokenize_marked(text)
-
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, and how many each has."""
-        return self._bpe.choice[0](texts)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some ids."""
-        return self._bpe.detokenize(ids)
 
     def id_to_token(self, token: int) -> str:
         """How vocab.json writes an id."""
         return self._tokens[token]
-
-    def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the bytes of each token begin and end."""
-        return self._bpe.spans(text)
 
 
 def _tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:

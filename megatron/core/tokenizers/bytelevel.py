@@ -48,7 +48,10 @@ class BPESource(Protocol):
 
 
 class ByteLevelBPE:
-    """Text to ids and back. vocab: the bytes of every id. special: names of tokens that text does not reach, and their ids."""
+    """Text to ids and back: all of a tokenizer but its special tokens.
+
+    vocab: the bytes of every id. special: names of tokens that text does not reach, and their ids.
+    """
 
     def __init__(self, source: BPESource, vocab: Mapping[int, bytes], special: Mapping[str, int]) -> None:
         self.source = source
@@ -70,6 +73,20 @@ class ByteLevelBPE:
         return digest(
             [b"ranks", specials, ranks.pattern.encode(), np.asarray(ranks.ids, "<i8").tobytes(), *ranks.tokens]
         )
+
+    @property
+    def engine(self) -> str:
+        """What turns text to ids, and why."""
+        return self.choice[1]
+
+    @property
+    def unique_identifiers(self) -> dict[str, str | int]:
+        """The bytes, the ids and the order of all tokens."""
+        return {"algorithm": "byte-level BPE", "content": self.identity}
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, and how many each has."""
+        return self.choice[0](texts)
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of one text."""

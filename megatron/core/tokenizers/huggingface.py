@@ -179,13 +179,7 @@ def _settings(
     folder: Path, numbers: Mapping[str, int], added: Mapping[str, int]
 ) -> tuple[dict[str, int | None], tuple[int, ...], str | None]:
     """(ids of the named special tokens, ids of additional ones, chat template) from the files beside a tokenizer.json."""
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            content = read_json(folder / name, FLAG)
-            if not isinstance(content, dict):
-                raise ConfigError(f"{FLAG} {folder / name} is not a JSON object")
-            config |= {key: value for key, value in content.items() if value is not None}
+    config = _config(folder)
 
     def number(value: object, key: str) -> int:
         token = value.get("content") if isinstance(value, dict) else value
@@ -203,19 +197,25 @@ def _settings(
         }
     else:
         named = {name: next((added[token] for token in usual if token in added), None) for name, usual in NAMES.items()}
-    extra: list[object] = next(
-        (
-            config[key]
-            for key in ("extra_special_tokens", "additional_special_tokens")
-            if isinstance(config.get(key), list)
-        ),
-        [],
-    )
+    keys = ("extra_special_tokens", "additional_special_tokens")
+    extra: list[object] = next((config[key] for key in keys if isinstance(config.get(key), list)), [])
     return (
         named,
         tuple(number(token, "a special token") for token in extra),
         _template(folder, config.get("chat_template")),
     )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What the files beside a tokenizer.json say, without nulls."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            content = read_json(folder / name, FLAG)
+            if not isinstance(content, dict):
+                raise ConfigError(f"{FLAG} {folder / name} is not a JSON object")
+            config |= {key: value for key, value in content.items() if value is not None}
+    return config
 
 
 def _template(folder: Path, setting: object) -> str | None:
@@ -245,15 +245,7 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str, int]) -> ByteLevelBPE | None:
     """The same as ranks or merges of bytes, where the tokenizer is no more than that; else None."""
     model, pattern = parsed["model"], _pattern(parsed.get("pre_tokenizer"))
-    extras = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
-    if (
-        model.get("type") != "BPE"
-        or pattern is None
-        or parsed.get("normalizer") is not None
-        or any(model.get(key) for key in extras)
-        or any(not token["special"] for token in parsed.get("added_tokens", ()))
-        or not byte_of_letter().keys() <= model["vocab"].keys()
-    ):
+    if pattern is None or not _is_plain_bpe(parsed):
         return None
     halves = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
     merges = [(left, right) for left, right in halves]
@@ -268,6 +260,19 @@ def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str,
     )
 
 
+def _is_plain_bpe(parsed: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json joins pairs of bytes and does nothing else to a text once it is cut into words."""
+    model = parsed["model"]
+    extras = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
+    return (
+        model.get("type") == "BPE"
+        and parsed.get("normalizer") is None
+        and not any(model.get(key) for key in extras)
+        and all(token["special"] for token in parsed.get("added_tokens", ()))
+        and byte_of_letter().keys() <= model["vocab"].keys()
+    )
+
+
 def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     """The pattern, as `MergeRanks` names it, of a pre-tokenizer that cuts bytes by one expression; else None."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
@@ -276,12 +281,8 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
         return None
     if len(steps) == 1:
         return "gpt2" if last.get("use_regex", True) else None
-    first, expression = steps[0], (steps[0].get("pattern") or {}).get("Regex")
-    if (
-        first.get("type") != "Split"
-        or first.get("behavior") != "Isolated"
-        or first.get("invert")
-        or last.get("use_regex", True)
-    ):
+    first, isolates = steps[0], {"type": "Split", "behavior": "Isolated"}
+    if not isolates.items() <= first.items() or first.get("invert") or last.get("use_regex", True):
         return None
+    expression = (first.get("pattern") or {}).get("Regex")
     return next((name for name, known in PATTERNS.items() if known == expression), expression)

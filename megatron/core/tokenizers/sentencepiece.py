@@ -36,40 +36,41 @@ class SentencePieceTokenizer(SpecialTokens):
         self._tokens = [pieces.id_to_piece(number) for number in range(len(pieces))]
         self._prefix: tuple[int, ...] = ()
         self._identity = {"model": digest([content]), "kind": kind}
-        local = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id()}
+        numbers = {"pad": pieces.pad_id(), "bos": pieces.bos_id(), "eos": pieces.eos_id()}
+        ends = {name: number for name, number in numbers.items() if number >= 0}
         special = {self._tokens[number]: number for number in range(len(pieces)) if pieces.is_control(number)}
         sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
         if kind == "named":
-            numbers = {token: number for number, token in enumerate(self._tokens)}
-            requested = [
-                *ADDED,
-                *(f"<{name.upper()}>" for name in ("pad", "bos", "eos") if local[name] < 0),
-                *sentinels,
-            ]
-            for token in requested:
-                special[token] = numbers.setdefault(token, len(numbers))
-            local = {name: number if number >= 0 else special[f"<{name.upper()}>"] for name, number in local.items()}
-            self._tokens = list(numbers)
+            missing = {name: f"<{name.upper()}>" for name in numbers if name not in ends}
+            special |= self._add([*ADDED, *missing.values(), *sentinels])
+            ends |= {name: special[token] for name, token in missing.items()}
         if kind == "begun":
-            if local["bos"] < 0:
+            if "bos" not in ends:
                 raise ConfigError(
                     f"--tokenizer-model {model} has no begin of text, which Llama2Tokenizer puts before every "
                     "text; choose GPTSentencePieceTokenizer"
                 )
-            self._prefix = (local["bos"],)
+            self._prefix = (ends["bos"],)
         self.special = special
         self.vocab_size = len(self._tokens)
-        self.bos, self.eos, self.pad = (local[name] if local[name] >= 0 else None for name in ("bos", "eos", "pad"))
-        self.cls, self.sep, self.mask = (special.get(name) for name in ("<CLS>", "<SEP>", "<MASK>"))
-        end = special["<EOD>"] if kind == "named" else self.eos
-        if end is None:
+        self.bos, self.eos, self.pad = ends.get("bos"), ends.get("eos"), ends.get("pad")
+        self.cls, self.sep, self.mask = special.get("<CLS>"), special.get("<SEP>"), special.get("<MASK>")
+        eod = special["<EOD>"] if kind == "named" else self.eos
+        if eod is None:
             raise ConfigError(
                 f"--tokenizer-model {model} has no end of text, which ends documents; choose "
                 "SentencePieceTokenizer, which adds one"
             )
-        self.eod: int = end
-        self.additional_special_tokens_ids = tuple(special[token] for token in sentinels)
+        self.eod = eod
+        self.additional_special_tokens_ids = tuple(map(special.__getitem__, sentinels))
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
+
+    def _add(self, tokens: Sequence[str]) -> dict[str, int]:
+        """The ids of some tokens, which come after the model's pieces unless they are among these."""
+        numbers = {token: number for number, token in enumerate(self._tokens)}
+        added = {token: numbers.setdefault(token, len(numbers)) for token in tokens}
+        self._tokens = list(numbers)
+        return added
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import SpecialTokens, read_bytes, read_json
 from megatron.core.tokenizers.bytelevel import ByteLevelBPE, RanksSource
@@ -40,7 +38,7 @@ DEFAULT_VOCAB_SIZE = 2**17
 DEFAULT_NUM_SPECIAL = 1000
 
 
-class TikTokenizer(SpecialTokens):
+class TikTokenizer(ByteLevelBPE, SpecialTokens):
     """Byte-level BPE from a rank file; the first of `ENDS` that it has ends a document."""
 
     def __init__(
@@ -57,17 +55,15 @@ class TikTokenizer(SpecialTokens):
             tokens, ids, special = _json_layout(model, vocab_size, num_special, names)
         else:
             tokens, ids, special = _plain_layout(model, pattern, vocab_size, num_special, names)
-        vocab = dict(zip(ids, tokens))
-        self.special = special
         self.vocab_size = max([*ids, *special.values()]) + 1
         self.bos, self.mask = special.get("<s>", special.get(LLAMA3[0])), special.get("<mask>")
         self.pad, self.cls, self.sep = special.get("<pad>"), special.get("<cls>"), special.get("<sep>")
-        end = next((special[name] for name in ENDS if name in special), None)
-        if end is None:
+        ends = [special[name] for name in ENDS if name in special]
+        if not ends:
             raise ConfigError(
                 f"--tokenizer-special-tokens {' '.join(special)} has none of {', '.join(ENDS)}, which end documents"
             )
-        self.eod = self.eos = end
+        self.eos = self.eod = ends[0]
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
         # The single bytes come first, in the order of their value: their ranks among each other change nothing.
         ordered = sorted(
@@ -78,43 +74,12 @@ class TikTokenizer(SpecialTokens):
             tuple(ids[rank] for rank in ordered),
             PUBLISHED.get(pattern, pattern),
         )
-        self._bpe = ByteLevelBPE(
-            RanksSource(ranks), vocab | {number: name.encode() for name, number in special.items()}, special
-        )
-
-    @property
-    def engine(self) -> str:
-        """What turns text to ids, and why."""
-        return self._bpe.choice[1]
-
-    @property
-    def unique_identifiers(self) -> dict[str, str | int]:
-        """The bytes, the ids and the order of all tokens."""
-        return {"algorithm": "byte-level BPE", "content": self._bpe.identity}
-
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of a text."""
-        return self._bpe.tokenize(text)
-
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The ids of a text, names of special tokens being those tokens."""
-        return self._bpe.tokenize_marked(text)
-
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, and how many each has."""
-        return self._bpe.choice[0](texts)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some ids."""
-        return self._bpe.detokenize(ids)
+        vocab = dict(zip(ids, tokens)) | {number: name.encode() for name, number in special.items()}
+        super().__init__(RanksSource(ranks), vocab, special)
 
     def id_to_token(self, token: int) -> str:
         """The text of an id, with U+FFFD for parts of characters."""
-        return self._bpe.vocab[token].decode(errors="replace")
-
-    def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the bytes of each token begin and end."""
-        return self._bpe.spans(text)
+        return self.vocab[token].decode(errors="replace")
 
 
 Layout = tuple[list[bytes], list[int], dict[str, int]]
@@ -139,12 +104,7 @@ def _json_layout(
     if not isinstance(content, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in content):
         raise ConfigError(f"{FLAG} {model} is not a list of objects with rank and token_bytes")
     num_special = DEFAULT_NUM_SPECIAL if num_special is None else num_special
-    names = NAMED if names is None else tuple(names)
-    if len(set(names)) != len(names) or not set(NEEDED) <= set(names) or len(names) > num_special:
-        raise ConfigError(
-            f"--tokenizer-special-tokens {' '.join(names)}: they differ from each other, contain "
-            f"{', '.join(NEEDED)}, and are at most --tiktoken-num-special-tokens {num_special}"
-        )
+    special = _special_ids(NAMED if names is None else tuple(names), num_special)
     size = min(DEFAULT_VOCAB_SIZE, len(content) + num_special) if vocab_size is None else vocab_size
     if not num_special + 256 <= size <= len(content) + num_special:
         raise ConfigError(
@@ -153,11 +113,21 @@ def _json_layout(
         )
     rows = content[: size - num_special]
     tokens = _checked([(row["token_bytes"], row["rank"]) for row in rows], model)
+    return tokens, [num_special + rank for rank in range(len(tokens))], special
+
+
+def _special_ids(names: Sequence[str], num_special: int) -> dict[str, int]:
+    """The special tokens of Megatron's form: the named ones, and fillers up to their number."""
+    if len(set(names)) != len(names) or not set(NEEDED) <= set(names) or len(names) > num_special:
+        raise ConfigError(
+            f"--tokenizer-special-tokens {' '.join(names)}: they differ from each other, contain "
+            f"{', '.join(NEEDED)}, and are at most --tiktoken-num-special-tokens {num_special}"
+        )
     filled = [*names, *(f"<SPECIAL_{number}>" for number in range(len(names), num_special))]
     special = {name: number for number, name in enumerate(filled)}
     if len(special) != num_special:
         raise ConfigError(f"--tokenizer-special-tokens {' '.join(names)} names a filler such as {filled[-1]}")
-    return tokens, [num_special + rank for rank in range(len(tokens))], special
+    return special
 
 
 def _plain_layout(
@@ -167,23 +137,29 @@ def _plain_layout(
     for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
         if value is not None:
             raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")
-    rows: list[tuple[bytes, int]] = []
+    rows = _plain_rows(model)
+    ranks = [rank for rank, _ in rows]
+    tokens = _checked([(token, place) for place, (_, token) in enumerate(rows)], model)
+    count, end = PUBLISHED_ENDS.get(pattern, (None, 0))
+    if names is None and len(rows) == count and end not in ranks:
+        return tokens, ranks, {PLAIN_END: end}
+    names = names if names is not None else LLAMA3 if pattern == "llama3" else (PLAIN_END,)
+    free = sorted({*range(len(rows) + len(names))} - {*ranks})
+    return tokens, ranks, dict(zip(names, free))
+
+
+def _plain_rows(model: str | Path) -> list[tuple[int, bytes]]:
+    """(rank, base64) of each line of tiktoken's form, in the order of the ranks, which differ."""
+    rows: list[tuple[int, bytes]] = []
     for number, line in enumerate(read_bytes(model, FLAG).splitlines(), 1):
         words = line.split()
         if words and (len(words) != 2 or not words[1].isdigit()):
             raise ConfigError(f"{FLAG} {model}, line {number}, is not base64 and a rank: {line[:60]!r}")
-        rows += [(words[0], int(words[1]))] if words else []
-    taken = {rank for _, rank in rows}
-    if len(taken) != len(rows) or max(taken, default=0) >= 2**31:
+        rows += [(int(words[1]), words[0])] if words else []
+    rows.sort()
+    if len(dict(rows)) != len(rows) or rows and rows[-1][0] >= 2**31:
         raise ConfigError(f"{FLAG} {model} gives one rank to several tokens, or a rank beyond 2^31")
-    rows.sort(key=lambda row: row[1])
-    tokens = _checked([(token, place) for place, (token, _) in enumerate(rows)], model)
-    count, end = PUBLISHED_ENDS.get(pattern, (None, 0))
-    if names is None and len(rows) == count and end not in taken:
-        return tokens, [rank for _, rank in rows], {PLAIN_END: end}
-    names = tuple(names) if names is not None else LLAMA3 if pattern == "llama3" else (PLAIN_END,)
-    free = (number for number in range(len(rows) + len(names) + len(taken)) if number not in taken)
-    return tokens, [rank for _, rank in rows], dict(zip(names, free))
+    return rows
 
 
 def _checked(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:

@@ -143,13 +143,7 @@ def completion(body: bytes, serving: Serving) -> Asked:
     """What a body of /v1/completions asks for. Raises `Refused`."""
     asked = read(COMPLETION, body)
     _demand_model(asked, serving)
-    if asked["best_of"] not in (None, asked["n"]):
-        raise Refused("best_of must be n: of several texts, all are given")
-    scored = asked["logprobs"] is not None
-    if asked["max_tokens"] == 0 and not (asked["echo"] and scored):
-        raise Refused("max_tokens=0 only scores the prompt; it needs echo and logprobs")
-    if asked["echo"] and scored and asked["stream"]:
-        raise Refused("echo with logprobs is not streamed; leave one of the three out")
+    _demand_known_combination(asked)
     prompt = asked["prompt"]
     several = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
     if len(several) * asked["n"] > serving.limits.prompts:
@@ -157,15 +151,20 @@ def completion(body: bytes, serving: Serving) -> Asked:
             f"{len(several)} prompts with n={asked['n']} are more than the {serving.limits.prompts} texts of one call"
         )
     ids = [tuple(part if isinstance(part, list) else serving.read(part) or [serving.tokenizer.eod]) for part in several]
-    echo = (
-        tuple(
-            part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several
-        )
-        if asked["echo"]
-        else ()
-    )
-    requests = _requests(asked, serving, ids, asked["max_tokens"], scored, asked["logprobs"] or 0)
-    return Asked(asked, requests, chat=False, echo=echo)
+    texts = (part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several)
+    echo = tuple(texts) if asked["echo"] else ()
+    scored, top = asked["logprobs"] is not None, asked["logprobs"] or 0
+    return Asked(asked, _requests(asked, serving, ids, asked["max_tokens"], scored, top), chat=False, echo=echo)
+
+
+def _demand_known_combination(asked: dict[str, Any]) -> None:
+    if asked["best_of"] not in (None, asked["n"]):
+        raise Refused("best_of must be n: of several texts, all are given")
+    scored = asked["logprobs"] is not None
+    if asked["max_tokens"] == 0 and not (asked["echo"] and scored):
+        raise Refused("max_tokens=0 only scores the prompt; it needs echo and logprobs")
+    if asked["echo"] and scored and asked["stream"]:
+        raise Refused("echo with logprobs is not streamed; leave one of the three out")
 
 
 def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Asked:

@@ -42,7 +42,7 @@ def load(files):
 @lru_cache(None)
 def built(files):
     """Every engine of a tokenizer, by the name of its package."""
-    source = load(files)._bpe.source
+    source = load(files).source
     here = {name: build for name, build in source.candidates.items() if importlib.util.find_spec(name)}
     return {"tokenizers": source.reference, **{name: build() for name, build in here.items()}}
 
@@ -174,7 +174,7 @@ def test_ranks_stand_for_merges_only_when_they_give_the_same_ids(merges, texts):
 
 
 def test_trained_merges_have_ranks():
-    assert load(DEMO)._bpe.source.ranks is not None and load(GPT2)._bpe.source.ranks is not None
+    assert load(DEMO).source.ranks is not None and load(GPT2).source.ranks is not None
 
 
 def test_a_token_that_its_merges_cannot_reach_keeps_ranks_out():
@@ -182,7 +182,7 @@ def test_a_token_that_its_merges_cannot_reach_keeps_ranks_out():
     vocab = {letter: number for number, letter in enumerate(byte_of_letter())}
     vocab |= {"bc": 256, "ab": 257, "abc": 258, "<|endoftext|>": 259}
     tokenizer = _written(vocab, ["b c", "a b", "ab c"])
-    assert tokenizer._bpe.source.ranks is None
+    assert tokenizer.source.ranks is None
     assert tokenizer.tokenize("abc") == [vocab["a"], vocab["bc"]] == tokenizer.encode_flat(["abc"])[0].tolist()
 
 
@@ -208,7 +208,7 @@ def test_merges_that_the_proof_leaves_out_keep_ranks_out(merges, text, expected)
     made = [merge.replace(" ", "") for merge in merges]
     vocab = {token: number for number, token in enumerate(dict.fromkeys([*byte_of_letter(), *made, "<|endoftext|>"]))}
     tokenizer = _written(vocab, merges)
-    assert tokenizer._bpe.source.ranks is None and not tokenizer.engine.startswith("text is encoded by tiktoken")
+    assert tokenizer.source.ranks is None and not tokenizer.engine.startswith("text is encoded by tiktoken")
     assert [tokenizer.id_to_token(token) for token in tokenizer.tokenize(text)] == expected
     assert tokenizer.encode_flat([text])[0].tolist() == tokenizer.tokenize(text)
 
