@@ -8,14 +8,14 @@ Hooks run in the order in which they were added, on every rank. A hook inherits 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffers import Bucket
 
 
-class StepHooks(Protocol):
+class StepHooks:
     """Called at the points of one training step. work: its `StepWork` (step.py), which holds the microbatches and the trainer."""
 
     def begin_step(self, work: Any) -> None:
