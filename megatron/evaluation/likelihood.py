@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.executor import Shape, run

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.datasets.paths import SPLITS

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.rules.engine import NEEDS, RULES, Setting, stages_of
+from megatron.core.config.rules.engine import NEEDS, RULES
+from megatron.core.config.rules.rule import Setting
 from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import active_parameters, count_parameters
 from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from megatron.core.config.flags import ConfigError, to_values
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.flops import flops_per_sample, rank_memory

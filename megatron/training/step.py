@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run

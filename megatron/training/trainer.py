@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.models.bert import BERTModel

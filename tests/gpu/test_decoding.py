@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
 from tests.helpers import tiny

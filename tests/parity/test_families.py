@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.flags import to_values
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.families import hf

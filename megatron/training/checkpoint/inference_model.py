@@ -20,12 +20,13 @@ from torch import nn
 
 from megatron.core.config.flags import ConfigError, from_values, refuse
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.rules.engine import broken, stages_of
+from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import count_parameters, parameter_shapes
 from megatron.core.models.on_meta import network_on
 from megatron.core.parallel.grid import RankLists, axis_ranks

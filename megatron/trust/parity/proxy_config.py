@@ -19,12 +19,12 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError, spelling, to_values
 from megatron.core.config.plan import layer_rows, read_layout
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.trust.flags.repair import Given, shown
 
 VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.config.flags import spelling
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.repair import Given
 from megatron.trust.plan.analytic_estimate import Sketch, sketch, with_vocabulary

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.repair import Given
 from megatron.trust.plan.analytic_estimate import sketch, with_vocabulary

@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.kernels.table import available, select
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken, divisors, stages_of
+from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken
+from megatron.core.config.rules.rule import divisors
 from megatron.core.config.settings.run import RequestedRun
+from megatron.core.config.stages import stages_of
 
 GOOD: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 16,

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import differences, family_of, fitting_family, model_of

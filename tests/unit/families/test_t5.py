@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES, differences, family_of, fitting_family, model_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.models import flops
 from megatron.core.models.describe import Split, count_parameters, layer_parameters
 from megatron.core.models.gpt import GPTModel

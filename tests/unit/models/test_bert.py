@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.models.bert import BERTModel
 from megatron.core.parallel.spec import spec_of
 from megatron.training.data.batch import Batch

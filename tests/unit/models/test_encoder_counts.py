@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.models import flops
 from megatron.core.models.describe import rank_parameters
 from megatron.core.parallel.spec import spec_of

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.flags import from_values
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun
+from megatron.core.config.stages import stages_of
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models import flops
 from megatron.core.models.describe import Split, active_parameters, count_parameters, rank_parameters

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.models import flops
 from megatron.core.models.describe import rank_parameters
 from megatron.core.models.gpt import GPTModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.models.gpt import GPTModel
 from tests.helpers import tiny
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.model import RopeConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.spec import spec_of
 from megatron.core.transformer.relative import buckets

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.config.rules.engine import stages_of
 from megatron.core.config.settings.data import ChatConfig, DataConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.samplers import collate

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samplers import collate, digest
 from megatron.core.parallel.mesh import Axis

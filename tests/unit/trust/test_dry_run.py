@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.planning import MODELS, planned
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules.engine import broken, stages_of
+from megatron.core.config.rules.engine import broken
+from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import layer_parameters
 from megatron.core.models.flops import BYTES, rank_memory
 from megatron.core.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from megatron.core.config.rules.engine import stages_of
+from megatron.core.config.stages import stages_of
 from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.training.cli.preflight import examine

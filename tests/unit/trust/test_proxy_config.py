@@ -9,8 +9,9 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.engine import broken, stages_of
+from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.pipeline_parallel.schedules import are_together, choose
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import read_command

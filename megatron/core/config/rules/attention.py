@@ -1,4 +1,4 @@
-"""Rules about attention and positions; rows of `engine.py`. Each returns what is wrong and how to mend it, a line each."""
+"""Rules about attention and positions; each function returns what is wrong and how to mend it, a line each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from megatron.core.config.flags import ConfigError, spelling
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
-from megatron.core.config.settings.run import RunConfig
 
 _YARN = (
     "rotary_scaling_factor",
@@ -21,8 +21,9 @@ _YARN = (
 )
 
 
-def patterns(run: RunConfig) -> str:
+def patterns(s: Setting) -> str:
     """What says which layers have a property can be read, and has something to say it of."""
+    run = s.run
     model, problems = run.model, []
     try:
         layer_rows(model)
@@ -40,15 +41,9 @@ def patterns(run: RunConfig) -> str:
     return "\n  ".join(problems)
 
 
-def attention(run: RunConfig) -> str:
-    """Windows, sinks, caps, gates and clipping of scores."""
-    model, problems = run.model, []
-    for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
-        value = getattr(model, name)
-        if value is not None and value <= 0:
-            problems.append(f"{spelling(name)} {value:g} must be above 0")
-    if not 0 <= model.qk_clip_alpha <= 1:
-        problems.append(f"--qk-clip-alpha {model.qk_clip_alpha:g} is a share, from 0 to 1")
+def _query_norms(model: ModelConfig) -> list[str]:
+    """Norms of queries and keys, beside the clipping of their scores."""
+    problems = []
     normed = [spelling(name) for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
     if (
         model.qk_clip and normed and not model.mla.multi_latent_attention
@@ -65,6 +60,20 @@ def attention(run: RunConfig) -> str:
         )
     if not model.qk_clip and (model.qk_clip_threshold, model.qk_clip_alpha) != (100.0, 0.5):
         problems.append("--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it")
+    return problems
+
+
+def attention(s: Setting) -> str:
+    """Windows, sinks, caps, gates and clipping of scores."""
+    run = s.run
+    model, problems = run.model, []
+    for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
+        value = getattr(model, name)
+        if value is not None and value <= 0:
+            problems.append(f"{spelling(name)} {value:g} must be above 0")
+    if not 0 <= model.qk_clip_alpha <= 1:
+        problems.append(f"--qk-clip-alpha {model.qk_clip_alpha:g} is a share, from 0 to 1")
+    problems += _query_norms(model)
     if not model.gated and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
         problems.append(
             "--activation-func-clamp-value and --glu-linear-offset are for gated MLPs only; add --swiglu, --geglu or "
@@ -79,18 +88,10 @@ def attention(run: RunConfig) -> str:
     return "\n  ".join(problems)
 
 
-def positions(run: RunConfig) -> str:
-    """Rotations: one way to stretch them, and sections that fit."""
-    model, rope, problems = run.model, run.model.rope, []
-    yarn = model.rotates and rope.is_yarn
-    if rope.rope_type == "yarn" and not yarn:
-        problems.append(
-            f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope"
-        )
-    if rope.position_embedding_type == "yarn" and not yarn:
-        problems.append(
-            f"--position-embedding-type yarn and --rope-type {rope.rope_type} contradict each other; keep one"
-        )
+def _stretched(model: ModelConfig, *, yarn: bool) -> list[str]:
+    """One way to stretch rotations, by sound numbers."""
+    rope = model.rope
+    problems = []
     given = [
         spelling(field.name)
         for field in fields(RopeConfig)
@@ -111,6 +112,23 @@ def positions(run: RunConfig) -> str:
         problems.append(
             f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}"
         )
+    return problems
+
+
+def positions(s: Setting) -> str:
+    """Rotations: one way to stretch them, and sections that fit."""
+    run = s.run
+    model, rope, problems = run.model, run.model.rope, []
+    yarn = model.rotates and rope.is_yarn
+    if rope.rope_type == "yarn" and not yarn:
+        problems.append(
+            f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope"
+        )
+    if rope.position_embedding_type == "yarn" and not yarn:
+        problems.append(
+            f"--position-embedding-type yarn and --rope-type {rope.rope_type} contradict each other; keep one"
+        )
+    problems += _stretched(model, yarn=yarn)
     share = (
         rope.rotary_percent if math.isfinite(rope.rotary_percent) else 0.0
     )  # the rule of head sizes speaks of any other
@@ -137,3 +155,12 @@ def _variants(model: ModelConfig) -> list[str]:
         "qk_clip": model.qk_clip,
     }
     return [spelling(name) for name, on in given.items() if on]
+
+
+RULES = (
+    Rule(
+        "layer-patterns", patterns, "what says which layers have a property can be read and has a property to speak of"
+    ),
+    Rule("attention", attention, "variants of attention and of the gated MLP have sound numbers and fit together"),
+    Rule("rotations", positions, "rotations are stretched in one way, by sound numbers"),
+)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from math import lcm
 
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.run import RunConfig
 
 
-def context(run: RunConfig) -> str:
+def context(s: Setting) -> str:
     """Networks, sequences and heads that can be divided over the context ranks."""
+    run = s.run
     model, parallel, problems = run.model, run.parallel, []
     size, length, tp = parallel.context_parallel_size, run.train.seq_length, parallel.tp
     if size > 1 and model.architecture != "gpt":
@@ -78,8 +80,9 @@ def _transports(run: RunConfig) -> list[str]:
     return problems
 
 
-def hybrid(run: RunConfig, world_size: int) -> str:
+def hybrid(s: Setting) -> str:
     """Sequences that are divided by their length have ranks to be divided over, and a loss that does not mind."""
+    run, world_size = s.run, s.world_size
     model, parallel, train, problems = run.model, run.parallel, run.train, []
     limit = parallel.max_seqlen_per_dp_cp_rank
     if not parallel.hybrid_context_parallel:
@@ -137,3 +140,9 @@ def hybrid(run: RunConfig, world_size: int) -> str:
             "choose p2p"
         )
     return "\n  ".join(problems)
+
+
+RULES = (
+    Rule("context", context, "sequences, heads and networks can be cut over the context ranks"),
+    Rule("hybrid-context", hybrid, "sequences cut by their length have ranks, data and a loss that allow it"),
+)

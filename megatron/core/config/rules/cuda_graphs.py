@@ -1,4 +1,4 @@
-"""What layers that are recorded as CUDA graphs do not go with; a row of `engine.py`. It returns what is wrong and how to mend it."""
+"""What layers that are recorded as CUDA graphs do not go with; the function returns what is wrong and how to mend it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import spelling
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.cuda_graphs import GraphConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def graphs(run: RunConfig) -> str:
+def graphs(s: Setting) -> str:
     """A recording does the same work on the same places of memory, and asks the host for nothing."""
+    run = s.run
     config, usual = run.graphs, GraphConfig()
     if config.cuda_graph_impl == "none":
         given = [
@@ -76,3 +78,12 @@ def _drawn(run: RunConfig) -> Iterator[str]:
             f"--hidden-dropout {run.model.hidden_dropout:g} has a random stream of its own under --sequence-parallel; "
             "give --hidden-dropout 0"
         )
+
+
+ALWAYS = (
+    Rule(
+        "cuda-graphs",
+        graphs,
+        "layers that are recorded as CUDA graphs do the same in every step, and ask the host for nothing",
+    ),
+)

@@ -1,15 +1,17 @@
-"""Rules about experts; rows of `engine.py`. Each returns what is wrong and how to mend it, a line each."""
+"""Rules about experts; each function returns what is wrong and how to mend it, a line each."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.run import RunConfig
 
 
-def experts(run: RunConfig) -> str:
+def experts(s: Setting) -> str:
     """What is said of experts has experts to speak of, and parts that belong together."""
+    run = s.run
     model, moe, problems = run.model, run.model.moe, []
     if not moe.num_experts:
         return _without(run)
@@ -67,8 +69,9 @@ def _without(run: RunConfig) -> str:
     return f"{', '.join(given)}: there are no experts; give --num-experts, or leave out" if given else ""
 
 
-def expert_layout(run: RunConfig, world_size: int) -> str:
+def expert_layout(s: Setting) -> str:
     """Experts and their widths can be divided over the ranks."""
+    run, world_size = s.run, s.world_size
     moe, parallel, problems = run.model.moe, run.parallel, []
     if not moe.num_experts:
         return ""
@@ -99,3 +102,9 @@ def expert_layout(run: RunConfig, world_size: int) -> str:
             f"choose {shared // tp * tp or tp} or {-(-shared // tp) * tp}"
         )
     return "\n  ".join(problems)
+
+
+RULES = (Rule("experts-over-ranks", expert_layout, "experts and their widths can be divided over the ranks"),)
+
+
+ALWAYS = (Rule("experts", experts, "what is said of experts has experts, and the parts it speaks of"),)

@@ -1,4 +1,4 @@
-"""Rules about latent attention and multi-token prediction; rows of `engine.py`. Each returns what is wrong and how to mend it, a
+"""Rules about latent attention and multi-token prediction; each function returns what is wrong and how to mend it, a
 line each."""
 
 from __future__ import annotations
@@ -7,12 +7,13 @@ from dataclasses import fields
 
 from megatron.core.config.flags import ConfigError, spelling
 from megatron.core.config.plan import read_layout
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.model import MLAConfig, MTPConfig
-from megatron.core.config.settings.run import RunConfig
 
 
-def latents(run: RunConfig) -> str:
+def latents(s: Setting) -> str:
     """Latent attention has sizes, positions that rotate, and heads of its own."""
+    run = s.run
     model, mla, rope = run.model, run.model.mla, run.model.rope
     if not mla.multi_latent_attention:
         given = [spelling(field.name) for field in fields(MLAConfig) if getattr(mla, field.name) != field.default]
@@ -58,8 +59,9 @@ def latents(run: RunConfig) -> str:
     return "\n  ".join(problems)
 
 
-def ahead(run: RunConfig) -> str:
+def ahead(s: Setting) -> str:
     """Multi-token prediction has layers, and tokens to predict."""
+    run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length
     depths, layout = mtp.mtp_num_layers, run.parallel.pipeline_model_parallel_layout
     problems = []
@@ -93,3 +95,9 @@ def _unrolled(layout: str) -> str:
         return "".join(read_layout(layout))
     except ConfigError:
         return ""
+
+
+ALWAYS = (
+    Rule("latent-attention", latents, "latent attention has sizes and rotations, and nothing that it replaces"),
+    Rule("multi-token-prediction", ahead, "multi-token prediction has layers, and tokens to predict"),
+)

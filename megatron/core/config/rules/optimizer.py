@@ -7,32 +7,45 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
-from megatron.core.config.settings.run import OffloadConfig, RunConfig
+from megatron.core.config.settings.run import OffloadConfig
 
 _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _HOST = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
 
 
-def update_rule(run: RunConfig) -> str:
+def _host(config: OptimizerConfig) -> list[str]:
+    """What --optimizer-cpu-offload needs."""
+    problems = []
+    if config.optimizer_cpu_offload and config.is_muon:
+        problems.append(
+            "--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam"
+        )
+    if config.optimizer_cpu_offload and config.optimizer == "adafactor":
+        problems.append(
+            "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
+        )
+    if not config.optimizer_cpu_offload:
+        problems += _unused(config, OptimizerConfig(), _HOST, "--optimizer-cpu-offload")
+    if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
+        problems.append(f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1")
+    return problems
+
+
+def update_rule(s: Setting) -> str:
     """Numbers of update rules, and settings of rules that are not chosen."""
+    run = s.run
     config, problems = run.optimizer, []
     names = [field.name for field in fields(OptimizerConfig)]
-    if not config.is_muon:
-        problems += _unused(
-            config, OptimizerConfig(), (name for name in names if name.startswith("muon_")), "--optimizer muon"
-        )
-    if config.elementwise != "lion":
-        problems += _unused(
-            config, OptimizerConfig(), (name for name in names if name.startswith("lion_")), "--optimizer lion"
-        )
-    if config.optimizer != "adafactor":
-        problems += _unused(
-            config,
-            OptimizerConfig(),
-            (name for name in names if name.startswith("adafactor_")),
-            "--optimizer adafactor",
-        )
+    for prefix, chosen in (
+        ("muon", config.is_muon),
+        ("lion", config.elementwise == "lion"),
+        ("adafactor", config.optimizer == "adafactor"),
+    ):
+        if not chosen:
+            flags = (name for name in names if name.startswith(f"{prefix}_"))
+            problems += _unused(config, OptimizerConfig(), flags, f"--optimizer {prefix}")
     problems += [
         f"{spelling(name)} {getattr(config, name):g} must be above 0"
         for name in names
@@ -49,23 +62,13 @@ def update_rule(run: RunConfig) -> str:
         problems.append(
             f"--muon-extra-scale-factor {config.muon_extra_scale_factor:g} must be above 0; 0.2 gives updates of AdamW's size"
         )
-    if config.optimizer_cpu_offload and config.is_muon:
-        problems.append(
-            "--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam"
-        )
-    if config.optimizer_cpu_offload and config.optimizer == "adafactor":
-        problems.append(
-            "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
-        )
-    if not config.optimizer_cpu_offload:
-        problems += _unused(config, OptimizerConfig(), _HOST, "--optimizer-cpu-offload")
-    if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
-        problems.append(f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1")
+    problems += _host(config)
     return "\n  ".join(problems)
 
 
-def narrow_state(run: RunConfig) -> str:
+def narrow_state(s: Setting) -> str:
     """Formats of the optimizer's state."""
+    run = s.run
     precision, problems = run.precision, []
     if not precision.use_precision_aware_optimizer:
         return "\n  ".join(_unused(precision, PrecisionConfig(), _FORMATS, "--use-precision-aware-optimizer"))
@@ -93,8 +96,9 @@ def narrow_state(run: RunConfig) -> str:
     return "\n  ".join(problems)
 
 
-def activations_aside(run: RunConfig) -> str:
+def activations_aside(s: Setting) -> str:
     """Activations in the memory of the CPU."""
+    run = s.run
     config, problems = run.offload, []
     if not config.offloads:
         problems += _unused(
@@ -126,3 +130,14 @@ def activations_aside(run: RunConfig) -> str:
 def _unused(config: Any, usual: Any, names: Iterable[str], wants: str) -> list[str]:
     given = [spelling(name) for name in names if getattr(config, name) != getattr(usual, name)]
     return [f"{', '.join(given)}: for {wants} only; add it, or leave out"] if given else []
+
+
+ALWAYS = (
+    Rule("update-rule", update_rule, "what is said of an update rule belongs to the one that is chosen"),
+    Rule("narrow-state", narrow_state, "formats of the optimizer's state fit the update rule and the weights"),
+    Rule(
+        "activations-aside",
+        activations_aside,
+        "activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers",
+    ),
+)

@@ -1,13 +1,15 @@
-"""Rules about what is sent while something is computed; rows of `engine.py`. Each returns what is wrong and how to mend it."""
+"""Rules about what is sent while something is computed; each function returns what is wrong and how to mend it."""
 
 from __future__ import annotations
 
 from megatron.core.config.plan import read_layout
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.run import RunConfig
 
 
-def overlap(run: RunConfig) -> str:
+def overlap(s: Setting) -> str:
     """What is overlapped is done at all, in pieces that can be."""
+    run = s.run
     parallel, problems = run.parallel, []
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
         problems.append("--overlap-param-gather gathers what --use-distributed-optimizer has cut; add it")
@@ -75,3 +77,8 @@ def _in_turns(run: RunConfig) -> list[str]:
         if given
     ]
     return problems
+
+
+ALWAYS = (
+    Rule("overlap", overlap, "what is overlapped is done at all, in pieces that can be, and buckets have one size"),
+)

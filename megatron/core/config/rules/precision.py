@@ -1,4 +1,4 @@
-"""Rules about matrices of 8 and 4 bits; rows of `engine.py`. Each returns what is wrong and how to mend it, a line each."""
+"""Rules about matrices of 8 and 4 bits; each function returns what is wrong and how to mend it, a line each."""
 
 from __future__ import annotations
 
@@ -6,28 +6,17 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.run import RunConfig
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
-def low_precision(run: RunConfig) -> str:
-    """Matrices of few bits have one format, parts that belong together, and the run a format to fall back to."""
-    low, num_layers, problems = run.precision.low, run.model.depth(), []
-    if not low.recipe:
-        given = _given(run, tuple(field.name for field in fields(low)))
-        return (
-            f"{given}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
-            if given
-            else ""
-        )
-    if low.fp8_format is not None and low.fp4_format is not None:
-        problems.append("--fp8-format and --fp4-format contradict each other; keep one")
-    if run.precision.fp16:
-        problems.append(
-            f"--fp16 scales all gradients by one number, and {_format(run)} each matrix by its own; choose --bf16"
-        )
+def _belonging(run: RunConfig) -> list[str]:
+    """Settings that belong to another recipe, and the layers that are left out."""
+    low, num_layers = run.precision.low, run.model.depth()
+    problems = []
     if low.fp4_format is not None and (given := _given(run, ("fp8_recipe",))):
         problems.append(f"{given}: --fp4-format has a recipe of its own; leave it out")
     elif low.recipe != "delayed" and (given := _given(run, _DELAYED)):
@@ -42,6 +31,27 @@ def low_precision(run: RunConfig) -> str:
             f"--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 leave none of {num_layers} layers to "
             f"{_format(run)}; choose fewer"
         )
+    return problems
+
+
+def low_precision(s: Setting) -> str:
+    """Matrices of few bits have one format, parts that belong together, and the run a format to fall back to."""
+    run = s.run
+    low, _num_layers, problems = run.precision.low, run.model.depth(), []
+    if not low.recipe:
+        given = _given(run, tuple(field.name for field in fields(low)))
+        return (
+            f"{given}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
+            if given
+            else ""
+        )
+    if low.fp8_format is not None and low.fp4_format is not None:
+        problems.append("--fp8-format and --fp4-format contradict each other; keep one")
+    if run.precision.fp16:
+        problems.append(
+            f"--fp16 scales all gradients by one number, and {_format(run)} each matrix by its own; choose --bf16"
+        )
+    problems += _belonging(run)
     if low.fp8_amax_history_len < 1:
         problems.append(
             f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
@@ -80,8 +90,9 @@ def _kept_weights(run: RunConfig) -> Iterator[str]:
         yield f"{flag} keeps masters of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 
 
-def low_precision_sizes(run: RunConfig) -> str:
+def low_precision_sizes(s: Setting) -> str:
     """Every rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits, so all layouts round alike."""
+    run = s.run
     multiple, found = run.precision.low.multiple, dict[str, None]()
     for what, size, ranks in _sizes(run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
@@ -134,3 +145,17 @@ def _format(run: RunConfig) -> str:
 def _recipe(run: RunConfig) -> str:
     low = run.precision.low
     return f"fp4-recipe {low.recipe}" if low.fp4_format else f"fp8-recipe {low.recipe}"
+
+
+RULES = (
+    Rule(
+        "few-bits",
+        low_precision,
+        "matrices of 8 or 4 bits have one recipe, its settings and no others, and layers that use it",
+    ),
+    Rule(
+        "few-bits-over-tensor",
+        low_precision_sizes,
+        "every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits",
+    ),
+)

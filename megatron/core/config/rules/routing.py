@@ -1,13 +1,14 @@
-"""Rules about the choice of experts; rows of `engine.py`. Each returns what is wrong and how to mend it, a line each."""
+"""Rules about the choice of experts; each function returns what is wrong and how to mend it, a line each."""
 
 from __future__ import annotations
 
+from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.moe import MoEConfig
-from megatron.core.config.settings.run import RunConfig
 
 
-def choice(run: RunConfig) -> str:
+def choice(s: Setting) -> str:
     """How many experts a token uses, out of which groups, by which scores."""
+    run = s.run
     moe = run.model.moe
     if not moe.num_experts:
         return ""
@@ -64,8 +65,9 @@ def _groups(moe: MoEConfig) -> list[str]:
     return []
 
 
-def balance(run: RunConfig) -> str:
+def balance(s: Setting) -> str:
     """What keeps the choice even."""
+    run = s.run
     moe, problems = run.model.moe, []
     if not moe.num_experts:
         return ""
@@ -91,8 +93,9 @@ def balance(run: RunConfig) -> str:
     return "\n  ".join(problems)
 
 
-def upcycling(run: RunConfig) -> str:
+def upcycling(s: Setting) -> str:
     """A dense checkpoint can become these experts, and the network still say the same."""
+    run = s.run
     model, moe, problems = run.model, run.model.moe, []
     parts = moe.moe_upcycling_granularity
     if not moe.num_experts:
@@ -127,3 +130,10 @@ def upcycling(run: RunConfig) -> str:
 
 def _evens(moe: MoEConfig) -> bool:
     return "sinkhorn" in moe.moe_router_load_balancing_type
+
+
+RULES = (
+    Rule("choice-of-experts", choice, "a token can choose as many experts as it shall, and the choice can be learned"),
+    Rule("balance-of-experts", balance, "ways to balance experts fit together and have a weight each"),
+    Rule("upcycling", upcycling, "the MLPs of a dense checkpoint can become these experts"),
+)

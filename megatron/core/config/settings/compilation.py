@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import flag, spelling
+from megatron.core.config.flags import flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +30,3 @@ class CompileConfig:
         "--compile: inductor makes kernels; aot_eager traces the same graphs and runs them as they are, to look for graph breaks",
         role="free",
     )
-
-
-def compilation(config: CompileConfig) -> str:
-    """What is wrong with these settings and how to mend it, a line each, or an empty string."""
-    usual = CompileConfig()
-    given = [
-        spelling(name) for name in ("compile_mode", "compile_backend") if getattr(config, name) != getattr(usual, name)
-    ]
-    if not config.compile:
-        return f"{' and '.join(given)}: for --compile only; add it" if given else ""
-    if config.compile_backend != "inductor" and "--compile-mode" in given:
-        return (
-            f"--compile-mode {config.compile_mode} is for kernels, and --compile-backend {config.compile_backend} makes none; "
-            "leave one of them out"
-        )
-    return ""

@@ -1,0 +1,112 @@
+"""Rules about checkpoints and about what a run does when a step is bad. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+
+from __future__ import annotations
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting
+
+
+def _checkpoints(s: Setting) -> str:
+    checkpoint = s.run.checkpoint
+    problems = []
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        problems.append(f"--save-interval {checkpoint.save_interval} has no folder; give --save")
+    if (
+        checkpoint.save_retain_interval
+        and checkpoint.save_interval
+        and checkpoint.save_retain_interval % checkpoint.save_interval
+    ):
+        problems.append(
+            f"--save-retain-interval {checkpoint.save_retain_interval} is not a multiple of --save-interval "
+            f"{checkpoint.save_interval}"
+        )
+    if checkpoint.require_iteration is not None and checkpoint.load is None:
+        problems.append(f"--require-iteration {checkpoint.require_iteration} has no folder to look into; give --load")
+    if checkpoint.require_iteration is not None and checkpoint.ckpt_step is not None:
+        problems.append(
+            f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
+            f"{checkpoint.ckpt_step} chooses one; give one of them"
+        )
+    if checkpoint.export_hf is not None and checkpoint.save is None:
+        problems.append(f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save")
+    if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
+        problems.append(f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf")
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        problems.append("--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint")
+    return "\n  ".join(problems)
+
+
+def _bad_steps(s: Setting, *, checks: bool) -> list[str]:
+    """What --on-bad-step needs. checks: whether a step is looked at."""
+    faults, checkpoint = s.run.faults, s.run.checkpoint
+    problems = []
+    if faults.on_bad_step is not None and not checks:
+        problems.append(
+            f"--on-bad-step {faults.on_bad_step} knows no bad step with --no-check-for-nan-in-loss-and-grad; leave that out, "
+            "or give --check-for-spiky-loss or --check-for-large-grads"
+        )
+    if faults.on_bad_step == "rollback" and not (
+        checkpoint.save and checkpoint.save_interval and checkpoint.save_optim and checkpoint.save_rng
+    ):
+        problems.append(
+            "--on-bad-step rollback goes back to whole checkpoints of this run; give --save and --save-interval, and neither "
+            "--no-save-optim nor --no-save-rng; or choose skip"
+        )
+    if faults.on_bad_step == "rollback" and s.run.data.dataloader_type == "external":
+        problems.append("--on-bad-step rollback reads data again, which --dataloader-type external cannot; choose skip")
+    return problems
+
+
+def _reruns(s: Setting, *, checks: bool) -> list[str]:
+    """What --rerun-mode needs. checks: whether a step is looked at."""
+    faults = s.run.faults
+    problems = []
+    if faults.error_injection_rate < 0:
+        problems.append(
+            f"--error-injection-rate {faults.error_injection_rate} must be 0, for none, or a number of steps"
+        )
+    if faults.step_rerun == "validate_results" and not checks:
+        problems.append(
+            "--rerun-mode validate_results knows no bad result with --no-check-for-nan-in-loss-and-grad; leave that out, "
+            "or give --check-for-spiky-loss or --check-for-large-grads"
+        )
+    if faults.error_injection_rate > 0 and faults.step_rerun != "validate_results":
+        problems.append(
+            f"--error-injection-rate {faults.error_injection_rate} is for --rerun-mode validate_results, not {faults.rerun_mode}"
+        )
+    if faults.step_rerun != "disabled" and s.run.graphs.cuda_graph_impl != "none":
+        problems.append(
+            f"--rerun-mode {faults.step_rerun} runs a step twice, which graphs recorded for one pass do not; "
+            "leave out --cuda-graph-impl"
+        )
+    return problems
+
+
+def _faults(s: Setting) -> str:
+    faults, train, checkpoint, problems = s.run.faults, s.run.train, s.run.checkpoint, []
+    counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
+    wrong = [
+        f"{spelling(name)} {getattr(faults, name)}"
+        for name in counts
+        if getattr(faults, name) is not None and getattr(faults, name) < 1
+    ]
+    if wrong:
+        problems.append(f"{', '.join(wrong)}: each must be at least 1")
+    if faults.hang_timeout_minutes is not None and faults.hang_timeout_minutes < 0:
+        problems.append(
+            f"--hang-timeout-minutes {faults.hang_timeout_minutes:g} is before the present; 0 stands for never"
+        )
+    checks = train.check_for_nan_in_loss_and_grad or faults.check_for_spiky_loss or faults.check_for_large_grads
+    problems += _bad_steps(s, checks=checks)
+    problems += _reruns(s, checks=checks)
+    if faults.bundle_weights and not faults.guards_steps:
+        problems.append("--bundle-weights has no bundle to go into; give --on-bad-step")
+    if faults.guards_steps and faults.bundle_weights and not (faults.error_dir or checkpoint.save):
+        problems.append("--bundle-weights has no folder to go into; give --error-dir or --save")
+    return "\n  ".join(problems)
+
+
+ALWAYS = (
+    Rule("checkpoints", _checkpoints, "what is said of checkpoints has a folder and does not contradict itself"),
+    Rule("faults", _faults, "what is said of faults has something to look for, and what it needs to go on"),
+)

@@ -1,0 +1,114 @@
+"""Rules about what is read: documents, fill in the middle, conversations, masked text. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting
+
+
+def _data(s: Setting) -> str:
+    data = s.run.data
+    per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
+    given = [
+        name
+        for name, value in (
+            ("--mock-data", data.mock_data),
+            ("--data-path", data.data_path),
+            ("--data-args-path", data.data_args_path),
+            ("paths for each split", per_split),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        return f"{' and '.join(given)} each say what to read; keep one"
+    if not given:
+        return "nothing says what to read; give --data-path, paths for each split, or --mock-data"
+    if data.full_validation and data.dataloader_type == "external":
+        return (
+            "--full-validation must know how much there is, which the iterables of --dataloader-type external do not "
+            "say; choose single or cyclic, or --eval-iters"
+        )
+    return ""
+
+
+def _fill(s: Setting) -> str:
+    fill = s.run.data.fill
+    given = [
+        spelling(field.name)
+        for field in fields(fill)
+        if field.name != "fim_data" and getattr(fill, field.name) != field.default
+    ]
+    if not fill.fim_data:
+        return f"{', '.join(given)}: for --fim-data only; add it" if given else ""
+    problems = []
+    if s.run.data.chat.sft:
+        problems.append("--fim-data rearranges documents, and --sft reads conversations; keep one")
+    for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+        rate = getattr(fill, name)
+        if rate is not None and not 0 <= rate <= 1:
+            problems.append(f"{spelling(name)} {rate:g} is a probability, from 0 to 1")
+    if fill.fim_fragment_rate is not None and fill.fim_split_sample is None:
+        problems.append("--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments")
+    return "\n  ".join(problems)
+
+
+def _chat(s: Setting) -> str:
+    data, problems = s.run.data, []
+    if not data.chat.sft:
+        return (
+            ""
+            if data.chat.sft_tokenizer_prompt_format == "tokenizer"
+            else "--sft-tokenizer-prompt-format is for --sft only; add it"
+        )
+    if data.eod_mask_loss:
+        problems.append(
+            "--eod-mask-loss has no place under --sft: the loss is on the answers and on the token that ends each; "
+            "leave it out"
+        )
+    if s.run.tokenizer.chat_template is not None and data.chat.sft_tokenizer_prompt_format != "tokenizer":
+        problems.append(
+            f"--chat-template and --sft-tokenizer-prompt-format {data.chat.sft_tokenizer_prompt_format} both say "
+            "how a conversation is written; keep one"
+        )
+    return "\n  ".join(problems)
+
+
+def _masked_text(s: Setting) -> str:
+    """What belongs to masked text, and what to windows of text only."""
+    model, data, masking = s.run.model, s.run.data, s.run.data.masking
+    if model.architecture == "gpt":
+        given = [spelling(field.name) for field in fields(masking) if getattr(masking, field.name) != field.default]
+        return f"{', '.join(given)}: for pretrain_bert.py and pretrain_t5.py only; leave out" if given else ""
+    problems = []
+    if not 0 < masking.mask_prob < 1:
+        problems.append(
+            f"--mask-prob {masking.mask_prob:g} hides nothing or everything; choose a share between 0 and 1"
+        )
+    if not 0 <= masking.short_seq_prob <= 1:
+        problems.append(f"--short-seq-prob {masking.short_seq_prob:g} is a probability, from 0 to 1")
+    windows = {
+        "reset_position_ids": data.reset_position_ids,
+        "reset_attention_mask": data.reset_attention_mask,
+        "eod_mask_loss": data.eod_mask_loss,
+        "dataloader_inter_document_masking": data.dataloader_inter_document_masking,
+        "fim_data": data.fill.fim_data,
+        "sft": data.chat.sft,
+    }
+    names = [spelling(name) for name, on in windows.items() if on]
+    if names:
+        problems.append(f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out")
+    if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:
+        problems.append(
+            f"--seq-length {s.run.train.seq_length} has no room for [CLS], two [SEP] and two texts; give at least 5"
+        )
+    return "\n  ".join(problems)
+
+
+ALWAYS = (
+    Rule("data", _data, "one thing says what to read"),
+    Rule("fill-in-the-middle", _fill, "fill in the middle has its tokens and sound rates"),
+    Rule("conversations", _chat, "conversations are written in one way and have their own loss"),
+    Rule("masked-text", _masked_text, "masked text and windows of text each have the settings of their own"),
+)

@@ -1,0 +1,228 @@
+"""Rules about how layers, heads and sequences are divided over ranks. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+
+from __future__ import annotations
+
+from megatron.core.config.flags import ConfigError, spelling
+from megatron.core.config.plan import group_problem
+from megatron.core.config.rules.rule import Rule, Setting, divisors
+from megatron.core.config.stages import stages_of
+
+
+def _world(s: Setting) -> str:
+    tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
+    needed = tp * pp * cp
+    if s.world_size % needed == 0:
+        return ""
+    context = f" x --context-parallel-size {cp}" if cp > 1 else ""
+    return (
+        f"{s.world_size} ranks are not a multiple of --tensor-model-parallel-size {tp} x "
+        f"--pipeline-model-parallel-size {pp}{context} = {needed}; start a multiple of {needed} ranks"
+    )
+
+
+def _heads(s: Setting) -> str:
+    heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
+    return (
+        ""
+        if heads % tp == 0
+        else (
+            f"--num-attention-heads {heads} cannot be divided over --tensor-model-parallel-size "
+            f"{tp}; choose a tensor size that divides the heads ({divisors(heads)})"
+        )
+    )
+
+
+def _groups(s: Setting) -> str:
+    heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
+    if heads % groups:
+        return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors(heads)}"
+    if groups % tp and tp % groups:
+        return (
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide each other; choose a "
+            f"tensor size that divides {groups} or is a multiple of it"
+        )
+    return ""
+
+
+def _width(s: Setting) -> str:
+    ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
+    return (
+        ""
+        if ffn % tp == 0
+        else (
+            f"--ffn-hidden-size {ffn} cannot be divided over --tensor-model-parallel-size {tp}; "
+            f"choose {ffn // tp * tp or tp} or {-(-ffn // tp) * tp}"
+        )
+    )
+
+
+def _head_size(s: Setting) -> str:
+    model, latent = s.run.model, s.run.model.mla.multi_latent_attention
+    if (
+        not latent
+        and model.hidden_size % model.num_attention_heads
+        and model.kv_channels == model.hidden_size // model.num_attention_heads
+    ):
+        return (
+            f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
+            f"choose another, or give the size of a head with --kv-channels"
+        )
+    size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_size}"
+    if not 0 <= model.rope.rotary_percent <= 1:
+        return f"--rotary-percent {model.rope.rotary_percent} is a share of each head; choose one from 0 to 1"
+    if model.rotates and int(model.rotary_size * model.rope.rotary_percent) < 2:
+        return f"--rotary-percent {model.rope.rotary_percent} of {size} rotates nothing; choose more"
+    if model.rotates and int(model.rotary_size * model.rope.rotary_percent) % 2:
+        return (
+            f"--rotary-percent {model.rope.rotary_percent} of {size} is an odd number of sizes, and rotations take two; "
+            f"choose shares that give an even number"
+        )
+    return ""
+
+
+def _sequence_parallel(s: Setting) -> str:
+    length, tp = s.run.train.seq_length, s.run.parallel.tp
+    if not s.run.parallel.sequence_parallel or length % tp == 0:
+        return ""
+    return (
+        f"--sequence-parallel cannot cut --seq-length {length} over --tensor-model-parallel-size {tp}; choose "
+        f"{length // tp * tp or tp} or {-(-length // tp) * tp}"
+    )
+
+
+def _pipeline(s: Setting) -> str:
+    parallel = s.run.parallel
+    if parallel.num_layers_per_virtual_pipeline_stage and (
+        parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None
+    ):
+        return (
+            "--num-layers-per-virtual-pipeline-stage needs chunks of one size, which --decoder-first/last-pipeline-"
+            "num-layers make uneven; say --num-virtual-stages-per-pipeline-rank instead"
+        )
+    try:
+        stages = stages_of(s.run)
+    except ConfigError as error:
+        said = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
+        return (
+            said.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
+            if s.run.model.architecture == "t5"
+            else said
+        )
+    chunks = 2 if parallel.placement == "v" else 1
+    if parallel.splits_backward and len(stages) != chunks * parallel.pp:
+        count = "one chunk" if chunks == 1 else "two chunks"
+        return (
+            f"--pipeline-schedule {parallel.pipeline_schedule} has {count} of layers a rank, and here are {len(stages) // parallel.pp}; "
+            "leave out virtual stages, or choose 1f1b, which interleaves them"
+        )
+    if parallel.pp == 1 and len(stages) > 1:
+        asking = [
+            spelling(name)
+            for name in (
+                "num_virtual_stages_per_pipeline_rank",
+                "num_layers_per_virtual_pipeline_stage",
+                "pipeline_model_parallel_layout",
+            )
+            if getattr(parallel, name) is not None
+        ]
+        return (
+            f"{len(stages)} chunks on a pipeline of one rank have nothing to interleave with; choose "
+            f"--pipeline-model-parallel-size 2 or more, or leave out {' and '.join(asking)}"
+        )
+    return ""
+
+
+def _interleaved(s: Setting) -> str:
+    parallel, train = s.run.parallel, s.run.train
+    unit = train.micro_batch_size * parallel.data_parallel_size(s.world_size)
+    try:
+        chunks = len(stages_of(s.run)) // parallel.pp
+    except ConfigError:  # another rule says so
+        return ""
+    if parallel.pipeline_schedule != "1f1b" or chunks < 2 or parallel.pp == 1 or not unit:
+        return ""
+    start, step, _ = (
+        train.rampup_batch_size
+        if train.rampup_batch_size and len(train.rampup_batch_size) == 3
+        else (train.global_batch_size, 1, 0)
+    )
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
+    sizes = (size for size in range(start, train.global_batch_size + 1, max(1, step)) if size % unit == 0)
+    return next(filter(None, (group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
+
+
+def _vocabulary(s: Setting) -> str:
+    model, tp = s.run.model, s.run.parallel.tp
+    if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
+        return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
+    if (
+        model.padded_vocab_size is not None
+        and model.true_vocab_size is not None
+        and model.padded_vocab_size < model.true_vocab_size
+    ):
+        return (
+            f"--padded-vocab-size {model.padded_vocab_size} is smaller than the tokenizer's {model.true_vocab_size} ids"
+        )
+    return ""
+
+
+def _fully_sharded(s: Setting) -> str:
+    parallel = s.run.parallel
+    if not parallel.use_torch_fsdp2:
+        alone = parallel.torch_fsdp2_no_reshard_after_forward
+        return (
+            "--torch-fsdp2-no-reshard-after-forward keeps what --use-torch-fsdp2 has gathered; add it" if alone else ""
+        )
+    reasons = {
+        "use_distributed_optimizer": "cuts the optimizer state, which is cut already",
+        "overlap_grad_reduce": "is for buckets; FSDP2 sums gradients layer by layer, beside the backward pass",
+        "overlap_param_gather": "is for buckets; FSDP2 gathers layer by layer, beside the forward pass",
+        "ddp_bucket_size": "is for buckets; a layer is what is gathered and summed at once",
+        "ddp_num_buckets": "is for buckets; a layer is what is gathered and summed at once",
+        "hybrid_context_parallel": "gives ranks different numbers of microbatches, and all must gather a layer as often",
+    }
+    problems = [
+        f"{spelling(name)} {why}; leave it out, or --use-torch-fsdp2"
+        for name, why in reasons.items()
+        if getattr(parallel, name) not in (False, None)
+    ]
+    if s.run.train.eval_generate is not None:
+        problems.append(
+            "--eval-generate lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
+            "or --use-torch-fsdp2"
+        )
+    if parallel.splits_backward:
+        problems.append(
+            f"--pipeline-schedule {parallel.pipeline_schedule} adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2"
+        )
+    return "\n  ".join(problems)
+
+
+RULES = (
+    Rule("world-size", _world, "the ranks are a multiple of tensor x pipeline x context size"),
+    Rule("heads-over-tensor", _heads, "every tensor rank has equally many query heads"),
+    Rule("query-groups", _groups, "query heads are shared out evenly to key/value groups, and groups to tensor ranks"),
+    Rule("ffn-over-tensor", _width, "the width of the MLP can be divided over the tensor ranks"),
+    Rule("head-size", _head_size, "a head has a size, of which rotations take pairs"),
+    Rule(
+        "sequence-parallel",
+        _sequence_parallel,
+        "under sequence parallelism, sequences can be cut over the tensor ranks",
+    ),
+    Rule("pipeline-split", _pipeline, "the layers can be cut into the pipeline's stages, in one way"),
+    Rule(
+        "interleaved-groups",
+        _interleaved,
+        "virtual stages take microbatches in groups, none of which is shorter than the pipeline",
+    ),
+    Rule("vocabulary", _vocabulary, "a padded vocabulary holds all ids and can be divided over the tensor ranks"),
+)
+
+
+ALWAYS = (
+    Rule(
+        "fully-sharded",
+        _fully_sharded,
+        "FSDP2 is given nothing that it does itself, and no layout that it cannot serve",
+    ),
+)

@@ -1,0 +1,198 @@
+"""Rules about the shape of a network: positions, encoder and decoder, activations, norms, dropout, recomputation. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+
+from __future__ import annotations
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.settings.compilation import CompileConfig
+from megatron.core.config.settings.model import ModelConfig
+
+
+def _positions(s: Setting) -> str:
+    longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
+    return (
+        ""
+        if longest >= length
+        else (
+            f"--seq-length {length} is longer than --max-position-embeddings {longest}; "
+            f"give at least {length} positions"
+        )
+    )
+
+
+def _lengths(s: Setting) -> str:
+    """What the lengths and depths of an encoder and a decoder must keep to."""
+    model, train, problems = s.run.model, s.run.train, []
+    if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
+        problems.append(
+            f"--num-layers {model.num_layers} and --encoder-num-layers {model.encoder_num_layers} both say how deep "
+            "the encoder is; keep one"
+        )
+    if train.encoder_seq_length is not None and train.encoder_seq_length != train.seq_length:
+        problems.append(
+            f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
+            "encoder reads; keep one"
+        )
+    if model.architecture != "t5":
+        given = {"--decoder-num-layers": model.decoder_num_layers, "--decoder-seq-length": train.decoder_seq_length}
+        names = [name for name, value in given.items() if value is not None]
+        return "\n  ".join(
+            [
+                *problems,
+                *(
+                    [f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"]
+                    if names
+                    else []
+                ),
+            ]
+        )
+    length, tp = train.decoder_seq_length, s.run.parallel.tp
+    if model.rope.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
+        problems.append(
+            f"--decoder-seq-length {length} is longer than --max-position-embeddings {model.max_position_embeddings}; "
+            f"give at least {length} positions"
+        )
+    if s.run.parallel.sequence_parallel and length % tp:
+        problems.append(
+            f"--sequence-parallel cannot cut --decoder-seq-length {length} over --tensor-model-parallel-size {tp}; "
+            f"choose {length // tp * tp or tp} or {-(-length // tp) * tp}"
+        )
+    if train.seq_length < 4 or length < 4:
+        problems.append(
+            f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4"
+        )
+    return "\n  ".join(problems)
+
+
+def _activations(s: Setting) -> str:
+    model = s.run.model
+    names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
+    chosen = [spelling(name) for name in names if getattr(model, name)]
+    return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
+
+
+def _relative(s: Setting) -> str:
+    """T5's bias belongs to T5."""
+    model, rope = s.run.model, s.run.model.rope
+    if rope.position_embedding_type != "relative":
+        return ""
+    if model.architecture != "t5":
+        return "--position-embedding-type relative is for pretrain_t5.py only; choose learned_absolute or rope"
+    if rope.relative_attention_num_buckets < 4 or rope.relative_attention_num_buckets % 4:
+        return (
+            f"--relative-attention-num-buckets {rope.relative_attention_num_buckets} must be a multiple of 4: the encoder needs "
+            "near and far distances in both directions"
+        )
+    if rope.relative_attention_max_distance <= rope.relative_attention_num_buckets // 2:
+        return (
+            f"--relative-attention-max-distance {rope.relative_attention_max_distance} is told apart by half of "
+            f"--relative-attention-num-buckets {rope.relative_attention_num_buckets} already; choose more than half of it"
+        )
+    return ""
+
+
+def _norm_places(model: ModelConfig) -> str:
+    """Norms stand in one place, of the networks that know it."""
+    if model.norm_after_residual and model.apply_residual_connection_post_layernorm:
+        return (
+            "--norm-after-residual and --apply-residual-connection-post-layernorm place the norms differently; keep one"
+        )
+    if model.norm_after_residual and model.fp32_residual_connection:
+        return "--fp32-residual-connection has no residual to keep under --norm-after-residual, which norms it; drop one of them"
+    if model.architecture != "bert" and (model.norm_after_residual or model.embedding_layernorm):
+        return "--norm-after-residual and --embedding-layernorm are for pretrain_bert.py only; leave them out"
+    if model.sandwich_norm and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
+        return (
+            "--sandwich-norm has a norm before and behind each sublayer, and --norm-after-residual or "
+            "--apply-residual-connection-post-layernorm place them differently; keep one"
+        )
+    if model.norm_after_sublayer and (
+        model.sandwich_norm or model.norm_after_residual or model.apply_residual_connection_post_layernorm
+    ):
+        return (
+            "--norm-after-sublayer has one norm, behind each sublayer; --sandwich-norm, --norm-after-residual and "
+            "--apply-residual-connection-post-layernorm place norms elsewhere; keep one"
+        )
+    if model.norm_after_sublayer and model.architecture == "t5":
+        return "--norm-after-sublayer knows no norm behind the cross attention of a T5; leave it out"
+    if model.sandwich_norm and model.architecture == "t5":
+        return "--sandwich-norm knows no norm behind the cross attention of a T5; leave it out"
+    return ""
+
+
+def _norms(s: Setting) -> str:
+    model = s.run.model
+    if problem := _norm_places(model):
+        return problem
+    if model.kernels.wishes.get("residual_norm", "apart") != "apart" and (
+        not model.sums_before_norms or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())
+    ):
+        return "--kernel residual_norm=triton sums and norms at once, and here the sum is another, or one of them is recomputed; leave it out"
+    if model.softmax_scale is not None and model.softmax_scale <= 0:
+        return f"--softmax-scale {model.softmax_scale:g} must be above 0"
+    return ""
+
+
+def _dropout(s: Setting) -> str:
+    wrong = [
+        f"{spelling(name)} {getattr(s.run.model, name)}"
+        for name in ("hidden_dropout", "attention_dropout")
+        if not 0.0 <= getattr(s.run.model, name) < 1.0
+    ]
+    return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
+
+
+def _recompute(s: Setting) -> str:
+    choice = s.run.recompute
+    full = choice.recompute_granularity == "full"
+    problems = []
+    if full and choice.recompute_method is None:
+        problems.append("--recompute-granularity full needs --recompute-method uniform or block")
+    if not full and choice.recompute_method is not None:
+        problems.append(f"--recompute-method {choice.recompute_method} is for --recompute-granularity full only")
+    if choice.recompute_num_layers is not None and choice.recompute_num_layers < 1:
+        problems.append(f"--recompute-num-layers {choice.recompute_num_layers} must be at least 1")
+    if choice.recompute_modules is not None and choice.recompute_granularity != "selective":
+        problems.append("--recompute-modules is for --recompute-granularity selective only")
+    if choice.distribute_saved_activations and not full:
+        problems.append("--distribute-saved-activations is for --recompute-granularity full only")
+    if choice.distribute_saved_activations and s.run.parallel.sequence_parallel:
+        problems.append("--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them")
+    return "\n  ".join(problems)
+
+
+def _kernels(s: Setting) -> str:
+    return "\n  ".join(s.run.model.kernels.problems(compiles=s.run.compilation.compile))
+
+
+def _compilation(s: Setting) -> str:
+    """What is wrong with these settings and how to mend it, a line each, or an empty string."""
+    config, usual = s.run.compilation, CompileConfig()
+    given = [
+        spelling(name) for name in ("compile_mode", "compile_backend") if getattr(config, name) != getattr(usual, name)
+    ]
+    if not config.compile:
+        return f"{' and '.join(given)}: for --compile only; add it" if given else ""
+    if config.compile_backend != "inductor" and "--compile-mode" in given:
+        return (
+            f"--compile-mode {config.compile_mode} is for kernels, and --compile-backend {config.compile_backend} makes none; "
+            "leave one of them out"
+        )
+    return ""
+
+
+RULES = (
+    Rule("positions", _positions, "no sequence is longer than the positions that the network knows"),
+    Rule("encoder-and-decoder", _lengths, "encoder and decoder of a T5 have one depth and one length each"),
+)
+
+
+ALWAYS = (
+    Rule("activation", _activations, "one activation is chosen"),
+    Rule("recompute", _recompute, "the parts of recomputation belong to the granularity that is chosen"),
+    Rule("compilation", _compilation, "what is said of the compiler has one, and kernels to make"),
+    Rule("relative-positions", _relative, "relative positions belong to T5 and tell distances apart"),
+    Rule("kernels", _kernels, "kernels that are asked for by name are known"),
+    Rule("norms", _norms, "norms stand in one place, of the networks that know it"),
+    Rule("dropout", _dropout, "dropout is a share below 1"),
+)

@@ -1,0 +1,186 @@
+"""Rules about batches, duration, number formats and samples of a run. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting
+
+
+def _missing(setting: Setting) -> str:
+    run = setting.run
+    required = {
+        "num_layers": run.model,
+        "hidden_size": run.model,
+        "num_attention_heads": run.model,
+        "seq_length": run.train,
+        "micro_batch_size": run.train,
+    }
+    lacking = [name for name, part in required.items() if getattr(part, name) is None]
+    taken = any(required[name] is run.model for name in lacking) and not run.checkpoint.use_checkpoint_args
+    found = "; --load FOLDER --use-checkpoint-args takes a network's shape from its checkpoint" if taken else ""
+    return f"{', '.join(map(spelling, lacking))} must be given{found}" if lacking else ""
+
+
+def _positive(setting: Setting) -> str:
+    run = setting.run
+    counts = {
+        "num_layers": run.model,
+        "hidden_size": run.model,
+        "num_attention_heads": run.model,
+        "ffn_hidden_size": run.model,
+        "kv_channels": run.model,
+        "num_query_groups": run.model,
+        "make_vocab_size_divisible_by": run.model,
+        "tensor_model_parallel_size": run.parallel,
+        "pipeline_model_parallel_size": run.parallel,
+        "context_parallel_size": run.parallel,
+        "expert_model_parallel_size": run.parallel,
+        "expert_tensor_parallel_size": run.parallel,
+        "encoder_num_layers": run.model,
+        "decoder_num_layers": run.model,
+        "decoder_seq_length": run.train,
+        "seq_length": run.train,
+        "micro_batch_size": run.train,
+        "global_batch_size": run.train,
+        "log_interval": run.log,
+        "save_interval": run.checkpoint,
+        "eval_interval": run.train,
+        "save_keep_last": run.checkpoint,
+        "save_retain_interval": run.checkpoint,
+    }
+    wrong = [
+        f"{spelling(name)} {getattr(part, name)}"
+        for name, part in counts.items()
+        if getattr(part, name) is not None and getattr(part, name) < 1
+    ]
+    return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
+
+
+def _batch(s: Setting) -> str:
+    train = s.run.train
+    unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
+    size, evaluated = train.global_batch_size, train.eval_global_batch_size
+    if (
+        evaluated is not None
+        and unit
+        and (evaluated < 1 or evaluated % unit and not train.decrease_batch_size_if_needed)
+    ):
+        return (
+            f"--eval-global-batch-size {evaluated} is not a multiple of --micro-batch-size {train.micro_batch_size} x data-parallel "
+            f"size {unit // train.micro_batch_size} = {unit}; choose {-(-max(evaluated, 1) // unit) * unit}, or leave it out"
+        )
+    if (
+        train.rampup_batch_size
+        or train.step_batch_size_schedule
+        or train.decrease_batch_size_if_needed
+        or not unit
+        or size % unit == 0
+    ):
+        return ""
+    near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)
+    return (
+        f"--global-batch-size {size} is not a multiple of --micro-batch-size {train.micro_batch_size} x data-parallel "
+        f"size {unit // train.micro_batch_size} = {unit}; choose {near}"
+    )
+
+
+def _duration(s: Setting) -> str:
+    train = s.run.train
+    if train.train_iters is not None and train.train_samples is not None:
+        return "--train-iters and --train-samples both say how long to train; keep one"
+    if train.train_iters is None and train.train_samples is None and not train.skip_train:
+        return "neither --train-iters nor --train-samples says how long to train; give one (or --skip-train)"
+    return ""
+
+
+def _rate(s: Setting) -> str:
+    if s.run.schedule.lr is None and not s.run.train.skip_train:
+        return "--lr must be given (or --skip-train)"
+    return ""
+
+
+def _formats(s: Setting) -> str:
+    precision = s.run.precision
+    chosen = [spelling(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
+    if len(chosen) > 1:
+        return f"{' and '.join(chosen)} contradict each other; keep one"
+    if precision.loss_scale is not None and not precision.fp16:
+        return f"--loss-scale {precision.loss_scale:g} is for --fp16 only; add --fp16 or drop it"
+    if precision.grad_reduce_in_bf16 and not precision.bf16:
+        return "--grad-reduce-in-bf16 is for --bf16 only; add --bf16 or drop it"
+    return ""
+
+
+def _samples(s: Setting) -> str:
+    train, problems = s.run.train, []
+    if train.eval_generate is None:
+        given = [
+            spelling(name)
+            for name, usual in (("eval_generate_tokens", 64), ("eval_generate_temperature", 0.0))
+            if getattr(train, name) != usual
+        ]
+        return f"{', '.join(given)}: for --eval-generate only; give it a file of prompts" if given else ""
+    if s.run.model.architecture != "gpt":
+        problems.append("--eval-generate: text is continued by a GPT only; leave it out")
+    if s.run.parallel.context_parallel_size > 1:
+        problems.append(
+            f"--eval-generate: text is generated without --context-parallel-size {s.run.parallel.context_parallel_size}; leave one out"
+        )
+    if train.eval_generate_tokens < 1:
+        problems.append(f"--eval-generate-tokens {train.eval_generate_tokens} are no tokens; give 1 or more")
+    if not 0.0 <= train.eval_generate_temperature <= 100.0:
+        problems.append(
+            f"--eval-generate-temperature {train.eval_generate_temperature} is no temperature; give one from 0 to 100"
+        )
+    return "\n  ".join(problems)
+
+
+def _elastic(s: Setting) -> str:
+    run = s.run
+    if not run.parallel.elastic:
+        return ""
+    problems = []
+    if (
+        run.checkpoint.save is None
+        or run.checkpoint.load is None
+        or PurePath(run.checkpoint.save) != PurePath(run.checkpoint.load)
+    ):
+        problems.append("--elastic goes on from the last checkpoint; give one folder as both --save and --load")
+    if run.checkpoint.save_interval is None:
+        problems.append("--elastic does again what was not saved when ranks are lost; give --save-interval")
+    if run.data.dataloader_type != "single":
+        problems.append(
+            f"--dataloader-type {run.data.dataloader_type} orders samples by the number of ranks, which --elastic changes; "
+            "choose single"
+        )
+    if run.train.decrease_batch_size_if_needed:
+        problems.append(
+            "--decrease-batch-size-if-needed changes the global batch with the ranks, and --elastic keeps it; drop one of them"
+        )
+    return "\n  ".join(problems)
+
+
+NEEDS = (
+    Rule("required", _missing, "sizes that follow from nothing else are given"),
+    Rule("positive", _positive, "counts and sizes are at least 1"),
+)
+
+
+RULES = (
+    Rule("global-batch", _batch, "the global batch is a whole number of microbatches on every data-parallel rank"),
+)
+
+
+ALWAYS = (
+    Rule("duration", _duration, "one flag says how long to train"),
+    Rule("learning-rate", _rate, "a run that trains has a learning rate"),
+    Rule("number-formats", _formats, "one number format is chosen, and what belongs to a format comes with it"),
+    Rule(
+        "samples-in-training",
+        _samples,
+        "prompts are continued in training by a network that generates text, in some tokens",
+    ),
+    Rule("elastic", _elastic, "a run that fits itself to its ranks keeps its batches and has something to go on from"),
+)

@@ -1,0 +1,34 @@
+"""The pipeline stages of a run, from its settings."""
+
+from __future__ import annotations
+
+from megatron.core.config.plan import StageSpec, layer_rows, partition, virtual_size
+from megatron.core.config.settings.run import RunConfig
+
+
+def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
+    """The pipeline stages of a run; `ConfigError` when the layers cannot be split so."""
+    model, parallel = config.model, config.parallel
+    counted = {
+        "account_for_embedding": parallel.account_for_embedding_in_pipeline_split,
+        "account_for_loss": parallel.account_for_loss_in_pipeline_split,
+    }
+    layout, rows = parallel.pipeline_model_parallel_layout, layer_rows(model)
+    chunks = virtual_size(
+        len(rows),
+        pp=parallel.pp,
+        chunks_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
+        layers_per_chunk=parallel.num_layers_per_virtual_pipeline_stage,
+        layout=layout,
+        unsaid=2 if parallel.placement == "v" else 1,
+        **counted,
+    )
+    return partition(
+        rows,
+        pp=parallel.pp,
+        vpp=chunks,
+        layout=layout,
+        placement=parallel.placement,
+        ends=(parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers),
+        **counted,
+    )
