@@ -131,7 +131,7 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
             )
         )
 
-    with _shown(loaded, mine, "loglikelihoods") as bar:
+    with _progress_bar(loaded, mine, "loglikelihoods") as bar:
         _forward(loaded, mine, keep, bar)
     gathered = _everywhere(loaded, found)
     return [gathered[number] for number in range(len(requests))]
@@ -203,7 +203,7 @@ def continuations(loaded: Loaded, prompts: Sequence[Prompt], *, size: BatchSize)
     batches = size.cut([prompt.ids for prompt in prompts])
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
     mine = places[axis.rank :: axis.size]
-    for batch in _shown(loaded, mine, "continuations"):
+    for batch in _progress_bar(loaded, mine, "continuations"):
         found.update(zip(batch, _continued(loaded, [prompts[number] for number in batch])))
     gathered = _everywhere(loaded, found)
     return [gathered[number] for number in range(len(prompts))]
@@ -300,7 +300,7 @@ def _forward(
         run(plan, work=_Pass(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
 
 
-def _shown(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
+def _progress_bar(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
     """A progress bar over batches, on the first rank and on terminals only."""
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 

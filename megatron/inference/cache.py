@@ -157,7 +157,7 @@ def ordered(spans: Sequence[Span]) -> list[list[int]]:
 
 
 class StepCache:
-    """The `Cache` of one forward pass. new: where its tokens are stored, [t]; wanted: places among them, or None for all; filling:
+    """The `Cache` of one forward pass. new: where its tokens are stored, [t]; logit_positions: places among them, or None for all; filling:
     how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
     """
 
@@ -167,15 +167,15 @@ class StepCache:
         groups: Sequence[CacheGroup | _View],
         *,
         new: Tensor,
-        wanted: Tensor | None = None,
+        logit_positions: Tensor | None = None,
         filling: int = 0,
         depth: int = 0,
     ) -> None:
-        self._pool, self._groups, self._new, self._wanted, self._filling, self._depth = (
+        self._pool, self._groups, self._new, self._logit_positions, self._filling, self._depth = (
             pool,
             groups,
             new,
-            wanted,
+            logit_positions,
             filling,
             depth,
         )
@@ -188,11 +188,11 @@ class StepCache:
         """Never asked: a decoder alone has no memory."""
         raise AssertionError("a decoder alone has no memory")
 
-    def wanted(self, x: Tensor) -> Tensor:
+    def for_logits(self, x: Tensor) -> Tensor:
         """The hidden states whose logits are asked for; all are kept for the next depth. x: [t, 1, h]; returns [w, 1, h]."""
         if self._depth < len(self._pool.states):
             self._pool.states[self._depth].index_copy_(0, self._new, x[:, 0].to(self._pool.states[0].dtype))
-        return x if self._wanted is None else x.index_select(0, self._wanted)
+        return x if self._logit_positions is None else x.index_select(0, self._logit_positions)
 
     def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`kernel` for new tokens of all texts, which also see what is stored of theirs."""
@@ -222,7 +222,7 @@ def step_cache(
     groups: Sequence[Sequence[Span]],
     *,
     block_size: int,
-    wanted: Tensor | None,
+    logit_positions: Tensor | None,
     total: int,
     depth: int = 0,
 ) -> StepCache:
@@ -252,7 +252,7 @@ def step_cache(
         pool,
         found,
         new=torch.from_numpy(np.concatenate(new)).to(pool.device),
-        wanted=wanted,
+        logit_positions=logit_positions,
         filling=total - first,
         depth=depth,
     )

@@ -62,7 +62,7 @@ class _Past:
             self._memories[layer] = make()
         return self._memories[layer]
 
-    def wanted(self, x: Tensor) -> Tensor:
+    def for_logits(self, x: Tensor) -> Tensor:
         """All of them."""
         return x
 
@@ -224,10 +224,10 @@ class EncoderDecoder:
             past.step(place + 1)
             logits = self._stage.decode(last, place, message, padding=padding, cache=past)
             rows = [one.row(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
-            wanted = [number for number, row in enumerate(rows) if row.wanted]
-            rows = [rows[number] for number in wanted]
-            found = sample_outputs(rows, logits[:, wanted].transpose(0, 1), self._stage.build)
-            for number, row, what in zip(wanted, rows, collectives.broadcast_object(found, self.mesh.tp), strict=True):
+            numbers = [number for number, row in enumerate(rows) if row.num_logits]
+            rows = [rows[number] for number in numbers]
+            found = sample_outputs(rows, logits[:, numbers].transpose(0, 1), self._stage.build)
+            for number, row, what in zip(numbers, rows, collectives.broadcast_object(found, self.mesh.tp), strict=True):
                 texts[number].take(row, what, time.monotonic())
                 texts[number].emit()
             if all(one.reason is not None for one in texts):

@@ -448,10 +448,10 @@ def _block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Infere
         mine += bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
     each = max(collectives.gather_objects(mine, build.mesh.world))
     longest = -(-(max_length + config.num_speculative_tokens) // size)
-    wanted = config.inference_max_requests * longest
+    needed = config.inference_max_requests * longest
     given = config.inference_dynamic_batching_buffer_size_gb
     room = int((given * 10**9 if given else _MOST_BYTES) // (each * size))
-    count = room if given else min(room, wanted)
+    count = room if given else min(room, needed)
     if count < longest and given:
         raise ConfigError(
             f"--inference-dynamic-batching-buffer-size-gb {given} holds {count * size} tokens, fewer than one text of "

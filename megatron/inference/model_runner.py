@@ -45,7 +45,7 @@ class SamplingState:
 class SequenceInput:
     """New tokens of one sequence. start: position of the first of them. blocks: its block table in the KV cache.
 
-    wanted: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
+    num_logits: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
     scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
     those of the `top` likeliest tokens.
     """
@@ -53,7 +53,7 @@ class SequenceInput:
     ids: tuple[int, ...]
     start: int
     blocks: tuple[int, ...]
-    wanted: int = 0
+    num_logits: int = 0
     targets: tuple[int, ...] = ()
     sampling_state: SamplingState | None = None
     scored: bool = False
@@ -67,7 +67,7 @@ class SequenceInput:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """Next tokens at the wanted positions of a sequence: ids (targets first), and log-probabilities if they were requested."""
+    """Next tokens at the positions with logits of a sequence: ids (targets first), and log-probabilities if they were requested."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -130,7 +130,7 @@ class CachedNetwork:
     def run(self, rows_of_all: Sequence[Sequence[SequenceInput]]) -> list[SequenceOutput]:
         """Run the rows of this rank's replica through the stages; outputs on the first tensor rank of the last stage, else none."""
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
-        if self.captured_graphs is not None and rows and all(len(row.ids) == row.wanted == 1 for row in rows):
+        if self.captured_graphs is not None and rows and all(len(row.ids) == row.num_logits == 1 for row in rows):
             return sample_outputs(
                 rows, self.captured_graphs.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build
             )
@@ -155,7 +155,7 @@ class CachedNetwork:
             return []
         step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
         _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
-        if len(step.wanted):
+        if len(step.logit_positions):
             step.sample(self, logits)
         return step.found
 
@@ -178,39 +178,40 @@ class _Step:
         device = network.mesh.device
         ids = [token for row in self.rows for token in row.ids]
         places = [place for row in self.rows for place in range(row.start, row.start + len(row.ids))]
-        wanted: list[int] = []
+        logit_positions: list[int] = []
         end = 0
         for row in self.rows:
             end += len(row.ids)
-            wanted += range(end - row.wanted, end)
+            logit_positions += range(end - row.num_logits, end)
         filling = [0] * (length - end)
         self.length = length
-        self.wanted = torch.tensor(wanted, dtype=torch.int64, device=device)
+        self.logit_positions = torch.tensor(logit_positions, dtype=torch.int64, device=device)
         self._cut = (
             network.build.region.sequence_parallel
-        )  # ranks hold pieces of the tokens: what is wanted is chosen at the end
+        )  # ranks hold pieces of the tokens: the positions with logits are chosen at the end
         self.ids = torch.tensor([ids + filling], device=device)
         self.positions = torch.tensor([places + filling], device=device)
         self.cache = step_cache(
             network.pool,
             [[spans[number] for number in group] for group in groups],
             block_size=network.block_size,
-            wanted=None if self._cut else self.wanted,
+            logit_positions=None if self._cut else self.logit_positions,
             total=length,
             depth=depth,
         )
         self.found: list[SequenceOutput] = [SequenceOutput()] * len(rows)
 
     def sample(self, network: CachedNetwork, logits: Tensor) -> None:
-        """Sample the next tokens. logits: [w, 1, v/tp] of the wanted positions, or [t, 1, v/tp] of all."""
+        """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
         for number, found in zip(
-            self.row_order, sample_outputs(self.rows, logits[self.wanted] if self._cut else logits, network.build)
+            self.row_order,
+            sample_outputs(self.rows, logits[self.logit_positions] if self._cut else logits, network.build),
         ):
             self.found[number] = found
 
 
 def sample_outputs(rows: Sequence[SequenceInput], logits: Tensor, build: Build) -> list[SequenceOutput]:
-    """Next tokens at the wanted positions of each row, on the first tensor rank; [] on others. logits: [w, 1, v/tp]."""
+    """Next tokens at the positions with logits of each row, on the first tensor rank; [] on others. logits: [w, 1, v/tp]."""
     axis, size = build.mesh.tp, build.model.true_vocab_size
     whole = collectives.all_gather(logits[:, 0][None], axis).movedim(0, 1).flatten(1)[:, :size]
     if not axis.is_first:
@@ -219,13 +220,13 @@ def sample_outputs(rows: Sequence[SequenceInput], logits: Tensor, build: Build) 
     for row, picked in zip(
         rows, _sampled_ids(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True
     ):
-        found.append(_output_of(row, picked, whole[start : start + row.wanted] if row.scored else None))
-        start += row.wanted
+        found.append(_output_of(row, picked, whole[start : start + row.num_logits] if row.scored else None))
+        start += row.num_logits
     return found
 
 
 def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[int, ...]]:
-    """Ids of the next tokens at each row's wanted positions. logits: [w, v], row by row."""
+    """Ids of the next tokens at each row's positions with logits. logits: [w, v], row by row."""
     settings: list[Sampling] = []
     numbers: list[float] = []
     places: list[int] = []
@@ -233,7 +234,7 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[in
     start = 0
     for row in rows:
         first = start + len(row.targets)
-        for place in range(first, start + row.wanted):
+        for place in range(first, start + row.num_logits):
             assert row.sampling_state is not None, "a row that picks tokens says how"
             step = place - first
             settings.append(row.sampling_state.sampling.at(row.sampling_state.first + step))
@@ -241,10 +242,10 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[in
                 0.0 if settings[-1].is_greedy else uniform(row.sampling_state.seed, row.sampling_state.first + step)
             )
             places.append(place)
-            before = row.ids[: len(row.ids) - row.wanted + len(row.targets) + step + 1]
+            before = row.ids[: len(row.ids) - row.num_logits + len(row.targets) + step + 1]
             if (scores := _adjusted_logits(row.sampling_state, logits[place], before, step)) is not None:
                 changed.append((len(places) - 1, scores))
-        start += row.wanted
+        start += row.num_logits
     if places:
         chosen = logits if len(places) == len(logits) else logits[torch.tensor(places, device=logits.device)]
         if changed:
@@ -254,7 +255,7 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[in
                 torch.stack([scores for _, scores in changed]),
             )
         tokens = iter(pick(chosen, settings, numbers).tolist())
-    return [(*row.targets, *(next(tokens) for _ in range(row.wanted - len(row.targets)))) for row in rows]
+    return [(*row.targets, *(next(tokens) for _ in range(row.num_logits - len(row.targets)))) for row in rows]
 
 
 def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
@@ -273,7 +274,7 @@ def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequ
 
 
 def _output_of(row: SequenceInput, picked: tuple[int, ...], logits: Tensor | None) -> SequenceOutput:
-    """The output of a row. logits: [wanted, v] if it is scored, else None."""
+    """The output of a row. logits: [w, v] if it is scored, else None."""
     if logits is None or not picked or min(picked) < 0:
         return SequenceOutput(picked)
     scores = logits.log_softmax(dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
@@ -312,7 +313,7 @@ class _Work:
         )
         if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
-        if len(step.wanted):
+        if len(step.logit_positions):
             step.sample(self.network, output)
         return ()
 

@@ -79,16 +79,16 @@ class SequenceState:
         ids = tuple(self.ids[self.computed : self.computed + count])
         ends = count == self.num_uncomputed
         targets = tuple(self.ids[self.computed + 1 : self.computed + count + 1]) if self.scores_prompt else ()
-        wanted = len(ids) if targets else int(ends)
+        num_logits = len(ids) if targets else int(ends)
         if self.request.num_tokens == 0 and not targets:
-            wanted = 0
+            num_logits = 0
         return SequenceInput(
             ids + self.drafts,
             self.computed,
             tuple(self.blocks),
-            wanted + len(self.drafts),
+            num_logits + len(self.drafts),
             targets,
-            self.sampling_state(after) if wanted > len(targets) else None,
+            self.sampling_state(after) if num_logits > len(targets) else None,
             bool(targets) or ends and self.request.logprobs,
             self.request.top_logprobs,
         )

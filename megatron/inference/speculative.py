@@ -67,7 +67,7 @@ class DraftNetwork:
         row = SequenceInput(tuple(one.ids[one.drafted : end]), one.drafted, tuple(one.blocks))
         one.drafted = end
         return (
-            replace(row, wanted=1, sampling_state=one.sampling_state(self._after))
+            replace(row, num_logits=1, sampling_state=one.sampling_state(self._after))
             if one.max_drafts(self._most)
             else row
         )
@@ -80,7 +80,7 @@ class DraftNetwork:
             (guessed[-1],),
             len(one.ids) + len(guessed) - 1,
             tuple(one.blocks),
-            wanted=1,
+            num_logits=1,
             sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen),
         )
         one.drafted = row.start + 1
@@ -123,5 +123,7 @@ class MTPDraft:
         sampling_state = one.sampling_state(self._after)
         seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
         return replace(
-            row, wanted=1, sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen)
+            row,
+            num_logits=1,
+            sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen),
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.distributed import finalize
-from megatron.core.models.heads import LanguageModelHead
+from megatron.core.models.output_heads import LanguageModelHead
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis

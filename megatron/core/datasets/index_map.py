@@ -254,7 +254,7 @@ class _CachedIndex:
     def load(self) -> Arrays | None:
         """The arrays, mapped; None when they are not there, or damaged, which is logged."""
         try:
-            message = self._told()
+            message = self._array_descriptions()
             return None if message is None else {key: self._map(key, **message[key]) for key in self.shapes}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning(
@@ -264,7 +264,7 @@ class _CachedIndex:
             )
             return None
 
-    def _told(self) -> dict[str, Any] | None:
+    def _array_descriptions(self) -> dict[str, Any] | None:
         """What the description says of each array."""
         path = self.path("description.txt")
         if not path.is_file():

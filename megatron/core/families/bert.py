@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.rules import Family, Row, Variant, concat, same
-from megatron.core.families.settings import TANH_GELU, Keys, classes_of, kept
+from megatron.core.families.settings import TANH_GELU, Keys, classes_of, passed_through
 
 _SAYS_NOTHING = (
     "classifier_dropout",
@@ -72,7 +72,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     activation = like.get("hidden_act", "gelu_new")
     return {
-        **kept(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING),
+        **passed_through(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING),
         "vocab_size": model.true_vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,

@@ -28,7 +28,7 @@ from megatron.core.families.llama import (
 from megatron.core.families.mixtral import expert_rows
 from megatron.core.families.qwen import FUSED
 from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import BALANCE, Keys, kept, pattern
+from megatron.core.families.settings import BALANCE, Keys, passed_through, pattern
 from megatron.core.models.describe import mtp_depths
 
 _SAYS_NOTHING = (
@@ -101,7 +101,7 @@ def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     mla, moe = model.mla, model.moe
     width = moe.moe_ffn_hidden_size or 1
     return {
-        **kept(like, *_SAYS_NOTHING),
+        **passed_through(like, *_SAYS_NOTHING),
         **common_out(model, like),
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,

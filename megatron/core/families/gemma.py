@@ -14,7 +14,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, mlp_rows, rows
 from megatron.core.families.qwen import layer_kinds
 from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import TANH_GELU, Keys, kept, windows_in, windows_out
+from megatron.core.families.settings import TANH_GELU, Keys, passed_through, windows_in, windows_out
 
 _HEAD_SIZE = 256  # of a config.json that does not say
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
@@ -50,7 +50,7 @@ def _shared_out(model: ModelConfig, like: Mapping[str, Any], activation: str) ->
     named = {name: like[name] for name in _ACTIVATIONS if name in like} or {activation: TANH_GELU[1]}
     shared = {name: value for name, value in common_out(model, like).items() if name not in _ACTIVATIONS}
     return {
-        **kept(like, *_SAYS_NOTHING, _OFF),
+        **passed_through(like, *_SAYS_NOTHING, _OFF),
         **shared,
         **named,
         "head_dim": model.kv_channels,

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.rules import Family, Row, same, transpose
-from megatron.core.families.settings import TANH_GELU, Keys, kept
+from megatron.core.families.settings import TANH_GELU, Keys, passed_through
 
 
 def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -53,7 +53,9 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     tanh = activation if activation in TANH_GELU else "gelu_new"
     inner = model.ffn_hidden_size
     return {
-        **kept(like, "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "embd_pdrop"),
+        **passed_through(
+            like, "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "embd_pdrop"
+        ),
         "vocab_size": model.true_vocab_size,
         "n_positions": model.max_position_embeddings,
         "n_embd": model.hidden_size,

@@ -16,7 +16,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows
 from megatron.core.families.qwen import layer_kinds
 from megatron.core.families.rules import Family, Op, Row, same
-from megatron.core.families.settings import BALANCE, Keys, kept, windows_in, windows_out
+from megatron.core.families.settings import BALANCE, Keys, passed_through, windows_in, windows_out
 
 _SAYS_NOTHING = (*BALANCE, "initial_context_length")
 
@@ -67,7 +67,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     window, layers = windows_out(model)
     found = {
-        **kept(like, *_SAYS_NOTHING),
+        **passed_through(like, *_SAYS_NOTHING),
         **common_out(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": True,

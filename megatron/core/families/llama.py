@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.rules import Family, Op, Row, concat, same
-from megatron.core.families.settings import Keys, groups_in, kept, rope_in, rope_out, windows_in, windows_out
+from megatron.core.families.settings import Keys, groups_in, passed_through, rope_in, rope_out, windows_in, windows_out
 
 Part = Callable[[ModelConfig, str, str], list[Row]]  # rows of a part of a layer: the network, our beginning, theirs
 
@@ -148,7 +148,7 @@ def _llama_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _llama_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **kept(like),
+        **passed_through(like),
         **common_out(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": model.add_bias_linear,
@@ -178,7 +178,7 @@ def _mistral_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _mistral_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**kept(like), **common_out(model, like), "head_dim": model.kv_channels, **window_out(model, like)}
+    return {**passed_through(like), **common_out(model, like), "head_dim": model.kv_channels, **window_out(model, like)}
 
 
 LLAMA = Family(

@@ -21,7 +21,7 @@ from megatron.core.families.llama import (
     window_out,
 )
 from megatron.core.families.rules import Family, Row, concat, per_expert, same
-from megatron.core.families.settings import BALANCE, Keys, kept
+from megatron.core.families.settings import BALANCE, Keys, passed_through
 
 _FUSED = (
     (
@@ -70,7 +70,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
-        **kept(like, *BALANCE),
+        **passed_through(like, *BALANCE),
         **common_out(model, like),
         **window_out(model, like),
         "head_dim": like.get("head_dim") if plain else model.kv_channels,

@@ -9,7 +9,7 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, mlp_rows
 from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import Keys, kept
+from megatron.core.families.settings import Keys, passed_through
 
 _NORMS = {"post_attention_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
 
@@ -27,7 +27,7 @@ def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**kept(like), **common_out(model, like), "attention_bias": False}
+    return {**passed_through(like), **common_out(model, like), "attention_bias": False}
 
 
 def _rows(model: ModelConfig) -> tuple[Row, ...]:

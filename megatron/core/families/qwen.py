@@ -28,7 +28,7 @@ from megatron.core.families.llama import (
 )
 from megatron.core.families.mixtral import expert_rows
 from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import BALANCE, Keys, kept, pattern, windows_in, windows_out
+from megatron.core.families.settings import BALANCE, Keys, passed_through, pattern, windows_in, windows_out
 
 Windowed = Callable[[int, int], bool]  # whether a layer sees a window: its number, max_window_layers
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
@@ -102,7 +102,12 @@ def _qwen2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _qwen2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**kept(like), **common_out(model, like), **_windows_out(model, like, _late), **_head_size(model, like)}
+    return {
+        **passed_through(like),
+        **common_out(model, like),
+        **_windows_out(model, like, _late),
+        **_head_size(model, like),
+    }
 
 
 def _head_size(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +124,7 @@ def _qwen3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _qwen3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **kept(like),
+        **passed_through(like),
         **common_out(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": False,
@@ -188,7 +193,7 @@ def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def _qwen2_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     found = {
-        **kept(like),
+        **passed_through(like),
         **common_out(model, like),
         **_windows_out(model, like, _every_other),
         **_experts_out(model, like),
@@ -212,7 +217,7 @@ def _qwen3_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def _qwen3_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **kept(like),
+        **passed_through(like),
         **common_out(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": False,

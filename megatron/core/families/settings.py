@@ -109,7 +109,7 @@ class Keys:
         value = self._taken(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        self.problems.append(f"{name}: {_shown(value)} is not a positive whole number")
+        self.problems.append(f"{name}: {_formatted(value)} is not a positive whole number")
         return 1
 
     def whole_or_none(self, name: str) -> int | None:
@@ -123,7 +123,7 @@ class Keys:
         if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
             return float(value)
         self.problems.append(
-            f"{name}: {_shown(value)} is not a {'positive number' if positive else 'number from 0 on'}"
+            f"{name}: {_formatted(value)} is not a {'positive number' if positive else 'number from 0 on'}"
         )
         return 1.0
 
@@ -131,7 +131,7 @@ class Keys:
         """True or false; null counts as left out."""
         value = self._taken(name, default)
         if not isinstance(value, bool):
-            self.problems.append(f"{name}: {_shown(value)} is neither true nor false")
+            self.problems.append(f"{name}: {_formatted(value)} is neither true nor false")
         return value is True
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
@@ -139,8 +139,8 @@ class Keys:
         value = self._taken(name, default)
         if value not in allowed:
             self.problems.append(
-                f"{name}: {_shown(value)} {why or 'has no counterpart here'}; "
-                f"{' or '.join(_shown(one) for one in allowed)} has"
+                f"{name}: {_formatted(value)} {why or 'has no counterpart here'}; "
+                f"{' or '.join(_formatted(one) for one in allowed)} has"
             )
         return value
 
@@ -151,7 +151,7 @@ class Keys:
     def finish(self) -> list[str]:
         """All problems, those of keys that nobody asked for included."""
         strangers = [
-            f"{name}: {_shown(value)} is unknown here and may change the network; if it does not, take it out of "
+            f"{name}: {_formatted(value)} is unknown here and may change the network; if it does not, take it out of "
             "config.json"
             for name, value in self._left.items()
             if value not in (None, False, {}, [])
@@ -200,7 +200,7 @@ def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[
     elif kind == "yarn":
         found |= {"position_embedding_type": "rope" if latent else "yarn", "rope_type": "yarn", **_yarn_in(inner)}
     elif kind != "default":
-        keys.problems.append(f"rope_type: {_shown(kind)} is not built here; default, linear, llama3 and yarn are")
+        keys.problems.append(f"rope_type: {_formatted(kind)} is not built here; default, linear, llama3 and yarn are")
         return found
     keys.problems += [f"rotary positions: {problem}" for problem in inner.finish()]
     return found
@@ -303,7 +303,7 @@ def groups_in(heads: int, groups: int) -> dict[str, Any]:
     return {"num_attention_heads": heads, "group_query_attention": heads != groups, "num_query_groups": groups}
 
 
-def kept(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
+def passed_through(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """The keys of an earlier config.json that say nothing of the network; `more`: and these."""
     return {name: value for name, value in like.items() if name in IGNORED or name in more}
 
@@ -311,10 +311,10 @@ def kept(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
 def _mapping(keys: Keys, name: str, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
-    keys.problems.append(f"{name}: {_shown(value)} is not an object")
+    keys.problems.append(f"{name}: {_formatted(value)} is not an object")
     return {}
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     text = "nothing" if value is None else f"{value!r}"
     return text if len(text) <= 80 else f"{text[:77]}..."

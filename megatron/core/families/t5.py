@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.rules import Family, Row, Variant, concat, same
-from megatron.core.families.settings import Keys, kept
+from megatron.core.families.settings import Keys, passed_through
 
 # feed_forward_proj -> our settings, and the name of the activation that transformers derives from it
 _MLP: dict[str, tuple[dict[str, bool], str]] = {
@@ -84,7 +84,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     if "scale_decoder_outputs" in like or (model.ties_embeddings and not model.scale_tied_logits):
         ends = {"tie_word_embeddings": True, "scale_decoder_outputs": model.scale_tied_logits and model.ties_embeddings}
     return {
-        **kept(like, "initializer_factor", "classifier_dropout", "n_positions"),
+        **passed_through(like, "initializer_factor", "classifier_dropout", "n_positions"),
         "vocab_size": model.true_vocab_size,
         "d_model": model.hidden_size,
         "d_kv": model.kv_channels,

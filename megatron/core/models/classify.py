@@ -16,7 +16,7 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.bert import TOKEN_TYPES
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.heads import Pooler
+from megatron.core.models.output_heads import Pooler
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.tensor_parallel.linear import Linear

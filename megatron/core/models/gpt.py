@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.heads import LanguageModelHead, output_matrix
 from megatron.core.models.mtp import Losses, MTPInputs, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.models.output_heads import LanguageModelHead, output_matrix
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.build import Build
@@ -107,7 +107,7 @@ class GPTModel(nn.Module):
         ahead = None if ahead is None or self.depths == 0 else self._look(x, positions, ahead, context)
         if self.output_layer is None:
             return x if self.mtp is None else self._message(x, ahead)
-        x = (x if cache is None else cache.wanted(x)).to(self.build.dtype)
+        x = (x if cache is None else cache.for_logits(x)).to(self.build.dtype)
         found = self.output_layer(x, self.output_weight(), labels)
         if labels is None or ahead is None:
             return found
@@ -139,7 +139,7 @@ class GPTModel(nn.Module):
         )
         context = ForwardContext(self.build.causal_mask(states), rotary_of(self.build, states, positions), cache=cache)
         states = self.mtp.look(depth, states, ids, positions, self.embedding, context)
-        return states, self.output_layer(cache.wanted(states).to(self.build.dtype), self.output_weight())
+        return states, self.output_layer(cache.for_logits(states).to(self.build.dtype), self.output_weight())
 
     def _message(self, x: Tensor, ahead: MTPInputs | None) -> tuple[Tensor, ...]:
         """The states of all depths to the stage of the head; it has room for them even when nobody looks ahead."""

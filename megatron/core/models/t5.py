@@ -18,8 +18,8 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.heads import LanguageModelHead, output_matrix
 from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.models.output_heads import LanguageModelHead, output_matrix
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.attention import positions_of

@@ -239,7 +239,7 @@ def unread(config: TokenizerConfig) -> dict[str, str]:
     """What is given and not read by this kind of tokenizer: setting -> the flag as it was given."""
     kind = config.tokenizer_type
     return {
-        field.name: f"{spelling(field.name)} {_shown(getattr(config, field.name))}"
+        field.name: f"{spelling(field.name)} {_formatted(getattr(config, field.name))}"
         for field in fields(config)
         if kind is not None
         and kind in KINDS
@@ -298,7 +298,7 @@ def size_before_a_run(config: TokenizerConfig) -> tuple[int, str]:
         return config.known_size, str(error)
 
 
-def _shown(value: object) -> str:
+def _formatted(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -25,5 +25,5 @@ class Cache(Protocol):
     def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """What a layer of cross attention makes of the memory, made in the first pass and kept."""
 
-    def wanted(self, x: Tensor) -> Tensor:
+    def for_logits(self, x: Tensor) -> Tensor:
         """The hidden states whose logits are asked for. x: [t, 1, h]; returns [w, 1, h]."""

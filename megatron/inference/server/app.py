@@ -184,7 +184,7 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
         body = await body_of(request, serving)
         return json_answer(await until_disconnected(put_api.generate(body, serving, searches), request.receive))
 
-    async def answer(request: Request, asked: openai.Asked) -> Response:
+    async def answer(request: Request, asked: openai.CompletionRequest) -> Response:
         call = PendingRequests(serving.service, asked.requests)
         if asked.streams:
             return Chunks(call, awake(openai.chunks(asked, call, serving), serving.limits.silence_seconds))

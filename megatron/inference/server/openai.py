@@ -1,6 +1,6 @@
 """/v1/completions and /v1/chat/completions, as OpenAI's clients ask and read them; whole, or as server-sent events.
 
-    body -> Asked -> requests of the engine -> an answer, or chunks of it
+    body -> CompletionRequest -> requests of the engine -> an answer, or chunks of it
 
 Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos; and a finish_reason cancelled when the server ends before the text
 does. What cannot be served (penalties by frequency, a bias, tools) is refused unless it asks for nothing.
@@ -116,7 +116,7 @@ CHAT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionRequest:
     """One call. requests: those of prompt p are [p * n, (p + 1) * n). echo: the text of each prompt, to be said first."""
 
     fields: dict[str, Any]
@@ -139,7 +139,7 @@ class Asked:
         return self.echo[place // self.fields["n"]] if self.echo else ""
 
 
-def completion(body: bytes, serving: Serving) -> Asked:
+def completion(body: bytes, serving: Serving) -> CompletionRequest:
     """What a body of /v1/completions asks for. Raises `Refused`."""
     asked = read(COMPLETION, body)
     _demand_model(asked, serving)
@@ -154,7 +154,9 @@ def completion(body: bytes, serving: Serving) -> Asked:
     texts = (part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several)
     echo = tuple(texts) if asked["echo"] else ()
     scored, top = asked["logprobs"] is not None, asked["logprobs"] or 0
-    return Asked(asked, _requests(asked, serving, ids, asked["max_tokens"], scored, top), chat=False, echo=echo)
+    return CompletionRequest(
+        asked, _requests(asked, serving, ids, asked["max_tokens"], scored, top), chat=False, echo=echo
+    )
 
 
 def _demand_known_combination(asked: dict[str, Any]) -> None:
@@ -167,7 +169,7 @@ def _demand_known_combination(asked: dict[str, Any]) -> None:
         raise Refused("echo with logprobs is not streamed; leave one of the three out")
 
 
-def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Asked:
+def conversation(body: bytes, serving: Serving, chat: Chat | None) -> CompletionRequest:
     """What a body of /v1/chat/completions asks for. Raises `Refused`."""
     asked = read(CHAT, body)
     _demand_model(asked, serving)
@@ -186,7 +188,7 @@ def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Asked:
     count = (
         asked["max_completion_tokens"] or asked["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
     )
-    return Asked(
+    return CompletionRequest(
         asked, _requests(asked, serving, [ids], count, asked["logprobs"], asked["top_logprobs"] or 0, chat), chat=True
     )
 
@@ -241,7 +243,7 @@ def _requests(
     return tuple(found)
 
 
-async def whole(asked: Asked, call: PendingRequests, serving: Serving) -> dict[str, Any]:
+async def whole(asked: CompletionRequest, call: PendingRequests, serving: Serving) -> dict[str, Any]:
     """The answer, when it is there."""
     replies = await call.replies()
     choices = []
@@ -265,7 +267,7 @@ async def whole(asked: Asked, call: PendingRequests, serving: Serving) -> dict[s
     return {**_head(asked, serving, kind), "choices": choices, "usage": _usage(asked, replies)}
 
 
-async def chunks(asked: Asked, call: PendingRequests, serving: Serving) -> AsyncIterator[str]:
+async def chunks(asked: CompletionRequest, call: PendingRequests, serving: Serving) -> AsyncIterator[str]:
     """The answer as server-sent events, the last of which is [DONE]."""
     head = _head(asked, serving, "chat.completion.chunk" if asked.chat else "text_completion")
     usage = {"usage": None} if (asked.fields["stream_options"] or {}).get("include_usage") else {}
@@ -288,7 +290,7 @@ async def chunks(asked: Asked, call: PendingRequests, serving: Serving) -> Async
         call.cancel()
 
 
-def _opening(asked: Asked) -> list[dict[str, Any]]:
+def _opening(asked: CompletionRequest) -> list[dict[str, Any]]:
     """What is said before the first token."""
     places = range(len(asked.requests))
     if asked.chat:
@@ -303,7 +305,7 @@ def _opening(asked: Asked) -> list[dict[str, Any]]:
     ]
 
 
-def _delta(asked: Asked, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
+def _delta(asked: CompletionRequest, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
     said: dict[str, Any] = (
         {"delta": {"content": event.text} if event.text else {}} if asked.chat else {"text": event.text}
     )
@@ -364,7 +366,7 @@ def _named(piece: str, logprob: float | None) -> dict[str, Any]:
     return {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace"))}
 
 
-def _head(asked: Asked, serving: Serving, kind: str) -> dict[str, Any]:
+def _head(asked: CompletionRequest, serving: Serving, kind: str) -> dict[str, Any]:
     return {
         "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": kind,
@@ -373,7 +375,7 @@ def _head(asked: Asked, serving: Serving, kind: str) -> dict[str, Any]:
     }
 
 
-def _usage(asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
+def _usage(asked: CompletionRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     prompt = sum(len(request.prompt) for request in asked.requests[:: asked.fields["n"]])
     new = sum(len(reply.tokens) for reply in replies)
     return {

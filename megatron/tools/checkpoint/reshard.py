@@ -50,7 +50,7 @@ class Weights:
         return self._source.read(name, box)
 
 
-def wanted(source: Source, args: argparse.Namespace) -> Source:
+def resaved(source: Source, args: argparse.Namespace) -> Source:
     """The source as it is to be written."""
     chosen: Source = Weights(source) if args.weights_only else source
     return Cast(chosen, DTYPES[args.dtype]) if args.dtype else chosen
@@ -62,7 +62,7 @@ def reshard(args: argparse.Namespace) -> str:
     opened = open_checkpoint(args.load, args.ckpt_step)
     if isinstance(opened, Saved) and (problems := opened.verify()):
         raise CheckpointError(f"{opened.where} is damaged, and is not rewritten", problems)
-    source = wanted(opened, args)
+    source = resaved(opened, args)
     settings: dict[str, Any] = dict(source.settings)
     if "architecture" not in settings:  # what a dialect leaves out has its default
         settings |= to_values(model_of(settings))

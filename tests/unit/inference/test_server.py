@@ -410,7 +410,7 @@ def test_what_is_no_call_is_refused(
 
 
 def test_who_leaves_before_the_first_word_is_not_decoded() -> None:
-    class Asked:
+    class CompletionRequest:
         cancelled = False
 
         def cancel(self) -> None:
@@ -422,7 +422,7 @@ def test_who_leaves_before_the_first_word_is_not_decoded() -> None:
     async def gone(*_: Any) -> None:
         raise OSError("the client has left")
 
-    call = Asked()
+    call = CompletionRequest()
     with pytest.raises(BaseException):
         asyncio.run(Chunks(call, words())({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, gone))
     assert call.cancelled

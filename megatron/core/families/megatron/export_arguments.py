@@ -54,7 +54,7 @@ def padded(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
 
 def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[str, Any]) -> types.SimpleNamespace:
     """The namespace of a run of Megatron's that has this network. model: resolved; settings: of the run; more: wins over both."""
-    kept = {
+    plain_values = {
         name: value
         for name, value in {**settings, **to_values(model)}.items()
         if value is None or isinstance(value, (bool, int, float, str, tuple, list))
@@ -62,7 +62,7 @@ def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[
     grouped = not model.mla.multi_latent_attention and model.num_query_groups != model.num_attention_heads
     return types.SimpleNamespace(
         **{
-            **{name: _plain(name, value, model.depth()) for name, value in kept.items()},
+            **{name: _plain(name, value, model.depth()) for name, value in plain_values.items()},
             "group_query_attention": grouped,
             "bias_gelu_fusion": fuses_gelu(model),
             "add_position_embedding": True,
@@ -84,7 +84,7 @@ def flags_beside(model: ModelConfig) -> str:
     """
     values, usual, idle = to_values(model), to_values(ModelConfig()), unused(model)
     words = [
-        f"{spelling(name)}{_shown(values[name])}"
+        f"{spelling(name)}{_formatted(values[name])}"
         for name in network_fields()
         if name not in _TAKEN | _OURS | idle
         and values[name] != usual[name]
@@ -104,7 +104,7 @@ def _mlp_flags(model: ModelConfig) -> Iterator[str]:
         yield "--no-bias-swiglu-fusion"
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     """A value behind its flag, as a shell has it."""
     if value is True:
         return ""

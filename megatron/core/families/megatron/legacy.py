@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _EXPERT_RANKS = "expert ranks are not read; save the model as torch_dist, and read that"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-Held = Tensor | StackedExperts
+Held: TypeAlias = Tensor | StackedExperts
 RankChunks = dict[tuple[int, int], list[dict[str, Held]]]  # (tensor rank, pipeline rank) -> by chunk: parameters
 
 

@@ -123,9 +123,9 @@ def _members(parameters: Sequence[Parameter], group: Mapping[str, Any], what: st
 def _belongs(parameter: Parameter, group: Mapping[str, Any]) -> bool:
     """Whether Megatron's rules put a parameter into a group."""
     decays = not (parameter.name.endswith(".bias") or parameter.weight.dim() == 1)
-    wanted = bool(group["wd_mult"]) if "wd_mult" in group else bool(group.get("weight_decay"))
+    decayed = bool(group["wd_mult"]) if "wd_mult" in group else bool(group.get("weight_decay"))
     decoupled = bool(group.get("is_decoupled_lr"))
-    return decays == wanted and (not decoupled or bool(_SHARED.search(parameter.name)))
+    return decays == decayed and (not decoupled or bool(_SHARED.search(parameter.name)))
 
 
 def same_ends(master: Tensor, weight: Tensor) -> bool:

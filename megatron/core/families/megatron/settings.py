@@ -111,16 +111,16 @@ def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], 
     shapes: of the parameters (our names); of one that ranks share, of one rank's. Raises `CheckpointError` when the settings
     contradict the tensors, or when the number of heads cannot be known.
     """
-    shown, hidden_size = _shown(shapes), shapes[_WORDS][1]
+    derived, hidden_size = _of_shapes(shapes), shapes[_WORDS][1]
     wrong = [
         f"{name}: {settings[name]} in the settings, {value} in the tensors"
-        for name, value in shown.items()
+        for name, value in derived.items()
         if name != "bert_binary_head" and settings.get(name, value) != value
     ]
     if wrong:
         raise CheckpointError(f"{where} contradicts itself", wrong)
-    halves = () if shown["architecture"] == "t5" else ("encoder_num_layers", "decoder_num_layers")
-    whole = {**{name: value for name, value in settings.items() if name not in halves}, **shown}
+    halves = () if derived["architecture"] == "t5" else ("encoder_num_layers", "decoder_num_layers")
+    whole = {**{name: value for name, value in settings.items() if name not in halves}, **derived}
     if "num_attention_heads" not in whole:
         if hidden_size != 16 * _PUBLISHED_HEAD_SIZE:
             raise CheckpointError(
@@ -131,7 +131,7 @@ def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], 
     return whole
 
 
-def _shown(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """What parameters tell of their network."""
     depths = {
         stack: len({found[1] for name in shapes for found in [re.match(rf"{stack}\.layers\.(\d+)\.", name)] if found})

@@ -67,21 +67,21 @@ class StoredTensor:
         return assembled(self.stored, self.folder)
 
 
-def assembled(stored: Stored, folder: Path, wanted: Box | None = None) -> Tensor:
+def assembled(stored: Stored, folder: Path, box: Box | None = None) -> Tensor:
     """A box of a tensor, or all of it, or the layer that is meant, from the boxes that meet it."""
-    wanted = wanted or whole(stored.shape)
+    box = box or whole(stored.shape)
     if stored.layer is not None:
-        wanted = Box((stored.layer, *wanted.offset[1:]), (1, *wanted.shape[1:]))
-    tensor, filled = torch.empty(wanted.shape, dtype=stored.dtype), 0
+        box = Box((stored.layer, *box.offset[1:]), (1, *box.shape[1:]))
+    tensor, filled = torch.empty(box.shape, dtype=stored.dtype), 0
     for chunk in stored.chunks:
-        common = intersect(chunk.box, wanted)
+        common = intersect(chunk.box, box)
         if common is not None:
             values = values_of_chunk(chunk, stored, folder)
             back = common.shifted(tuple(-start for start in chunk.box.offset))
-            tensor[common.shifted(tuple(-start for start in wanted.offset)).slices()] = values[back.slices()]
+            tensor[common.shifted(tuple(-start for start in box.offset)).slices()] = values[back.slices()]
             filled += common.size
-    if filled != wanted.size:
-        raise CheckpointError(f"{folder} is incomplete: of {stored.key} it holds {filled} of {wanted.size} elements")
+    if filled != box.size:
+        raise CheckpointError(f"{folder} is incomplete: of {stored.key} it holds {filled} of {box.size} elements")
     return tensor if stored.layer is None else tensor[0]
 
 
