@@ -43,6 +43,9 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "NarrowAdam": "LowPrecisionAdam",
         "put_aside": "offload_activations",
         "see_through": "wait_for_axis",
+        "LegacySource": "MegatronSource",
+        "TorchDistSource": "MegatronSource",
+        "Asked": "CompletionRequest",
     }
 )
 

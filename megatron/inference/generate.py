@@ -66,11 +66,6 @@ def generate_texts(
     return texts
 
 
-def generate_text(engine: Engine, prompt: str, *, num_tokens: int, sampling: Sampling, seed: int = 0) -> str:
-    """The prompt and what follows it."""
-    return generate_texts(engine, [prompt], num_tokens=num_tokens, sampling=sampling, seed=seed)[0]
-
-
 def following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
     """The text of new ids, decoded with what stands before, since some tokenizers put a blank between tokens."""
     return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)) :]

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.generate import continuation, generate_text, generate_texts
+from megatron.inference.generate import continuation, generate_texts
 from megatron.inference.sampling import Sampling
 from tests.helpers import tiny
 from tests.unit.inference.serving import GREEDY, engine_of, network, stages_on
@@ -85,14 +85,14 @@ def test_a_text_is_continued_as_text(name: str, count: int) -> None:
     asked = engine_of(model("rope", 257), tokenizer)
     ids = tokenizer.tokenize(prompt)
     new = continuation(asked, ids, num_tokens=count, sampling=GREEDY)
-    assert generate_text(asked, prompt, num_tokens=count, sampling=GREEDY) == tokenizer.detokenize(ids + new)
+    assert generate_texts(asked, [prompt], num_tokens=count, sampling=GREEDY)[0] == tokenizer.detokenize(ids + new)
 
 
 def test_texts_decoded_together_are_those_decoded_alone() -> None:
     asked, prompts = engine_of(network(vocabulary=257), ByteTokenizer()), ["a", "", "abcdef", "x" * 70]
     together = generate_texts(asked, prompts, num_tokens=10, sampling=Sampling(0.8), seed=3)
     assert together == [
-        generate_text(asked, prompt, num_tokens=10, sampling=Sampling(0.8), seed=3) for prompt in prompts
+        generate_texts(asked, [prompt], num_tokens=10, sampling=Sampling(0.8), seed=3)[0] for prompt in prompts
     ]
 
 
@@ -100,4 +100,4 @@ def test_an_empty_prompt_begins_a_document() -> None:
     tokenizer = ByteTokenizer()
     asked = engine_of(model("rope", 257), tokenizer)
     new = continuation(asked, [tokenizer.eod], num_tokens=6, sampling=GREEDY)
-    assert generate_text(asked, "", num_tokens=6, sampling=GREEDY) == tokenizer.detokenize(new)
+    assert generate_texts(asked, [""], num_tokens=6, sampling=GREEDY)[0] == tokenizer.detokenize(new)

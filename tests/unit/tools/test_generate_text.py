@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.generate import generate_text
+from megatron.inference.generate import generate_texts
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.trainer import Trainer
@@ -95,7 +95,7 @@ def test_the_text_is_that_of_the_network_that_was_trained(
     sampling = Sampling(0.0) if options is GREEDY else Sampling(0.8, 20, 0.95)
     engine = Engine([trainer.stages[0].eval()], trainer.run.tokenizer)
     expected = [
-        generate_text(engine, prompt, num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)
+        generate_texts(engine, [prompt], num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)[0]
         for prompt in ("3 1 4", "7")
     ]
     found = generated(tool, capsys, str(tmp_path), options)
