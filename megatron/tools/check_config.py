@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,62 @@ def advice(answer: Answer, *, beside: bool, unread: bool) -> list[str]:
     return [*lines, f"  {proof} ({answer.tried:,} configurations tried)."]
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is found about a command. before: rules that were broken without `why_not`. answer: changes that keep every rule."""
+
+    command: Command
+    broken: Sequence[Broken]
+    before: Sequence[Broken]
+    why_not: Sequence[str]
+    answer: Answer | None
+    built: dict[str, Any] | None
+    ranks: int
+
+    def values(self) -> dict[str, Any]:
+        """The report as plain values."""
+        answer = self.answer
+        return {
+            "ranks": self.ranks,
+            "kept": not self.broken,
+            "broken": [asdict(one) for one in self.broken],
+            "built": self.built,
+            "notes": notes_on(self.command),
+            "why_not": self.why_not,
+            "tried": answer.tried if answer else 0,
+            "fewest": answer.fewest if answer else True,
+            "edits": None if answer and answer.edits is None else _edits(answer),
+        }
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        count, wish = (
+            len({one.rule for one in self.broken}),
+            f"With {', '.join(self.why_not)}: " if self.why_not else "",
+        )
+        what = f"{count} rule{'s are' if count != 1 else ' is'} broken" if self.broken else "all rules are kept"
+        lines = [f"{wish}{what} on {self.ranks} rank{'s' * (self.ranks > 1)}", *said_of(self.broken, self.before)]
+        if not self.broken:
+            lines += [f"note: {line}" for line in notes_on(self.command)]
+        if self.answer:
+            lines += advice(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
+        return [*lines, *(_lines_of(self.built) if self.built else ())]
+
+
+def _edits(answer: Answer | None) -> list[dict[str, Any]]:
+    return [
+        {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
+        for edit in (answer.edits if answer and answer.edits else ())
+    ]
+
+
+def _lines_of(built: dict[str, Any]) -> list[str]:
+    if built["problems"]:
+        return ["what was built does not agree:", *(f"    {line}" for line in built["problems"])]
+    counts = f"{built['layers']} layers and {built['parameters']:,} parameters"
+    return [f"built {built['ranks']} places: {counts}, as the formulas say"]
+
+
 def built_on(setting: Given, true_vocab_size: int | None) -> dict[str, Any]:
     """What `--build` found, as plain values."""
     from megatron.trust.flags.parameter_counts import check_build  # needs torch, which no other answer waits for
@@ -156,45 +212,11 @@ def main(argv: list[str] | None = None) -> None:
     answer = None
     if command.setting is not None and any(one.rule != "files" for one in rules):  # no other flag brings a file
         answer = fewest_edits(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
-    built = (
-        built_on(command.setting, options.true_vocab_size) if options.build and command.setting and not broken else None
-    )
+    built = None
+    if options.build and command.setting and not broken:
+        built = built_on(command.setting, options.true_vocab_size)
     ranks = command.setting.world_size if command.setting else options.world_size or 1
-    if options.json:
-        found = {
-            "ranks": ranks,
-            "kept": not broken,
-            "broken": [asdict(one) for one in broken],
-            "built": built,
-            "notes": notes_on(command),
-            "why_not": options.why_not,
-            "tried": answer.tried if answer else 0,
-            "fewest": answer.fewest if answer else True,
-            "edits": None
-            if answer and answer.edits is None
-            else [
-                {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
-                for edit in (answer.edits if answer and answer.edits else ())
-            ],
-        }
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        names = list(dict.fromkeys(one.rule for one in broken))
-        wish = f"With {', '.join(options.why_not)}: " if options.why_not else ""
-        lines = [
-            f"{wish}{len(names)} rule{'s are' if len(names) != 1 else ' is'} broken on {ranks} rank{'s' * (ranks > 1)}"
-            if broken
-            else f"{wish}all rules are kept on {ranks} rank{'s' * (ranks > 1)}",
-            *said_of(broken, before),
-        ]
-        lines += [f"note: {line}" for line in notes_on(command)] if not broken else []
-        lines += advice(answer, beside=bool(options.why_not), unread=bool(command.unread)) if answer else []
-        if built:
-            lines += [
-                f"built {built['ranks']} places: {built['layers']} layers and {built['parameters']:,} parameters, as the formulas say"
-                if not built["problems"]
-                else "what was built does not agree:",
-                *(f"    {line}" for line in built["problems"]),
-            ]
-        sys.stdout.write("\n".join(lines) + "\n")
+    report = Report(command, broken, before, options.why_not, answer, built, ranks)
+    text = json.dumps(report.values(), indent=2) if options.json else "\n".join(report.lines())
+    sys.stdout.write(text + "\n")
     raise SystemExit(2 if broken else 1 if built and built["problems"] else 0)

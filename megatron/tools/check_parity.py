@@ -116,6 +116,29 @@ def layout_of(config: RunConfig, ranks: int) -> str:
     return f"{' x '.join(words) or 'no axis'} = {ranks} rank{'s' * (ranks > 1)}{experts}"
 
 
+def _differences(found: dict[str, Any]) -> list[str]:
+    """Where the two runs begin to differ, what differs, and the largest differences."""
+    lines: list[str] = []
+    if found["start"] is not None:
+        start = found["start"]
+        during = start["during"] + " pass" * (start["during"] in ("forward", "backward"))
+        lines += [
+            "",
+            f"it begins in the {during}" + (f", at {start['module']}" if start["module"] else "") + ":",
+            f"    {start['says']}",
+        ]
+    if found["problems"]:
+        lines += ["", f"{len(found['problems'])} differ by more than {found['tolerance']:g}, the first of them:"]
+        lines += [f"    {one['kind']} {one['name']} of {one['when']}: {one['says']}" for one in found["problems"][:10]]
+    if found["largest"]:
+        lines += ["", "largest differences, relative"]
+        lines += [
+            f"    {one['kind']:9} {one['name'] + ' of ' + one['when']:70} {'inf' if one['gap'] is None else format(one['gap'], '.2g')}"
+            for one in found["largest"]
+        ]
+    return lines
+
+
 def said(small: Shrunk, found: dict[str, Any], seconds: float) -> list[str]:
     """The report, line by line."""
     model = small.config.model
@@ -134,23 +157,7 @@ def said(small: Shrunk, found: dict[str, Any], seconds: float) -> list[str]:
             f"compared: {counts['loss']} losses, {counts['norm']} gradient norms, {counts['gradient']} gradients and "
             f"{counts['weight']} weights; {found['compared']} pieces of activations"
         )
-    if found["start"] is not None:
-        start = found["start"]
-        during = start["during"] + " pass" * (start["during"] in ("forward", "backward"))
-        lines += [
-            "",
-            f"it begins in the {during}" + (f", at {start['module']}" if start["module"] else "") + ":",
-            f"    {start['says']}",
-        ]
-    if found["problems"]:
-        lines += ["", f"{len(found['problems'])} differ by more than {found['tolerance']:g}, the first of them:"]
-        lines += [f"    {one['kind']} {one['name']} of {one['when']}: {one['says']}" for one in found["problems"][:10]]
-    if found["largest"]:
-        lines += ["", "largest differences, relative"]
-        lines += [
-            f"    {one['kind']:9} {one['name'] + ' of ' + one['when']:70} {'inf' if one['gap'] is None else format(one['gap'], '.2g')}"
-            for one in found["largest"]
-        ]
+    lines += _differences(found)
     smaller, lost = [one for one in small.changes if not one.lost], [one for one in small.changes if one.lost]
     lines += ["", "made smaller", *(f"    {one}" for one in smaller)] if smaller else []
     lines += ["", "not compared", *(f"    {one}" for one in lost)] if lost else []

@@ -32,12 +32,17 @@ def _value(node: ast.expr) -> int | list[int]:
         if len(numbers := [item for item in items if isinstance(item, int)]) == len(items):
             return numbers
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, int):
-            left, right = right, left
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            if 0 <= len(left) * right <= 100_000:
-                return left * right
+        return _combined(node.op, _value(node.left), _value(node.right))
+    raise ValueError("not a pattern")
+
+
+def _combined(op: ast.operator, left: int | list[int], right: int | list[int]) -> list[int]:
+    """Two lists one after the other, or a list so many times."""
+    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return left + right
+    if isinstance(left, int):
+        left, right = right, left
+    if isinstance(op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+        if 0 <= len(left) * right <= 100_000:
+            return left * right
     raise ValueError("not a pattern")

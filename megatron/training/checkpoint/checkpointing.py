@@ -209,13 +209,7 @@ class Checkpoint:
             continues = False
             why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
             self._say(f"{why}: the optimizer starts afresh")
-        names: tuple[str, ...] = ()
-        if not opened.weights_only:
-            names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if continues else ()))
-        if (
-            opened.step is None or "run.schedule" not in source.values
-        ):  # others save what they know, and it may have been converted
-            names = tuple(name for name in names if name in source.values)
+        names = _values_to_load(opened, optimizer=continues)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"), source)
         if continues:
@@ -225,9 +219,7 @@ class Checkpoint:
         histories = self._fitting_histories(formats) if continues else {}
         load(state | streams | histories, source, axis, complete=("model.",), instead=self._instead(formats))
         self._settle(slots)
-        for name, scaling in histories_of(self.trainer.stages).items():
-            if (history := histories.get(f"run.amax.{name}")) is not None:
-                scaling.load(history)
+        self._load_histories(histories)
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._adopt(values)
@@ -236,6 +228,12 @@ class Checkpoint:
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
         self._say(f"loaded {what} {source.where}: {_speed(opened.size, time.perf_counter() - started)}")
+
+    def _load_histories(self, histories: Mapping[str, Tensor]) -> None:
+        """The largest values of the last steps, of which the scales of 8 and 4 bits are made."""
+        for name, scaling in histories_of(self.trainer.stages).items():
+            if (history := histories.get(f"run.amax.{name}")) is not None:
+                scaling.load(history)
 
     def adopt_weights(self, source: Source, *, own: tuple[str, ...], unused: tuple[str, ...]) -> None:
         """Take over the weights of a network that this one continues, with heads of its own.
@@ -468,3 +466,13 @@ def _layout(values: Mapping[str, Any], world_size: int) -> str:
 
 def _speed(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3g} GB in {seconds:.2f} s ({size / 1e9 / seconds:.2g} GB/s)"
+
+
+def _values_to_load(opened: Opened, *, optimizer: bool) -> tuple[str, ...]:
+    """What is loaded beside tensors. Other formats save what they know, and a checkpoint may have been converted."""
+    if opened.weights_only:
+        return ()
+    names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if optimizer else ()))
+    values = opened.source.values
+    complete = opened.step is not None and "run.schedule" in values
+    return names if complete else tuple(name for name in names if name in values)

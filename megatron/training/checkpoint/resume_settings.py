@@ -57,24 +57,32 @@ def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, 
     }
     if weights_only:
         return Differences(network=tuple(lines["network"]), adapted=tuple(lines["adaptable"]))
-    kept = roles_of(ScheduleConfig).keys() if config.schedule.use_checkpoint_opt_param_scheduler else ()
-    idle = _unused_data(config)
-    both = {name: role for name, role in roles_of(RequestedRun).items() if name in saved and saved[name] != mine[name]}
-    data = [
-        name
-        for name, role in both.items()
-        if role == "data" and name not in idle and _meaning(name, saved[name]) != _meaning(name, mine[name])
-    ]
-    named = [
-        name
-        for name, role in both.items()
-        if role == "training" and name not in kept or role == "data" and name not in data
-    ]
+    data, named = _other_settings(saved, mine, config)
     return Differences(
         network=(*lines["network"], *lines["adaptable"]),
         data=tuple(_line(name, saved[name], mine[name]) for name in data),
         named=tuple(_line(name, saved[name], mine[name]) + _remark(name, config) for name in named),
     )
+
+
+def _other_settings(
+    saved: Mapping[str, Any], mine: Mapping[str, Any], config: RunConfig
+) -> tuple[list[str], list[str]]:
+    """(settings of data that differ in meaning, settings that change from here on): names of fields that both have."""
+    from_checkpoint = config.schedule.use_checkpoint_opt_param_scheduler
+    unread = {*_unused_data(config), *(roles_of(ScheduleConfig) if from_checkpoint else ())}
+    roles = {name: role for name, role in roles_of(RequestedRun).items() if name in saved and saved[name] != mine[name]}
+    others = [
+        name
+        for name, role in roles.items()
+        if role == "data" and name not in unread and _meaning(name, saved[name]) != _meaning(name, mine[name])
+    ]
+    named = [
+        name
+        for name, role in roles.items()
+        if (role == "training" and name not in unread) or (role == "data" and name not in others)
+    ]
+    return others, named
 
 
 def _unused_data(config: RunConfig) -> set[str]:

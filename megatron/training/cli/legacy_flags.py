@@ -106,17 +106,20 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
                 yielding.append((shown, row))
             elif row.sentence:
                 messages.append(f"{shown} is understood as {' '.join([*row.becomes, *given])}")
-        elif row.kind == "ignored":
-            messages.append(f"{shown} is ignored: {row.sentence}")
-        elif _changes_nothing(row, given):
-            messages.append(f"{shown} is accepted, as it changes nothing: {row.sentence}")
+        elif (accepted := _accepted(row, given)) is not None:
+            messages.append(f"{shown} is {accepted}: {row.sentence}")
         else:
-            errors.append(
-                f"{shown}: {row.sentence}"
-                + ("; leave it out" if row.kind == "later" and ";" not in row.sentence else "")
-            )
+            way_out = "; leave it out" if row.kind == "later" and ";" not in row.sentence else ""
+            errors.append(f"{shown}: {row.sentence}{way_out}")
     messages += [_gives_way(shown, row, words) for shown, row in yielding]
     return front + words, list(dict.fromkeys(messages)), list(dict.fromkeys(errors))
+
+
+def _accepted(row: Legacy, given: Sequence[str]) -> str | None:
+    """How a flag that is not ours is taken; None: it is refused."""
+    if row.kind == "ignored":
+        return "ignored"
+    return "accepted, as it changes nothing" if _changes_nothing(row, given) else None
 
 
 def _own(token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]) -> list[str]:

@@ -209,22 +209,23 @@ def difference(a: History, b: History, tolerance: float) -> Difference:
     parting = first.iteration if first else common[-1] if common else 1
     soon = max((one.size for one in apart if one.iteration < parting + _SOON), default=0.0)
     order = LAST_BITS if first and soon <= tolerance else BEYOND
-    mine, theirs = a.at(parting), b.at(parting)
+    known, idle = _causes(a.at(parting), b.at(parting), order)
+    resumed = _resumed_before(parting, a) ^ _resumed_before(parting, b)
+    return Difference(common, first, beyond, known, idle, tuple(sorted(resumed)))
+
+
+def _causes(mine: Start, theirs: Start, order: Sequence[str]) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
+    """(differing inputs of the kinds in `order`, in that order; the others)."""
     found = list(differing_inputs(mine.given, theirs.given))
-    # A folder to go on from, which held nothing yet, is only where the run saves.
-    counts = [
-        one for one in found if one.kind in order and (one.kind != "resumed state" or mine.loaded or theirs.loaded)
-    ]
-    known = sorted(counts, key=lambda one: order.index(one.kind))
-    resumed = [{start.iteration for start in run.starts if start.iteration < parting} for run in (a, b)]
-    return Difference(
-        common,
-        first,
-        beyond,
-        tuple(known),
-        tuple(one for one in found if one not in known),
-        tuple(sorted(resumed[0] ^ resumed[1])),
-    )
+    kinds = [
+        kind for kind in order if kind != "resumed state" or mine.loaded or theirs.loaded
+    ]  # else it only saves there
+    known = sorted((one for one in found if one.kind in kinds), key=lambda one: kinds.index(one.kind))
+    return tuple(known), tuple(one for one in found if one not in known)
+
+
+def _resumed_before(iteration: int, run: History) -> set[int]:
+    return {start.iteration for start in run.starts if start.iteration < iteration}
 
 
 def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Input]:

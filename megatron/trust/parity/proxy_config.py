@@ -12,7 +12,7 @@ the rules of any run; sizes are tried until all of them hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -21,6 +21,7 @@ from megatron.core.config.flags import ConfigError, spelling, to_values
 from megatron.core.config.plan import layer_rows, read_layout
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.kernels import NAMED
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
@@ -241,19 +242,7 @@ def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
         layers = "".join(cut).count("t")
         values["pipeline_model_parallel_layout"] = "|".join(cut)
     elif first is not None or last is not None:
-        counts = [
-            sum(len(stage.layers) for stage in stages_of(config) if stage.rank == rank) for rank in range(parallel.pp)
-        ]
-        middle = counts[len(counts) // 2]
-        ends = {0: first, pp - 1: last}
-        small = [
-            chunks * (1 if place in ends and ends[place] is not None and ends[place] < middle else 2)
-            for place in range(pp)
-        ]
-        if all(
-            ends.get(place) is not None and ends[place] > middle for place in (0, pp - 1) if ends.get(place) is not None
-        ):
-            small = [chunks * (2 if ends.get(place) is not None else 1) for place in range(pp)]
+        small = _uneven(config, pp, chunks)
         layers = sum(small)
         values |= {
             "decoder_first_pipeline_num_layers": None if first is None else small[0],
@@ -269,6 +258,20 @@ def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
                 each if by_layers else chunks
             )
     return values | _layers(config, layers, rows) | _recomputed(config)
+
+
+def _uneven(config: RunConfig, pp: int, chunks: int) -> list[int]:
+    """Layers of each rank where the first or the last has another number: one or two a chunk, as it has fewer or more than others."""
+    parallel = config.parallel
+    counts = [
+        sum(len(stage.layers) for stage in stages_of(config) if stage.rank == rank) for rank in range(parallel.pp)
+    ]
+    middle = counts[len(counts) // 2]
+    given = {0: parallel.decoder_first_pipeline_num_layers, pp - 1: parallel.decoder_last_pipeline_num_layers}
+    ends = {place: count for place, count in given.items() if count is not None}
+    if all(count > middle for count in ends.values()):
+        return [chunks * (2 if place in ends else 1) for place in range(pp)]
+    return [chunks * (1 if ends.get(place, middle) < middle else 2) for place in range(pp)]
 
 
 def _kinds(config: RunConfig) -> list[tuple[Any, ...]]:
@@ -322,13 +325,7 @@ def _small_layout(stages: tuple[str, ...], count: int, least: int, depths: int) 
     if count > 2 and "m" in stages[-2]:
         spread[-2] = len(stages) - 2
     few = min((stage.count("t") for stage in stages if "t" in stage), default=1)
-    small = []
-    for place in spread:
-        layers = stages[place].count("t")
-        letters = "".join(letter for letter in stages[place] if letter in "EL")
-        layers = 0 if not layers else 1 if layers == few else 2
-        ahead = "m" * depths if "m" in stages[place] else ""
-        small.append(("E" if "E" in letters else "") + "t" * layers + ahead + ("L" if "L" in letters else ""))
+    small = [_small_stage(stages[place], few, depths) for place in spread]
     if depths and not any("m" in stage for stage in small):
         small[-1] = small[-1].replace("L", "m" * depths + "L")
     home = next((place for place, stage in enumerate(small) if "t" in stage), 0)
@@ -336,6 +333,13 @@ def _small_layout(stages: tuple[str, ...], count: int, least: int, depths: int) 
     head = 1 if small[home].startswith("E") else 0
     small[home] = small[home][:head] + "t" * max(0, missing) + small[home][head:]
     return small
+
+
+def _small_stage(stage: str, few: int, depths: int) -> str:
+    """A stage with one layer where it had few, two where it had more, and as many depths of prediction."""
+    layers = min(2, 1 + (stage.count("t") != few)) if "t" in stage else 0
+    ahead = depths if "m" in stage else 0
+    return "E" * ("E" in stage) + "t" * layers + "m" * ahead + "L" * ("L" in stage)
 
 
 def _recomputed(config: RunConfig) -> Values:
@@ -352,19 +356,45 @@ def _recomputed(config: RunConfig) -> Values:
 # Sizes.
 
 
-def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
-    """Heads, groups and widths. head: size of one that is tried."""
-    model, mla = config.model, config.model.mla
-    unit = degrees.tp * _traded(config, degrees)
-    groups = heads = 0
+def _small_heads(config: RunConfig, degrees: Degrees, unit: int) -> tuple[int, int]:
+    """(heads, groups of them, 0 where each has its own keys). unit: ranks that heads are divided over."""
+    model, groups, heads = config.model, 0, 0
     if model.group_query_attention and model.num_query_groups < model.num_attention_heads:
         copied = model.num_query_groups < config.parallel.tp  # more tensor ranks than groups: they hold copies
         groups = min(model.num_query_groups, max(1, degrees.tp // 2) if copied else max(2, degrees.tp))
         heads = math.lcm(unit, 2 * groups)
     heads = max(heads, unit)
-    heads *= -(-4 // heads)
+    return heads * -(-4 // heads), groups
+
+
+def _small_latents(model: ModelConfig, head: int) -> Values:
+    turned = head // 2
+    return {
+        "q_lora_rank": None if model.mla.q_lora_rank is None else 12,
+        "kv_lora_rank": 8,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": turned,
+        "v_head_dim": 5 if model.uneven_heads else 6 + turned,
+    }
+
+
+def _small_section(given: Sequence[int], pairs: int) -> tuple[int, ...]:
+    """Pairs of a small head that turn by time, height and width, where the given section has some."""
+    used = [place for place, size in enumerate(given) if size] or [0]
+    section = [pairs // len(used) if place in used else 0 for place in range(len(given))]
+    section[used[0]] += pairs - sum(section)
+    return tuple(section)
+
+
+def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
+    """Heads, groups and widths. head: size of one that is tried."""
+    model, mla = config.model, config.model.mla
+    unit = degrees.tp * _traded(config, degrees)
+    heads, groups = _small_heads(config, degrees, unit)
     usual = model.kv_channels * model.num_attention_heads == model.hidden_size or mla.multi_latent_attention
-    hidden = heads * head if usual and not mla.multi_latent_attention else 32 if heads * head != 32 or usual else 48
+    hidden = 32 if heads * head != 32 or usual else 48
+    if usual and not mla.multi_latent_attention:
+        hidden = heads * head
     values: Values = {
         "num_attention_heads": heads,
         "num_query_groups": groups or heads,
@@ -380,20 +410,9 @@ def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
     if model.embedding_init_method_std is not None:
         values["embedding_init_method_std"] = 0.1
     if mla.multi_latent_attention:
-        turned = head // 2
-        values |= {
-            "q_lora_rank": None if mla.q_lora_rank is None else 12,
-            "kv_lora_rank": 8,
-            "qk_head_dim": 6,
-            "qk_pos_emb_head_dim": turned,
-            "v_head_dim": 5 if model.uneven_heads else 6 + turned,
-        }
+        values |= _small_latents(model, head)
     if model.rope.mrope_section is not None:
-        pairs, parts = int(head * model.rope.rotary_percent) // 2, len(model.rope.mrope_section)
-        used = [place for place, size in enumerate(model.rope.mrope_section) if size] or [0]
-        section = [pairs // len(used) if place in used else 0 for place in range(parts)]
-        section[used[0]] += pairs - sum(section)
-        values["mrope_section"] = tuple(section)
+        values["mrope_section"] = _small_section(model.rope.mrope_section, int(head * model.rope.rotary_percent) // 2)
     if model.rope.position_embedding_type == "relative":
         values |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
     return values
@@ -508,16 +527,10 @@ def _training(config: RunConfig) -> Values:
     return values
 
 
-def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
-    """What two layouts cannot agree on, or a CPU does not have: setting -> (value, why)."""
-    model, moe = config.model, config.model.moe
+def _lost_of_experts(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
+    """Choices of experts that depend on the layout."""
+    moe = config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
-    random = "random numbers differ between layouts"
-    for name in ("hidden_dropout", "attention_dropout"):
-        if getattr(model, name) and degrees.ranks > 1:
-            lost[name] = (0.0, random)
-    if moe.moe_input_jitter_eps:
-        lost["moe_input_jitter_eps"] = (None, random)
     if moe.moe_expert_capacity_factor is not None and degrees.tp * degrees.cp > 1:
         why = "what is over capacity depends on how tokens lie on tensor and context ranks"
         lost |= {
@@ -532,8 +545,13 @@ def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
             tuple(other if kind == "global_aux_loss" else kind for kind in kinds),
             "it looks at the microbatches so far, which are others on one rank",
         )
-    if moe.moe_enable_routing_replay:
-        lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
+    return lost
+
+
+def _without_a_gpu(config: RunConfig) -> dict[str, tuple[Any, str]]:
+    """Kernels and libraries that a CPU does not have."""
+    model = config.model
+    lost: dict[str, tuple[Any, str]] = {}
     if model.attention_backend not in ("auto", "fused", "unfused", "local"):
         lost["attention_backend"] = ("auto", "this kernel needs a GPU")
     if any(word in _ON_GPUS for word in model.kernels.kernel):
@@ -541,12 +559,28 @@ def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
             tuple(word for word in model.kernels.kernel if word not in _ON_GPUS),
             "this kernel needs a GPU",
         )
-    if moe.library == "deepep":
+    if model.moe.library == "deepep":
         lost |= {
             "moe_enable_deepep": (False, "DeepEP needs GPUs"),
             "moe_flex_dispatcher_backend": ("alltoall", "DeepEP needs GPUs"),
         }
     return lost
+
+
+def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
+    """What two layouts cannot agree on, or a CPU does not have: setting -> (value, why)."""
+    model, moe = config.model, config.model.moe
+    lost: dict[str, tuple[Any, str]] = {}
+    random = "random numbers differ between layouts"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(model, name) and degrees.ranks > 1:
+            lost[name] = (0.0, random)
+    if moe.moe_input_jitter_eps:
+        lost["moe_input_jitter_eps"] = (None, random)
+    lost |= _lost_of_experts(config, degrees)
+    if moe.moe_enable_routing_replay:
+        lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
+    return lost | _without_a_gpu(config)
 
 
 _ON_GPUS = ("grouped_linear=torch", *(f"{op}=triton" for op in NAMED))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -92,8 +92,9 @@ class Spent:
         self.launches += [(self.seconds - before + after, seconds) for after, seconds in other.launches]
         self.seconds += other.seconds
         self.beside += other.beside
-        self.parts.update(other.parts)
-        self.traffic.update(other.traffic)
+        for mine, theirs in ((self.parts, other.parts), (self.traffic, other.traffic)):
+            for name, amount in theirs.items():
+                mine[name] += amount
 
     @property
     def each(self) -> float:
@@ -116,30 +117,16 @@ class RankTime:
 def cost(run: DryRun, hardware: Hardware) -> Cost:
     """Seconds, bytes and shares of the step that was run dry."""
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
-    if (
-        run.config.parallel.hybrid_context_parallel
-    ):  # a rank with fewer microbatches than the schedule is idle in the others
-        for key, spent in (
-            (key, spent) for rank in ranks for key, spent in rank.spent.items() if key[0] in "FB" and ACTION.match(key)
-        ):
-            spent.begun |= {
-                f"{key}.{number}": spent.seconds for number in range(len(spent.begun), run.num_microbatches)
-            }
-    stages, pp = num_stages(run.whole_plan), len(run.whole_plan)
-    times = {
-        op: [
-            max((rank.spent[key].each for rank in ranks if (key := f"{op}{stage}") in rank.spent), default=0.0)
-            for stage in range(stages)
-        ]
-        for op in "FBW"
-    }
+    if run.config.parallel.hybrid_context_parallel:
+        _fill_idle_microbatches(ranks, run.num_microbatches)
+    times = _times_of_stages(ranks, num_stages(run.whole_plan))
+    pp = len(run.whole_plan)
     message = max(rank.message for rank in ranks)
     if not run.config.parallel.overlap_p2p_communication:
         # Both ends wait while a message passes; so it takes their time, and the taker's waiting begins before the sender's ends.
-        times |= {
-            op: [seconds + message * ((stage > 0) + (stage < stages - 1)) for stage, seconds in enumerate(times[op])]
-            for op in "FB"
-        }
+        last = len(times["F"]) - 1
+        for op in "FB":
+            times[op] = [seconds + message * ((stage > 0) + (stage < last)) for stage, seconds in enumerate(times[op])]
         message = -message
     whole = [ahead + later for ahead, later in zip(times["B"], times["W"], strict=True)]
     timeline = play(
@@ -168,6 +155,25 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
         timeline,
         traffic,
     )
+
+
+def _fill_idle_microbatches(ranks: Sequence[RankTime], num_microbatches: int) -> None:
+    """A rank with fewer microbatches than the schedule is idle in the others: each takes the time of one more of its own."""
+    for rank in ranks:
+        for key, spent in rank.spent.items():
+            if key[0] in "FB" and ACTION.match(key):
+                spent.begun |= {
+                    f"{key}.{number}": spent.seconds for number in range(len(spent.begun), num_microbatches)
+                }
+
+
+def _times_of_stages(ranks: Sequence[RankTime], stages: int) -> dict[str, list[float]]:
+    """Operation -> seconds of one of them on every stage, by its slowest rank."""
+
+    def slowest(key: str) -> float:
+        return max((rank.spent[key].each for rank in ranks if key in rank.spent), default=0.0)
+
+    return {op: [slowest(f"{op}{stage}") for stage in range(stages)] for op in "FBW"}
 
 
 def step_time(

@@ -173,15 +173,16 @@ def shapes(setting: Given, node: int) -> Iterator[Layout]:
             if tp & (tp - 1) or cp & (cp - 1):
                 continue
             for pp in divisors(ranks // tp // cp, layers):
-                chunks = (
-                    [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
-                    if pp > 1
-                    else [1]
-                )
+                chunks = [1] if pp == 1 else _chunks(layers, pp)
                 for ep, etp in _experts(setting, tp, ranks // pp):
                     yield from (
                         Layout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False) for size in chunks
                     )
+
+
+def _chunks(layers: int, pp: int) -> list[int]:
+    """Numbers of virtual stages a rank that cut the layers evenly; one always does."""
+    return [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
 
 
 def _experts(setting: Given, tp: int, ranks: int) -> list[tuple[int, int]]:

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from megatron.core.config.flags import spelling
 from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.settings.run import CheckpointConfig
+
+
+def _exports(checkpoint: CheckpointConfig) -> list[str]:
+    """What is written beside a checkpoint, or read from one."""
+    problems = []
+    if checkpoint.export_hf is not None and checkpoint.save is None:
+        problems.append(f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save")
+    if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
+        problems.append(f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf")
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        problems.append("--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint")
+    return problems
 
 
 def _checkpoints(s: Setting) -> str:
@@ -27,12 +40,7 @@ def _checkpoints(s: Setting) -> str:
             f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
             f"{checkpoint.ckpt_step} chooses one; give one of them"
         )
-    if checkpoint.export_hf is not None and checkpoint.save is None:
-        problems.append(f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save")
-    if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
-        problems.append(f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf")
-    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
-        problems.append("--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint")
+    problems += _exports(checkpoint)
     return "\n  ".join(problems)
 
 

@@ -5,9 +5,11 @@ Each returns what is wrong and how to mend it, a line each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 
 from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -29,6 +31,23 @@ def context(s: Setting) -> str:
             f"choose {length // unit * unit or unit} or {-(-length // unit) * unit}"
         )
     return "\n  ".join([*problems, *_transports(run)])
+
+
+def _backends(model: ModelConfig, kinds: Sequence[str]) -> list[str]:
+    """Attention kernels that a sequence over several ranks can use."""
+    problems = []
+    if model.attention_backend == "flash" and {"allgather", "all_gather"} & set(kinds):
+        problems.append(
+            "--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a"
+        )
+    if model.attention_backend in ("cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex") and set(
+        kinds
+    ) != {"a2a"}:
+        problems.append(
+            f"--attention-backend {model.attention_backend} is for whole sequences, which only --cp-comm-type a2a gives it; choose "
+            "a2a, or --attention-backend fused"
+        )
+    return problems
 
 
 def _transports(run: RunConfig) -> list[str]:
@@ -64,19 +83,7 @@ def _transports(run: RunConfig) -> list[str]:
                 f"--cp-comm-type {kind} cannot share out {heads} heads a tensor rank to {ranks} ranks; choose sizes that "
                 f"divide --num-attention-heads {model.num_attention_heads}, or p2p"
             )
-    if size > 1 and model.attention_backend == "flash" and {"allgather", "all_gather"} & set(kinds):
-        problems.append(
-            "--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a"
-        )
-    if (
-        size > 1
-        and model.attention_backend in ("cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex")
-        and set(kinds) != {"a2a"}
-    ):
-        problems.append(
-            f"--attention-backend {model.attention_backend} is for whole sequences, which only --cp-comm-type a2a gives it; choose "
-            "a2a, or --attention-backend fused"
-        )
+    problems += _backends(model, kinds) if size > 1 else []
     return problems
 
 

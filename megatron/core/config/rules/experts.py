@@ -9,14 +9,10 @@ from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.run import RunConfig
 
 
-def experts(s: Setting) -> str:
-    """What is said of experts has experts to speak of, and parts that belong together."""
-    run = s.run
-    model, moe, problems = run.model, run.model.moe, []
-    if not moe.num_experts:
-        return _without(run)
-    if model.architecture != "gpt":
-        problems.append(f"--num-experts {moe.num_experts}: for pretrain_gpt.py only; leave it out")
+def _shared_expert(run: RunConfig) -> list[str]:
+    """What belongs to a shared expert."""
+    moe = run.model.moe
+    problems = []
     if moe.moe_shared_expert_intermediate_size is None:
         given = [
             spelling(name) for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap") if getattr(moe, name)
@@ -34,6 +30,18 @@ def experts(s: Setting) -> str:
             "--moe-shared-expert-overlap needs tokens that travel while it computes; choose "
             "--moe-token-dispatcher-type alltoall or flex"
         )
+    return problems
+
+
+def experts(s: Setting) -> str:
+    """What is said of experts has experts to speak of, and parts that belong together."""
+    run = s.run
+    model, moe, problems = run.model, run.model.moe, []
+    if not moe.num_experts:
+        return _without(run)
+    if model.architecture != "gpt":
+        problems.append(f"--num-experts {moe.num_experts}: for pretrain_gpt.py only; leave it out")
+    problems += _shared_expert(run)
     if moe.moe_token_dispatcher_type != "flex" and (moe.moe_enable_deepep or moe.moe_flex_dispatcher_backend != "auto"):
         problems.append(
             "--moe-enable-deepep, --moe-flex-dispatcher-backend: these are about --moe-token-dispatcher-type flex; choose it"

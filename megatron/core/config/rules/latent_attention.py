@@ -8,33 +8,13 @@ from dataclasses import fields
 from megatron.core.config.flags import ConfigError, spelling
 from megatron.core.config.plan import read_layout
 from megatron.core.config.rules.rule import Rule, Setting
-from megatron.core.config.settings.model import MLAConfig, MTPConfig
+from megatron.core.config.settings.model import MLAConfig, MTPConfig, RopeConfig
+from megatron.core.config.settings.run import RunConfig
 
 
-def latents(s: Setting) -> str:
-    """Latent attention has sizes, positions that rotate, and heads of its own."""
-    run = s.run
-    model, mla, rope = run.model, run.model.mla, run.model.rope
-    if not mla.multi_latent_attention:
-        given = [spelling(field.name) for field in fields(MLAConfig) if getattr(mla, field.name) != field.default]
-        problems = [f"{', '.join(given)}: for --multi-latent-attention only; add it or leave out"] if given else []
-        if "mla_up_proj" in (run.recompute.recompute_modules or ()):
-            problems.append(
-                "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
-            )
-        return "\n  ".join(problems)
+def _rotations(rope: RopeConfig) -> list[str]:
+    """Rotations that latent attention does otherwise."""
     problems = []
-    sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    small = [f"{spelling(name)} {size}" for name in sizes if (size := getattr(mla, name)) is not None and size < 1]
-    if small:
-        problems.append(f"{', '.join(small)}: each must be at least 1")
-    if model.architecture != "gpt":
-        problems.append("--multi-latent-attention is for pretrain_gpt.py only; leave it out")
-    if model.group_query_attention:
-        problems.append(
-            "--multi-latent-attention makes a key and a value for every head, and --group-query-attention shares them; "
-            "keep one"
-        )
     if rope.position_embedding_type in ("mrope", "relative"):
         problems.append(
             f"--multi-latent-attention rotates a part of its heads by one position a token, and --position-embedding-type "
@@ -52,6 +32,40 @@ def latents(s: Setting) -> str:
             f"{', '.join(stretched)}: Megatron's latent attention passes over it; stretch its rotations by "
             "--rope-type yarn --rotary-scaling-factor, or leave it out"
         )
+    return problems
+
+
+def _without_latents(run: RunConfig) -> str:
+    """What is left over when there are no latents."""
+    mla = run.model.mla
+    given = [spelling(field.name) for field in fields(MLAConfig) if getattr(mla, field.name) != field.default]
+    problems = [f"{', '.join(given)}: for --multi-latent-attention only; add it or leave out"] if given else []
+    if "mla_up_proj" in (run.recompute.recompute_modules or ()):
+        problems.append(
+            "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
+        )
+    return "\n  ".join(problems)
+
+
+def latents(s: Setting) -> str:
+    """Latent attention has sizes, positions that rotate, and heads of its own."""
+    run = s.run
+    model, mla, rope = run.model, run.model.mla, run.model.rope
+    if not mla.multi_latent_attention:
+        return _without_latents(run)
+    problems = []
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    small = [f"{spelling(name)} {size}" for name in sizes if (size := getattr(mla, name)) is not None and size < 1]
+    if small:
+        problems.append(f"{', '.join(small)}: each must be at least 1")
+    if model.architecture != "gpt":
+        problems.append("--multi-latent-attention is for pretrain_gpt.py only; leave it out")
+    if model.group_query_attention:
+        problems.append(
+            "--multi-latent-attention makes a key and a value for every head, and --group-query-attention shares them; "
+            "keep one"
+        )
+    problems += _rotations(rope)
     if model.add_qkv_bias:
         problems.append(
             "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"

@@ -113,16 +113,20 @@ def _norm_places(model: ModelConfig) -> str:
             "--norm-after-sublayer has one norm, behind each sublayer; --sandwich-norm, --norm-after-residual and "
             "--apply-residual-connection-post-layernorm place norms elsewhere; keep one"
         )
-    if model.norm_after_sublayer and model.architecture == "t5":
-        return "--norm-after-sublayer knows no norm behind the cross attention of a T5; leave it out"
-    if model.sandwich_norm and model.architecture == "t5":
-        return "--sandwich-norm knows no norm behind the cross attention of a T5; leave it out"
+    return ""
+
+
+def _norms_of_t5(model: ModelConfig) -> str:
+    """Norms behind a sublayer, of which cross attention has none."""
+    for name in ("norm_after_sublayer", "sandwich_norm"):
+        if getattr(model, name) and model.architecture == "t5":
+            return f"{spelling(name)} knows no norm behind the cross attention of a T5; leave it out"
     return ""
 
 
 def _norms(s: Setting) -> str:
     model = s.run.model
-    if problem := _norm_places(model):
+    if problem := _norm_places(model) or _norms_of_t5(model):
         return problem
     if model.kernels.wishes.get("residual_norm", "apart") != "apart" and (
         not model.sums_before_norms or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())

@@ -283,12 +283,18 @@ class RequestedModel:
         values["rope"] = dataclasses.replace(
             self.rope, rope_type=self.rope.rope_type or ("yarn" if stretched else "rope")
         )
+        values |= self._depths()
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | values)
+
+    def _depths(self) -> dict[str, int | None]:
+        """Layers of a T5's halves, and of the network where its encoder's were given."""
+        values: dict[str, int | None] = {}
         if self.num_layers is None:
             values["num_layers"] = self.encoder_num_layers
         if self.architecture == "t5":
-            values["encoder_num_layers"] = self.encoder_num_layers or self.num_layers
-            values["decoder_num_layers"] = self.decoder_num_layers or values["encoder_num_layers"]
-        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | values)
+            values["encoder_num_layers"] = encoder = self.encoder_num_layers or self.num_layers
+            values["decoder_num_layers"] = self.decoder_num_layers or encoder
+        return values
 
 
 class ModelConfig(RequestedModel):
