@@ -23,6 +23,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {
         "Trail": "FlightRecorder",
         "Journey": "AsyncExchange",
+        "_Walk": "_ScriptRunner",
+        "_Payload": "_Message",
         "dual_batch": "overlap",
         "Turns": "DualBatch",
         "Deferred": "WeightGradStore",

@@ -35,7 +35,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import FusedSegment
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.pipeline_parallel.executor import _Walk
+from megatron.core.pipeline_parallel.executor import _ScriptRunner
 from megatron.core.tensor_parallel import linear, loss
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -252,19 +252,19 @@ def _recompute_first_input_only(
 
 # Microbatches.
 
-_walk_backward, _batch, _before_backward, _scaled = (
-    _Walk._backward,
+_run_backward, _batch, _before_backward, _scaled = (
+    _ScriptRunner._backward,
     StepWork._batch,
     StepWork.before_backward,
     StepWork._scaled,
 )
 
 
-def _another_activation(self: _Walk, action: Any) -> Any:
+def _another_activation(self: _ScriptRunner, action: Any) -> Any:
     mine, other = (action.stage, action.microbatch), (action.stage, action.microbatch + 1)
-    if other in self.kept and action.stage < self.script.stages - 1:
-        self.kept[mine], self.kept[other] = self.kept[other], self.kept[mine]
-    return _walk_backward(self, action)
+    if other in self.saved and action.stage < self.script.stages - 1:
+        self.saved[mine], self.saved[other] = self.saved[other], self.saved[mine]
+    return _run_backward(self, action)
 
 
 def _piece_of_the_input(x: Tensor, gradient: Tensor, region: Any, bias: bool, into: Any) -> tuple[Tensor | None, ...]:
@@ -504,7 +504,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "a gradient meets another microbatch's activations",
         (("pp2", "gpt"), ("pp2 gpipe", "gpt"), ("pp2 ep2 dp2 turns zero overlap-reduce bucket600", "moe-shared-bias")),
-        ((_Walk, "_backward", _another_activation),),
+        ((_ScriptRunner, "_backward", _another_activation),),
     ),
     Defect(
         "a weight's gradient waits and is forgotten",

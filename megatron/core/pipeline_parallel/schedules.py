@@ -168,6 +168,11 @@ def are_together(row: Sequence[Action], place: int, stages: int) -> bool:
     ) - 1
 
 
+def next_actions(row: Sequence[Action], place: int, stages: int, *, together: bool) -> tuple[Action, ...]:
+    """The action at a place of a row; with `together` also the next one, if the two can be done as one."""
+    return tuple(row[place : place + 1 + (together and are_together(row, place, stages))])
+
+
 def placement_of(plan: Plan) -> Placement:
     """How a plan lays stages on ranks, which shows in where it runs the first stage of the second chunks."""
     return "v" if any(action.stage == len(plan) for action in plan[-1]) and len(plan) > 1 else "wrap"

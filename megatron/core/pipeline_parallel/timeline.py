@@ -13,16 +13,16 @@ refused here with the actions at fault, before any process hangs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron.core.config.plan import home
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
     ScheduleError,
-    are_together,
     awaited,
+    next_actions,
     num_stages,
     placement_of,
 )
@@ -60,62 +60,100 @@ def play(
     part of a backward pass that a "W" does, where the plan has them. together: passes that are (`are_together`) begin and end as one.
     """
     check(plan)
-    stages, time = num_stages(plan), {"F": forward, "B": backward, "R": reduce, "W": weight}
     splits = any(action.op == "W" for row in plan for action in row)
-    start: list[list[float]] = [[] for _ in plan]
-    end: list[list[float]] = [[] for _ in plan]
-    done: dict[Action, tuple[int, float]] = {}
+    playback = _Playback(
+        plan, num_stages(plan), {"F": forward, "B": backward, "R": reduce, "W": weight}, message, splits, together
+    )
     waiting = list(range(len(plan)))
     while waiting:
-        before = len(done)
+        before = len(playback.done)
         for rank in waiting:
-            while len(end[rank]) < len(plan[rank]):
-                place = len(end[rank])
-                actions = plan[rank][place : place + 1 + (together and are_together(plan[rank], place, stages))]
-                sources = [source for action in actions if (source := awaited(action, stages)) is not None]
-                if any(source not in done for source in sources):
-                    break
-                arrivals = [done[source][1] + message * (done[source][0] != rank) for source in sources]
-                begin = finish = max([end[rank][-1] if end[rank] else 0.0, *arrivals])
-                for action in actions:
-                    finish += _of_stage(time[action.op], action.stage)
-                    if splits and action.op == "B":
-                        finish -= _of_stage(weight, action.stage)
-                for action in actions:
-                    start[rank].append(begin)
-                    end[rank].append(finish)
-                    done[action] = rank, finish
-        waiting = [rank for rank in waiting if len(end[rank]) < len(plan[rank])]
-        if waiting and len(done) == before:
-            raise ScheduleError(_circle({rank: plan[rank][len(end[rank])] for rank in waiting}, plan))
+            playback.advance(rank)
+        waiting = [rank for rank in waiting if len(playback.end[rank]) < len(plan[rank])]
+        if waiting and len(playback.done) == before:
+            raise ScheduleError(_circle({rank: plan[rank][len(playback.end[rank])] for rank in waiting}, plan))
+    start, end = playback.start, playback.end
     return Timeline(_rows(start), _rows(end), _bubble(start, end), tuple(_peak(row) for row in plan))
+
+
+@dataclass(slots=True)
+class _Playback:
+    """A plan while it is played. time: of each kind of action; splits: the plan has a "W" for each "B".
+
+    start, end: times so far, by rank. done: rank and end of each action so far.
+    """
+
+    plan: Plan
+    stages: int
+    time: Mapping[str, float | Sequence[float]]
+    message: float
+    splits: bool
+    together: bool
+    start: list[list[float]] = field(init=False)
+    end: list[list[float]] = field(init=False)
+    done: dict[Action, tuple[int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.start, self.end = [[] for _ in self.plan], [[] for _ in self.plan]
+
+    def advance(self, rank: int) -> None:
+        """Play a rank's actions up to the first that awaits a result which is not there yet."""
+        row, stages = self.plan[rank], self.stages
+        while (place := len(self.end[rank])) < len(row):
+            actions = next_actions(row, place, stages, together=self.together)
+            sources = [source for action in actions if (source := awaited(action, stages)) is not None]
+            if any(source not in self.done for source in sources):
+                return
+            arrivals = [self.done[source][1] + self.message * (self.done[source][0] != rank) for source in sources]
+            begin = max([self.end[rank][-1] if self.end[rank] else 0.0, *arrivals])
+            finish = self._finish(begin, actions)
+            for action in actions:
+                self.start[rank].append(begin)
+                self.end[rank].append(finish)
+                self.done[action] = rank, finish
+
+    def _finish(self, time: float, actions: Sequence[Action]) -> float:
+        for action in actions:
+            time += _of_stage(self.time[action.op], action.stage)
+            if self.splits and action.op == "B":
+                time -= _of_stage(self.time["W"], action.stage)
+        return time
 
 
 def check(plan: Plan) -> None:
     """Refuse a plan unless each stage sees each microbatch once in each direction, on its rank, F before B before W before R."""
-    stages, placement = num_stages(plan), placement_of(plan)
-    microbatches = {action.microbatch for row in plan for action in row if action.op != "R"}
-    seen = Counter(action for row in plan for action in row)
-    ops = {op for op in "FBWR" if any(action.op == op for action in seen)} | {"F"}
-    wanted = {
-        Action(op, stage, i) for op in ops for stage in range(stages) for i in (microbatches if op != "R" else {0})
-    }
-    problems = [f"{action} is missing" for action in sorted(wanted - set(seen))]
-    problems += [f"{action} has no place in this plan" for action in sorted(set(seen) - wanted)]
-    problems += [f"{action} stands there {count} times" for action, count in seen.items() if count > 1]
-    problems += [
-        f"rank {rank} has {action}, which belongs to rank {owner}"
-        for rank, row in enumerate(plan)
-        for action in row
-        if (owner := home(action.stage, len(plan), placement)[0]) != rank
-    ]
-    if stages % len(plan):
-        problems.append(f"{stages} stages cannot be divided over {len(plan)} ranks")
-    problems += [problem for row in plan for problem in _misplaced(row)]
+    problems = [*_miscounted(plan), *_on_wrong_rank(plan), *(problem for row in plan for problem in _misplaced(row))]
     if problems:
         more = len(problems) - MOST_PROBLEMS_SHOWN
         tail = [f"and {more} more"] if more > 0 else []
         raise ScheduleError("\n  ".join(["this plan is wrong", *problems[:MOST_PROBLEMS_SHOWN], *tail]))
+
+
+def _miscounted(plan: Plan) -> Iterator[str]:
+    """Actions that are missing, superfluous or repeated."""
+    counts = Counter(action for row in plan for action in row)
+    microbatches = {action.microbatch for action in counts if action.op != "R"}
+    expected = {
+        Action(op, stage, i)
+        for op in {"F", *{action.op for action in counts} & set("BWR")}
+        for stage in range(num_stages(plan))
+        for i in (microbatches if op != "R" else {0})
+    }
+    yield from (f"{action} is missing" for action in sorted(expected - set(counts)))
+    yield from (f"{action} has no place in this plan" for action in sorted(set(counts) - expected))
+    yield from (f"{action} stands there {count} times" for action, count in counts.items() if count > 1)
+
+
+def _on_wrong_rank(plan: Plan) -> Iterator[str]:
+    """Actions of stages that live on another rank, and a number of stages that the ranks do not divide."""
+    stages, placement = num_stages(plan), placement_of(plan)
+    for rank, row in enumerate(plan):
+        for action in row:
+            owner = home(action.stage, len(plan), placement)[0]
+            if owner != rank:
+                yield f"rank {rank} has {action}, which belongs to rank {owner}"
+    if stages % len(plan):
+        yield f"{stages} stages cannot be divided over {len(plan)} ranks"
 
 
 def picture(plan: Plan, timeline: Timeline) -> str:

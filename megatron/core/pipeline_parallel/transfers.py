@@ -16,8 +16,8 @@ from megatron.core.pipeline_parallel.schedules import (
     TOWARDS,
     Action,
     Plan,
-    are_together,
     awaited,
+    next_actions,
     num_stages,
     placement_of,
 )
@@ -67,18 +67,19 @@ class Script:
     overlap: bool
     together: bool = False
 
-    def parts(self) -> Iterator[tuple[Action | Transfer, ...]]:
-        """The steps one by one, and those that are together two by two."""
+    def parts(self) -> Iterator[Transfer | tuple[Action, ...]]:
+        """The transfers and actions one by one, and actions that are together two by two."""
         place = 0
         while place < len(self.steps):
-            pair = self.steps[place : place + 2]
-            both = (
-                self.together
-                and not any(isinstance(step, Transfer) for step in pair)
-                and are_together(pair, 0, self.stages)
-            )
-            yield pair[: 1 + both]
-            place += 1 + both
+            step = self.steps[place]
+            if isinstance(step, Transfer):
+                yield step
+                place += 1
+            else:
+                pair = [step for step in self.steps[place : place + 2] if isinstance(step, Action)]
+                actions = next_actions(pair, 0, self.stages, together=self.together)
+                yield actions
+                place += len(actions)
 
 
 def transfers(plan: Plan, *, together: bool = False) -> tuple[Transfer, ...]:
@@ -87,15 +88,15 @@ def transfers(plan: Plan, *, together: bool = False) -> tuple[Transfer, ...]:
     ready = {
         action: end for row, ends in zip(plan, timeline.end, strict=True) for action, end in zip(row, ends, strict=True)
     }
-    found = []
-    for dst, row in enumerate(plan):
-        for action in row:
-            source = awaited(action, stages)
-            src = dst if source is None else home(source.stage, len(plan), placement)[0]
-            if src != dst:
-                found.append(Transfer(src, dst, source.op, source.stage, source.microbatch))
+    messages = [
+        Transfer(src, dst, source.op, source.stage, source.microbatch)
+        for dst, row in enumerate(plan)
+        for action in row
+        if (source := awaited(action, stages)) is not None
+        and (src := home(source.stage, len(plan), placement)[0]) != dst
+    ]
     # Of messages ready together those from upstream come first, so that a rank receives before it sends.
-    return tuple(sorted(found, key=lambda t: (ready[t.made_by], t.kind, TOWARDS[t.kind] * t.stage, t.microbatch)))
+    return tuple(sorted(messages, key=lambda t: (ready[t.made_by], t.kind, TOWARDS[t.kind] * t.stage, t.microbatch)))
 
 
 def script(plan: Plan, rank: int, *, overlap: bool = True, together: bool = False) -> Script:
@@ -104,26 +105,28 @@ def script(plan: Plan, rank: int, *, overlap: bool = True, together: bool = Fals
     Messages keep the order of `transfers`; each stands as late as its action and that order allow, but for the one
     action that receives are early if they overlap.
     """
-    own = [transfer for transfer in transfers(plan, together=together) if rank in (transfer.src, transfer.dst)]
-    before = {transfer.taken_by: place + 1 for place, transfer in enumerate(own) if transfer.dst == rank}
-    after = {transfer.made_by: place + 1 for place, transfer in enumerate(own) if transfer.src == rank}
-    parts: list[list[Action | Transfer]] = []  # messages one by one, and actions, those that are together as one
+    mine = [transfer for transfer in transfers(plan, together=together) if rank in (transfer.src, transfer.dst)]
+    before = {transfer.taken_by: place + 1 for place, transfer in enumerate(mine) if transfer.dst == rank}
+    after = {transfer.made_by: place + 1 for place, transfer in enumerate(mine) if transfer.src == rank}
+    parts: list[Transfer | tuple[Action, ...]] = []
     begun, place, stages = 0, 0, num_stages(plan)
     while place < len(plan[rank]):
-        actions = plan[rank][place : place + 1 + (together and are_together(plan[rank], place, stages))]
-        arriving = own[begun : max(before.get(action, 0) for action in actions)]
+        actions = next_actions(plan[rank], place, stages, together=together)
+        arriving = mine[begun : max(before.get(action, 0) for action in actions)]
         begun += len(arriving)
-        leaving = own[begun : max(after.get(action, 0) for action in actions)]
+        leaving = mine[begun : max(after.get(action, 0) for action in actions)]
         begun += len(leaving)
-        parts += [*([message] for message in arriving), list(actions), *([message] for message in leaving)]
+        parts += [*arriving, actions, *leaving]
         place += len(actions)
     if overlap:
-        for place in range(1, len(parts)):
-            if isinstance(parts[place - 1][0], Action) and _receives(parts[place][0], rank):
-                parts[place - 1], parts[place] = parts[place], parts[place - 1]
-    steps = tuple(step for part in parts for step in part)
-    return Script(rank, len(plan), stages, steps, overlap, together)
+        _receive_early(parts, rank)
+    steps = [step for part in parts for step in ((part,) if isinstance(part, Transfer) else part)]
+    return Script(rank, len(plan), stages, tuple(steps), overlap, together)
 
 
-def _receives(step: Action | Transfer, rank: int) -> bool:
-    return isinstance(step, Transfer) and step.dst == rank
+def _receive_early(parts: list[Transfer | tuple[Action, ...]], rank: int) -> None:
+    """Move every receive in front of the actions that stand right before it, in place."""
+    for place in range(1, len(parts)):
+        part = parts[place]
+        if isinstance(part, Transfer) and part.dst == rank and not isinstance(parts[place - 1], Transfer):
+            parts[place - 1], parts[place] = part, parts[place - 1]
