@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from megatron.core.parallel.device import pick_device, synchronize
-from megatron.training.health.replica_check import Sentinel
+from megatron.training.health.replica_check import ReplicaCheck
 from megatron.training.step import train_step
 from tests.helpers import tiny
 
@@ -40,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = pick_device()
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**SHAPE), device))
-    sentinel = Sentinel(trainer)
+    sentinel = ReplicaCheck(trainer)
     train_step(trainer, tiny.batches(trainer.run, 0))
     steps, looks = [], []
     for _ in range(REPEATS):

@@ -48,6 +48,23 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "LegacySource": "MegatronSource",
         "TorchDistSource": "MegatronSource",
         "Asked": "CompletionRequest",
+        "Ledger": "RunLog",
+        "Board": "RendezvousStore",
+        "Loads": "ExpertLoads",
+        "Recordings": "CapturedGraphs",
+        "Legacy": "LegacyFlag",
+        "Sighting": "SampleUse",
+        "Regrouped": "RebalancedBatches",
+        "Watchdog": "HangDetector",
+        "Guard": "StepValidator",
+        "Sentinel": "ReplicaCheck",
+        "Dialect": "CheckpointFormat",
+        "Alarm": "FailureReporter",
+        "Ending": "RunOutcome",
+        "Rehearsal": "ShortRun",
+        "rehearse": "short_run",
+        "Shrunk": "ProxyConfig",
+        "Unlike": "TraceMismatch",
     }
 )
 

@@ -25,14 +25,14 @@ from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel.loss import cross_entropy
 from megatron.inference.sampling import Sampling, draw
-from megatron.training.checkpoint.inference_model import Loaded, Stage
+from megatron.training.checkpoint.inference_model import InferenceModel, Stage
 
 Ids = tuple[int, ...]
 Batch = Sequence[Ids]
 
 
 class Network(Protocol):
-    """What log-likelihoods are asked of: this rank's stages, in evaluation mode. `Loaded` is one."""
+    """What log-likelihoods are asked of: this rank's stages, in evaluation mode. `InferenceModel` is one."""
 
     @property
     def config(self) -> RunConfig:
@@ -190,7 +190,7 @@ def likeliest(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
     return -collectives.all_reduce(-mine, axis, "max")
 
 
-def continuations(loaded: Loaded, prompts: Sequence[Prompt], *, size: BatchSize) -> list[list[int]]:
+def continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: BatchSize) -> list[list[int]]:
     """New ids after each prompt, until it is ended or has its number of them; the end of document is the last, if it comes.
 
     Every step computes the whole of each text anew.
@@ -209,7 +209,7 @@ def continuations(loaded: Loaded, prompts: Sequence[Prompt], *, size: BatchSize)
     return [gathered[number] for number in range(len(prompts))]
 
 
-def _continued(loaded: Loaded, prompts: Sequence[Prompt]) -> list[list[int]]:
+def _continued(loaded: InferenceModel, prompts: Sequence[Prompt]) -> list[list[int]]:
     """The new ids of one batch; the same on every stage and tensor rank."""
     new: list[list[int]] = [[] for _ in prompts]
     draws = [torch.Generator(loaded.mesh.device).manual_seed(prompt.seed) for prompt in prompts]
@@ -235,7 +235,7 @@ def _is_over(prompt: Prompt, new: list[int], eod: int) -> bool:
     return len(new) == prompt.num_tokens or bool(new) and (new[-1] == eod or prompt.ended(new))
 
 
-def _whole_rows(loaded: Loaded, logits: Tensor) -> Tensor:
+def _whole_rows(loaded: InferenceModel, logits: Tensor) -> Tensor:
     """logits: [b, v/tp]. Returns [b, v] without padding, in fp32 (fp64 for fp64), the same on every tensor rank."""
     whole = collectives.all_gather(logits.t().contiguous(), loaded.mesh.tp).t()[
         :, : loaded.config.model.true_vocab_size

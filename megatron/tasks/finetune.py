@@ -39,8 +39,8 @@ from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.data.sample_order import FILL, needs_text, read
 from megatron.training.evaluate import evaluate
-from megatron.training.health.bad_steps import Guard
-from megatron.training.health.exit_conditions import Watch
+from megatron.training.health.bad_steps import StepValidator
+from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.loader import all_once
 from megatron.training.report.metrics import Meter
 from megatron.training.report.run_record import record_steps
@@ -187,7 +187,7 @@ def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str,
         Compiler(trainer)
     checkpoint = Checkpoint(trainer, lock=lock)
     load_pretrained(checkpoint, task)
-    guard = Guard(run.config)
+    guard = StepValidator(run.config)
     if run.config.faults.guards_steps:
         trainer.add_hook(guard)
     with closing(writers_of(run)) as writers:
@@ -200,7 +200,7 @@ def _best_of(
     sets: Sets,
     epochs: Epochs | None,
     checkpoint: Checkpoint,
-    guard: Guard,
+    guard: StepValidator,
     writers: Writers,
 ) -> dict[str, float]:
     """Train epoch by epoch and keep the best; without epochs, measure. Returns the last metrics."""
@@ -273,11 +273,11 @@ def encoder_of(path: str, given: dict[str, Any]) -> Source:
     return source
 
 
-def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: Guard, writers: Writers) -> None:
+def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: StepValidator, writers: Writers) -> None:
     """Go through the training data once, with Megatron's log lines. A step that is bad ends the run, unless it is skipped."""
     run, progress, precision = trainer.run, trainer.progress, trainer.run.config.precision
     meter = Meter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
-    watch = Watch(run.config.train, tolerates_overflow=precision.fp16 and precision.loss_scale is None)
+    watch = ExitConditions(run.config.train, tolerates_overflow=precision.fp16 and precision.loss_scale is None)
     batches, since = epochs.batches(epoch), time.perf_counter()
     for step in range(epochs.steps):
         meter.add(train_step(trainer, batches))

@@ -10,7 +10,7 @@ from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
 from megatron.training.entry import entry
 from megatron.training.health.failures import locating
-from megatron.training.health.watchdog import Watchdog
+from megatron.training.health.watchdog import HangDetector
 from megatron.training.initialize import initialize_megatron
 from megatron.training.report.run_record import recorded
 
@@ -30,7 +30,7 @@ def run_task(args: Namespace) -> None:
     @entry
     def main() -> None:
         task, run = task_of(args), initialize_megatron(args)
-        with recorded(run), Watchdog(run), locating(run):
+        with recorded(run), HangDetector(run), locating(run):
             (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)
             run.ledger.add("end", reason="complete", iteration=run.progress.iteration)
 

@@ -36,7 +36,7 @@ from megatron.core.datasets.marks import bare_ids
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.training.checkpoint.inference_model import Kind, load_network
+from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 POOLINGS = ("mean", "first", "pooled")
@@ -258,7 +258,7 @@ def embedder_of(given: argparse.Namespace) -> Embedder:
         if getattr(given, field.name) != field.default
     }
     loaded = load_network(
-        given.load, Kind("bert", BERTModel, parts), step=given.ckpt_step, dtype=given.dtype, tokenizer=tokenizer
+        given.load, ModelKind("bert", BERTModel, parts), step=given.ckpt_step, dtype=given.dtype, tokenizer=tokenizer
     )
     (network,), model = loaded.stages, loaded.config.model
     if given.pooling == "pooled" and network.pooler is None:

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.core.tokenizers.build import size_before_a_run
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, Command, read_command
-from megatron.trust.flags.repair import WORLD, Answer, Broken, Given, fewest_edits
+from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
 from megatron.trust.flags.rule_page import page
 
 
@@ -98,7 +98,7 @@ def notes_on(command: Command) -> list[str]:
     return list(dict.fromkeys([*command.messages, *(command.setting.validated().notes if command.setting else ())]))
 
 
-def said_of(broken: Sequence[Broken], before: Sequence[Broken]) -> list[str]:
+def said_of(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[str]:
     """The broken rules, and under each what it says. before: what was broken already."""
     lines: list[str] = []
     for rule in dict.fromkeys(one.rule for one in broken):
@@ -111,7 +111,7 @@ def said_of(broken: Sequence[Broken], before: Sequence[Broken]) -> list[str]:
     return lines
 
 
-def advice(answer: Answer, *, beside: bool, unread: bool) -> list[str]:
+def advice(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
     """The changes that keep every rule. beside: of other flags than those that were asked about. unread: some could not be read."""
     what = "Beside that, " if beside else ""
     if answer.edits is None:
@@ -134,10 +134,10 @@ class Report:
     """What is found about a command. before: rules that were broken without `why_not`. answer: changes that keep every rule."""
 
     command: Command
-    broken: Sequence[Broken]
-    before: Sequence[Broken]
+    broken: Sequence[BrokenRule]
+    before: Sequence[BrokenRule]
     why_not: Sequence[str]
-    answer: Answer | None
+    answer: RepairResult | None
     built: dict[str, Any] | None
     ranks: int
 
@@ -171,7 +171,7 @@ class Report:
         return [*lines, *(_lines_of(self.built) if self.built else ())]
 
 
-def _edits(answer: Answer | None) -> list[dict[str, Any]]:
+def _edits(answer: RepairResult | None) -> list[dict[str, Any]]:
     return [
         {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
         for edit in (answer.edits if answer and answer.edits else ())
@@ -185,7 +185,7 @@ def _lines_of(built: dict[str, Any]) -> list[str]:
     return [f"built {built['ranks']} places: {counts}, as the formulas say"]
 
 
-def built_on(setting: Given, true_vocab_size: int | None) -> dict[str, Any]:
+def built_on(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
     """What `--build` found, as plain values."""
     from megatron.trust.flags.parameter_counts import check_build  # needs torch, which no other answer waits for
 
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     broken = (*command.unread, *rules)
     answer = None
     if command.setting is not None and any(one.rule != "files" for one in rules):  # no other flag brings a file
-        answer = fewest_edits(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
+        answer = smallest_repair(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
     built = None
     if options.build and command.setting and not broken:
         built = built_on(command.setting, options.true_vocab_size)

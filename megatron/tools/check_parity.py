@@ -23,7 +23,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, read_command
-from megatron.trust.parity.proxy_config import Shrunk, shrink
+from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -53,7 +53,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def small_form(options: argparse.Namespace, words: Sequence[str]) -> Shrunk:
+def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
     """The config of these words, made small; `ConfigError` if it breaks rules."""
     command = read_command(words, ranks=options.world_size, entry=options.entry)
     broken = [one.says for one in (*command.unread, *(command.setting.broken() if command.setting else ()))]
@@ -65,10 +65,10 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> Shrunk:
         raise ConfigError("\n".join(lines))
     setting = command.setting.as_started()
     config, _ = examine(setting.config, setting.world_size)
-    return shrink(config, setting.world_size, most_ranks=options.most_ranks)
+    return proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
 
 
-def compared(small: Shrunk, limit: float) -> dict[str, Any]:
+def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:
     """What both rehearsals say of each other, as plain values."""
     from megatron.trust.parity.parity import checked_on_ranks  # needs torch, which no other answer waits for
 
@@ -139,7 +139,7 @@ def _differences(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def said(small: Shrunk, found: dict[str, Any], seconds: float) -> list[str]:
+def said(small: ProxyConfig, found: dict[str, Any], seconds: float) -> list[str]:
     """The report, line by line."""
     model = small.config.model
     layers = model.num_layers + (model.decoder_num_layers or 0)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.training.report.run_log import plain
-from megatron.trust.compare.runs import Apart, Difference, History, Input, difference, read_history
+from megatron.trust.compare.runs import Difference, History, InputDifference, StepDifference, difference, read_history
 
 WIDEST = 60  # characters of one value
 
@@ -51,7 +51,7 @@ def told(letter: str, run: History) -> list[str]:
     return [f"{letter}  {run.path}", f"   steps {spans(sorted(run.steps))}; {starts}; {run.end}"]
 
 
-def numbers(apart: Apart) -> list[str]:
+def numbers(apart: StepDifference) -> list[str]:
     """The values of one step, side by side."""
     return [
         f"  {name:16} A {'none' if a is None else repr(a):24} B {'none' if b is None else repr(b):24}"
@@ -60,7 +60,7 @@ def numbers(apart: Apart) -> list[str]:
     ]
 
 
-def inputs_told(inputs: Sequence[Input]) -> list[str]:
+def inputs_told(inputs: Sequence[InputDifference]) -> list[str]:
     """What differs, a rank each."""
     lines = []
     for place, one in enumerate(inputs, start=1):

@@ -28,7 +28,7 @@ from megatron.training.cli.device_checks import kernel_need
 from megatron.training.cli.preflight import examine, fitted
 from megatron.training.initialize import join, shut_down
 from megatron.training.launch.launch_info import world_size
-from megatron.trust.doctor import Row, Subject, examine_all
+from megatron.trust.doctor import CheckResult, RunUnderTest, examine_all
 from megatron.trust.flags.command import ENTRIES, split_command
 
 # Stands for the network of a run whose flags are missing or broken, so that the machines can be examined all the same.
@@ -38,27 +38,28 @@ STAND_IN = (
 ).split()
 
 
-def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Row]]:
+def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckResult]]:
     """The config to examine, resolved; and the rows of flags that cannot be read and of rules that are broken."""
     stand_in, _ = examine(from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
     if not words:
-        return stand_in, [Row("rules", "OK", "no flags given: the machines alone, with a small network")]
+        return stand_in, [CheckResult("rules", "OK", "no flags given: the machines alone, with a small network")]
     try:
         args = read_flags(words, defaults=ENTRIES[entry])
     except ConfigError as error:
         return stand_in, [
-            Row("rules", "FAIL", line.strip(), "see --help of the entry script") for line in str(error).splitlines()
+            CheckResult("rules", "FAIL", line.strip(), "see --help of the entry script")
+            for line in str(error).splitlines()
         ]
     config, broken = examine(from_namespace(RequestedRun, args), world_size())
-    rows = [Row("rules", "FAIL", said) for said in args.problems]
+    rows = [CheckResult("rules", "FAIL", said) for said in args.problems]
     rows += [
-        Row("rules", "FAIL", f"{name}: {said}", "tools/check_config.py finds the fewest changes")
+        CheckResult("rules", "FAIL", f"{name}: {said}", "tools/check_config.py finds the fewest changes")
         for name, said in broken
     ]
     _, ranks = fitted(from_namespace(RequestedRun, args), world_size())
     if not rows and ranks < world_size():
         rows = [
-            Row(
+            CheckResult(
                 "rules",
                 "WARN",
                 f"--elastic: {ranks} of {world_size()} ranks would train; the machines are examined with a small network",
@@ -67,18 +68,20 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Row]]:
         ]
     if rows:
         return dataclasses.replace(stand_in, data=config.data, checkpoint=config.checkpoint), rows
-    return config, [Row("rules", "OK", f"all are kept on {world_size()} rank(s)")]
+    return config, [CheckResult("rules", "OK", f"all are kept on {world_size()} rank(s)")]
 
 
-def kernels_of(need: Need, wishes: dict[str, str]) -> tuple[Kernels, list[Row]]:
+def kernels_of(need: Need, wishes: dict[str, str]) -> tuple[Kernels, list[CheckResult]]:
     """The kernels of the run; where a wish cannot be met, those of no wish, and a row that says so."""
     try:
         return select(need, wishes), []
     except ConfigError as error:
-        return select(need), [Row("kernels", "FAIL", str(error))]
+        return select(need), [CheckResult("kernels", "FAIL", str(error))]
 
 
-def subject_of(config: RunConfig, *, whole: bool, megabytes: int, all_kernels: bool) -> tuple[Subject, list[Row]]:
+def subject_of(
+    config: RunConfig, *, whole: bool, megabytes: int, all_kernels: bool
+) -> tuple[RunUnderTest, list[CheckResult]]:
     """The run on these ranks, as far as it can be examined before it is built, and what speaks against it. Joins the other ranks."""
     device = pick_device()
     claim(device)
@@ -92,10 +95,10 @@ def subject_of(config: RunConfig, *, whole: bool, megabytes: int, all_kernels: b
             pass  # the check of the tokenizer tells on which ranks
     hosts = tuple(collectives.gather_objects(socket.gethostname(), mesh.world))
     kernels, rows = kernels_of(need, config.model.kernel_wishes)
-    return Subject(config, mesh, kernels, need, hosts, whole, megabytes, all_kernels), rows
+    return RunUnderTest(config, mesh, kernels, need, hosts, whole, megabytes, all_kernels), rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CheckResult]) -> str:
     """The rows, and how many there are of each kind."""
     lines = []
     for row in rows:

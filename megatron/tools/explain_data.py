@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.cli.arguments import config_of, read_args
-from megatron.training.data.inspect_samples import Explanation, Microbatch, Shown, Sighting, Start
+from megatron.training.data.inspect_samples import Explanation, Microbatch, SampleUse, SpanText, Start
 from megatron.training.data.sample_order import needs_text
 
 SHOWN_TEXT = 72
@@ -113,11 +113,11 @@ def _data_rank(options: argparse.Namespace, config: RunConfig) -> int:
     return next(line.index(options.rank) for line in groups["dp"] if options.rank in line)
 
 
-def _json(found: Microbatch | Sighting) -> str:
+def _json(found: Microbatch | SampleUse) -> str:
     return json.dumps(dataclasses.asdict(found))
 
 
-def _sightings(found: Sequence[Sighting], options: argparse.Namespace) -> Iterator[str]:
+def _sightings(found: Sequence[SampleUse], options: argparse.Namespace) -> Iterator[str]:
     yield f"{options.document} is seen {len(found)} times in the {options.set} data of this run"
     for one in found:
         yield f"  step {one.step}, microbatch {one.microbatch}, data-parallel rank {one.data_rank}: sample {one.sample}"
@@ -132,7 +132,7 @@ def _microbatch(found: Microbatch, options: argparse.Namespace) -> Iterator[str]
         yield from _sample(sample, options)
 
 
-def _sample(sample: Shown, options: argparse.Namespace) -> Iterator[str]:
+def _sample(sample: SpanText, options: argparse.Namespace) -> Iterator[str]:
     if sample.sample is None:
         yield "  (the data is over; a sample without loss fills the batch)"
         return

@@ -37,7 +37,14 @@ from megatron.inference.generate import prompt_ids
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.inference_model import FORMATS, GPT, Kind, Loaded, architecture_of, load_network
+from megatron.training.checkpoint.inference_model import (
+    FORMATS,
+    GPT,
+    InferenceModel,
+    ModelKind,
+    architecture_of,
+    load_network,
+)
 from megatron.training.entry import entry
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -122,14 +129,14 @@ def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
     if architecture_of(open_checkpoint(given.load, given.ckpt_step)) == "t5":
         if given.draft:
             raise ConfigError("a T5 is decoded without drafts; leave out --draft")
-        loaded = load_network(given.load, Kind("t5", T5Model), step=given.ckpt_step, **how)
+        loaded = load_network(given.load, ModelKind("t5", T5Model), step=given.ckpt_step, **how)
         return EncoderDecoder(loaded.stages, loaded.tokenizer, config, start=start_of(loaded))
     loaded = load_network(given.load, GPT, step=given.ckpt_step, **how)
     draft = load_network(given.draft, GPT, **how).stages if given.draft else ()
     return Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
 
 
-def start_of(loaded: Loaded) -> int:
+def start_of(loaded: InferenceModel) -> int:
     """The token that every text of a decoder begins with: of a published folder as it says, else the begin of a text."""
     where, tokenizer = loaded.source.where, loaded.tokenizer
     said = (

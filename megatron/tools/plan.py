@@ -26,14 +26,14 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import size_before_a_run
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, read_command
-from megatron.trust.flags.repair import Given
+from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, to_json
 from megatron.trust.plan.layout_search import search
 from megatron.trust.plan.planner import DryRunner, advised, plan
 from megatron.trust.plan.report import found_plain, found_text, page, plain, text
-from megatron.trust.simulate.collective_matching import match
+from megatron.trust.simulate.collective_matching import match_collectives
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -87,7 +87,7 @@ def note(what: str) -> None:
     sys.stderr.write(f"{what}\n")
 
 
-def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Given, RunConfig]:
+def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
     """The setting, and its config with its vocabulary. Says what is wrong and exits where rules are broken."""
     command = read_command(words, ranks=options.world_size, entry=options.entry)
     broken = (*command.unread, *(command.setting.broken() if command.setting else ()))
@@ -122,7 +122,7 @@ def dry_runner() -> DryRunner:
     return dry_run
 
 
-def look_for_layouts(options: argparse.Namespace, setting: Given, hardware: Hardware) -> int:
+def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardware: Hardware) -> int:
     """Print the layouts that fit; the exit code."""
     dry_run = dry_runner() if options.plans else None
 
@@ -154,13 +154,13 @@ def look_for_layouts(options: argparse.Namespace, setting: Given, hardware: Hard
 
 
 def plan_one(
-    options: argparse.Namespace, setting: Given, config: RunConfig, hardware: Hardware, command: Sequence[str]
+    options: argparse.Namespace, setting: RequestedSetup, config: RunConfig, hardware: Hardware, command: Sequence[str]
 ) -> int:
     """Print the plan of one layout; the exit code. command: the words that asked for it."""
     dry_run = dry_runner()
     note(f"running one step dry on {setting.world_size:,} ranks")
     planned = plan(config, setting.world_size, hardware, dry_run)
-    planned = replace(planned, matching=match(planned.run))
+    planned = replace(planned, matching=match_collectives(planned.run))
     if not planned.fits:
         note(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
         planned = advised(planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds)

@@ -32,8 +32,8 @@ from megatron.training.health.failures import described, name_of_rank
 from megatron.training.health.replica_check import ReplicasDiffer
 from megatron.training.health.watchdog import LOST, RankLost
 from megatron.training.initialize import shut_down
-from megatron.training.launch.launch_info import Place, end_in_a_line_when_interrupted, launcher_place
-from megatron.training.launch.rendezvous import FIRST_FAILURE, Board
+from megatron.training.launch.launch_info import LaunchInfo, end_in_a_line_when_interrupted, launcher_place
+from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite, BadStep, ReplicasDiffer, RankLost)
 _LOOK_EVERY, _GRACE = 1.0, 3.0  # seconds
@@ -41,13 +41,13 @@ _SHOWN = 6  # lines of another rank's failure
 _SILENCE, _AGAIN = 30.0, 5.0  # seconds: how long a store may not answer, and how long each new connection is tried
 
 
-class Alarm:
+class FailureReporter:
     """Tells the other ranks of a failure, and ends this one when another failed or its launcher is gone."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LaunchInfo) -> None:
         self.place = place
         self._over = threading.Event()
-        self._board = Board.connect(place)
+        self._board = RendezvousStore.connect(place)
         self._parent = os.getppid()
         self._watching = threading.Thread(target=self._watch, name="first-failure", daemon=True)
         if self._board is not None or place.is_launched:
@@ -56,7 +56,7 @@ class Alarm:
     def sound(self, error: BaseException) -> bool:
         """This rank is about to die of `error`. Returns whether it is the first, as far as it can know."""
         self.silence()
-        board = Board.connect(self.place)
+        board = RendezvousStore.connect(self.place)
         if board is None:
             return True
         return (
@@ -137,7 +137,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
     def wrapped() -> None:
         end_in_a_line_when_interrupted()
         place = launcher_place()
-        alarm = Alarm(place)
+        alarm = FailureReporter(place)
         try:
             recorded()
         except SystemExit as leaving:

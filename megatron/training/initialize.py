@@ -33,7 +33,7 @@ from megatron.training.launch.elastic import told
 from megatron.training.launch.launch_info import launcher_place, world_size
 from megatron.training.launch.rendezvous import join_ranks, lacks_board
 from megatron.training.launch.spare_ranks import stand_by, tell_done
-from megatron.training.report.run_log import Ledger
+from megatron.training.report.run_log import RunLog
 from megatron.training.report.run_record import ledger_path
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
@@ -158,8 +158,8 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _ledger(config: RunConfig, mesh: Mesh) -> Ledger:
-    return Ledger(ledger_path(config.log, config.checkpoint.save) if mesh.world.is_first else None)
+def _ledger(config: RunConfig, mesh: Mesh) -> RunLog:
+    return RunLog(ledger_path(config.log, config.checkpoint.save) if mesh.world.is_first else None)
 
 
 def _timers(config: RunConfig, mesh: Mesh) -> Timers:

@@ -21,7 +21,7 @@ import torch
 from megatron.core.datasets.indexed import DataError
 from megatron.core.parallel import collectives
 from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import Regrouped
+from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.data.sample_order import (
     Dataset,
     SampleLog,
@@ -44,7 +44,7 @@ SampleSource = Dataset | Iterable[Mapping[str, np.ndarray]]
 Datasets = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 DatasetProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
 Arrays = dict[str, np.ndarray]
-Batches = Generator[Batch] | Regrouped  # this rank's microbatches; close() ends their threads
+Batches = Generator[Batch] | RebalancedBatches  # this rank's microbatches; close() ends their threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def microbatches(
     regroups = run.config.parallel.hybrid_context_parallel
     order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, **_readers(run, regroups))
     batches = _batches(run, _read_ahead(run, dataset, order), split)
-    return Regrouped(batches, run.mesh, run.config) if regroups else batches
+    return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
 def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Batches:
@@ -154,7 +154,7 @@ def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split:
     regroups = run.config.parallel.hybrid_context_parallel
     order = once(run.config, len(dataset), full_batch=full_batch, **_readers(run, regroups))
     batches = _batches(run, _read_ahead(run, dataset, order), split)
-    return Regrouped(batches, run.mesh, run.config) if regroups else batches
+    return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
 def _readers(run: Run, everything: bool) -> dict[str, int]:

@@ -21,23 +21,23 @@ from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
 from megatron.training.accelerate.compile import Compiler
-from megatron.training.accelerate.cuda_graphs import Recordings
+from megatron.training.accelerate.cuda_graphs import CapturedGraphs
 from megatron.training.checkpoint.checkpointing import Checkpoint, owning
 from megatron.training.evaluate import evaluate, resting
-from megatron.training.health.bad_steps import BadStep, Guard, RollBack
+from megatron.training.health.bad_steps import BadStep, RollBack, StepValidator
 from megatron.training.health.causality_check import demand_no_leak
-from megatron.training.health.exit_conditions import NotFinite, Profile, Watch
+from megatron.training.health.exit_conditions import ExitConditions, NotFinite, Profile
 from megatron.training.health.failures import locating
 from megatron.training.health.interrupts import Interrupts
-from megatron.training.health.replica_check import ReplicasDiffer, Sentinel
+from megatron.training.health.replica_check import ReplicaCheck, ReplicasDiffer
 from megatron.training.health.rerun import ResultRejected, StepRerun
 from megatron.training.health.stragglers import Stragglers
-from megatron.training.health.watchdog import Watchdog
+from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import launcher_place
 from megatron.training.loader import Data, DatasetProvider, build_data, take
 from megatron.training.report.metrics import (
+    FlopsPerSample,
     Meter,
-    Work,
     known_peak,
     memory_line,
     progress_facts,
@@ -66,7 +66,7 @@ def pretrain(
     forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
     networks that can.
     """
-    with owning(run) as lock, recorded(run), Watchdog(run), locating(run):
+    with owning(run) as lock, recorded(run), HangDetector(run), locating(run):
         demand_no_leak(run)
         trainer = build_trainer(run, model, forward_step)
         if run.config.train.eval_generate:
@@ -76,12 +76,12 @@ def pretrain(
                 )
             trainer.samples = samples(run)
         compiler = Compiler(trainer) if run.config.compilation.compile else None
-        recordings = Recordings(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
+        recordings = CapturedGraphs(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
         checkpoint = Checkpoint(trainer, lock=lock)
         if checkpoint.resume():
             run.ledger.add("loaded", **dataclasses.asdict(run.progress))
         trainer.batches.check(run.progress.consumed_train_samples)
-        guard = Guard(run.config)
+        guard = StepValidator(run.config)
         rerun = StepRerun(trainer, guard) if run.config.faults.step_rerun != "disabled" else None
         if run.config.faults.guards_steps and rerun is None:
             trainer.add_hook(guard)
@@ -105,9 +105,9 @@ class Session:
         trainer: Trainer,
         checkpoint: Checkpoint,
         data: Data,
-        guard: Guard,
+        guard: StepValidator,
         rerun: StepRerun | None = None,
-        layers: Compiler | Recordings | None = None,
+        layers: Compiler | CapturedGraphs | None = None,
     ) -> None:
         """layers: who makes layers faster, and tells of it."""
         self.trainer, self.checkpoint, self.data, self.guard, self.rerun, self.layers = (
@@ -130,7 +130,7 @@ class Session:
             settings=to_values(self.config),
         )
         self.work = _work(trainer)
-        self.sentinel = Sentinel(trainer)
+        self.sentinel = ReplicaCheck(trainer)
         self.stragglers = Stragglers(self.mesh) if self.config.faults.log_straggler else None
         self.flops_at_start = trainer.progress.floating_point_operations
         self.since = time.perf_counter()
@@ -164,7 +164,7 @@ class Session:
             self._finish(reason, watch)
             self.trainer.run.ledger.add("end", reason=reason or "complete", iteration=self.trainer.progress.iteration)
 
-    def _train(self, watch: Watch) -> str:
+    def _train(self, watch: ExitConditions) -> str:
         """Iterate to the end, or until there is a reason to stop, which is returned."""
         progress, reason = self.trainer.progress, ""
         self.checkpoint.prepare()
@@ -176,7 +176,7 @@ class Session:
                 reason = watch.reason_to_stop(progress.iteration)
         return reason
 
-    def _one_iteration(self, watch: Watch) -> None:
+    def _one_iteration(self, watch: ExitConditions) -> None:
         progress, train = self.trainer.progress, self.config.train
         before = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
         watch.before_step(progress.iteration)
@@ -215,7 +215,7 @@ class Session:
     def _due(self, interval: int | None) -> bool:
         return interval is not None and interval > 0 and self.trainer.progress.iteration % interval == 0
 
-    def _bad_step(self, watch: Watch, samples: int) -> None:
+    def _bad_step(self, watch: ExitConditions, samples: int) -> None:
         """What becomes of the run after a step without an update (`--on-bad-step`); raises unless it goes on."""
         progress = self.trainer.progress
         progress.skipped_train_samples += samples
@@ -237,13 +237,13 @@ class Session:
         progress.skipped_train_samples += size.global_batch_size
         self.trainer.run.ledger.add("skip", iteration=progress.iteration, samples=size.global_batch_size, reason=reason)
 
-    def _resolve(self, watch: Watch) -> None:
+    def _resolve(self, watch: ExitConditions) -> None:
         steps = self.meter.resolve()
         self.writers.steps(steps)
         record_steps(self.trainer.run.ledger, steps)
         watch.demand_finite(steps)
 
-    def _report(self, watch: Watch) -> None:
+    def _report(self, watch: ExitConditions) -> None:
         """One log line for the steps since the last."""
         self._resolve(watch)
         if not self.steps_since:
@@ -277,7 +277,7 @@ class Session:
             )
         self.since, self.steps_since = time.perf_counter(), 0
 
-    def _evaluate(self, watch: Watch) -> None:
+    def _evaluate(self, watch: ExitConditions) -> None:
         """The mean validation loss over --eval-iters global batches, or over all of the validation data."""
         progress = self.trainer.progress
         paused = time.perf_counter()
@@ -305,7 +305,7 @@ class Session:
             self.writers.samples(samples, iteration=self.trainer.progress.iteration)
             self.since += time.perf_counter() - paused
 
-    def _save(self, watch: Watch) -> None:
+    def _save(self, watch: ExitConditions) -> None:
         """Begin to save, if that is asked for and has not been done in this iteration."""
         iteration = self.trainer.progress.iteration
         if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
@@ -359,7 +359,7 @@ class Session:
         if self.progress_file is not None:
             self.progress_file.add(text)
 
-    def _finish(self, reason: str, watch: Watch) -> None:
+    def _finish(self, reason: str, watch: ExitConditions) -> None:
         """Save, and evaluate if the run came to its end."""
         progress, train = self.trainer.progress, self.config.train
         if not train.skip_train:
@@ -389,7 +389,7 @@ class Session:
                 )
                 self.trainer.run.ledger.add("validation", iteration=progress.iteration, losses=losses, final=name)
 
-    def _watch(self) -> Watch:
+    def _watch(self) -> ExitConditions:
         config = self.config
         dynamic = config.precision.fp16 and config.precision.loss_scale is None
         profile = Profile.build(
@@ -404,7 +404,7 @@ class Session:
             return bool(collectives.all_reduce(tensor, self.mesh.world, "max")) if self.mesh.world.size > 1 else vote
 
         run = self.trainer.run
-        return Watch(
+        return ExitConditions(
             config.train,
             agree=agree,
             started=run.started,
@@ -455,7 +455,7 @@ def _total_iterations(trainer: Trainer) -> int:
     return trainer.batches.iterations(train.train_samples) if train.train_samples is not None else 0
 
 
-def _work(trainer: Trainer) -> Work:
+def _work(trainer: Trainer) -> FlopsPerSample:
     config: RunConfig = trainer.run.config
     length = config.train.seq_length
     peak = config.log.peak_tflops or known_peak(name_of(trainer.run.mesh.device), config.precision.dtype)
@@ -463,6 +463,6 @@ def _work(trainer: Trainer) -> Work:
         flops_per_sample(config.model, length, count, decoder_length=config.train.decoder_seq_length)
         for count in ("causal", "square")
     )
-    return Work(
+    return FlopsPerSample(
         seq_length=length, causal_flops=causal, square_flops=square, num_devices=trainer.run.mesh.world.size, peak=peak
     )

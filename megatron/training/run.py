@@ -16,7 +16,7 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.build import Build
-from megatron.training.report.run_log import Ledger
+from megatron.training.report.run_log import RunLog
 from megatron.training.report.timers import Timers
 
 
@@ -37,7 +37,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Ending:
+class RunOutcome:
     """The signal that told this process to end, "" so far. `Watch` notes it."""
 
     signal: str = ""
@@ -55,9 +55,9 @@ class Run:
     streams: RandomStreams
     timers: Timers
     log: logging.Logger
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: RunLog = field(default_factory=RunLog)
     progress: Progress = field(default_factory=Progress)
-    ending: Ending = field(default_factory=Ending)
+    ending: RunOutcome = field(default_factory=RunOutcome)
     started: float = field(default_factory=time.monotonic)
 
     @property

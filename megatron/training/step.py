@@ -25,9 +25,9 @@ from megatron.core.transformer.passing import MicrobatchContext
 from megatron.core.transformer.qk_clip import clip_factors
 from megatron.core.transformer.router import routers_of
 from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import Regrouped
+from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.loader import take
-from megatron.training.report.metrics import Loads, Step
+from megatron.training.report.metrics import ExpertLoads, Step
 from megatron.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class StepWork:
             self.own_microbatches = again.own_microbatches
         else:
             self.own_microbatches = (
-                batches.begin(num_microbatches) if isinstance(batches, Regrouped) else num_microbatches
+                batches.begin(num_microbatches) if isinstance(batches, RebalancedBatches) else num_microbatches
             )
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
@@ -116,7 +116,7 @@ class StepWork:
         for microbatch_context in self._contexts.values():
             for name, pair in microbatch_context.metrics.items():
                 found[name] = found[name] + pair if name in found else pair
-        if isinstance(self._batches, Regrouped) and self._batches.plan is not None:
+        if isinstance(self._batches, RebalancedBatches) and self._batches.plan is not None:
             found["context balance"] = self.count.new_tensor([self._batches.plan.balance, 1.0])
         if self.trainer.note_names is None:
             names = collectives.gather_objects(tuple(found), self.trainer.run.mesh.world)
@@ -257,7 +257,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     )
 
 
-def _loads(trainer: Trainer) -> Loads | None:
+def _loads(trainer: Trainer) -> ExpertLoads | None:
     """What the experts of every layer had to do in this step, this rank's share."""
     model = trainer.run.config.model
     if not model.moe.num_experts:
@@ -269,7 +269,7 @@ def _loads(trainer: Trainer) -> Loads | None:
     )
     for router in routers_of(trainer.stages):
         table[router.layer : router.layer + len(router.tally)] = router.tally
-    return Loads(table, model.moe.moe_per_layer_logging)
+    return ExpertLoads(table, model.moe.moe_per_layer_logging)
 
 
 def _clipped(trainer: Trainer) -> dict[str, Tensor]:

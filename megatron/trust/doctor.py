@@ -50,7 +50,7 @@ _ROUNDS, _SUMS, _MOST_NAMED = 5, 10, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckResult:
     """One finding. mend: what to do about it, where it is not OK."""
 
     check: str
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class RunUnderTest:
     """What is examined: a run's settings on these ranks. hosts: the machine of each. whole: the settings keep every rule.
 
     megabytes: how much each rank sends and writes where rates are measured. all_kernels: those are tried too that the run does
@@ -82,14 +82,14 @@ class Subject:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(told)}"
 
 
-def examine_all(subject: Subject) -> list[Row]:
+def examine_all(subject: RunUnderTest) -> list[CheckResult]:
     """The rows of every check."""
-    rows: list[Row] = []
+    rows: list[CheckResult] = []
     for check in CHECKS:
         try:
             rows += check(subject)
         except Unseen as error:
-            rows.append(Row(check.__name__, "FAIL", str(error), "the check could not be made there"))
+            rows.append(CheckResult(check.__name__, "FAIL", str(error), "the check could not be made there"))
     return rows
 
 
@@ -97,7 +97,7 @@ class Unseen(Exception):
     """Some ranks could not look; raised on all of them."""
 
 
-def versions(subject: Subject) -> list[Row]:
+def versions(subject: RunUnderTest) -> list[CheckResult]:
     """All ranks run the same software."""
     mine = {
         "python": platform.python_version(),
@@ -117,10 +117,10 @@ def versions(subject: Subject) -> list[Row]:
         for name in mine
         if len({one[name] for _, one in seen}) > 1
     ]
-    return rows or [Row("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
+    return rows or [CheckResult("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
 
 
-def devices(subject: Subject) -> list[Row]:
+def devices(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank has a device of its own, and all are alike."""
     device, host = subject.mesh.device, socket.gethostname()
     seen = _on_all(subject, lambda: (host, str(device), name_of(device), free_memory(device)))
@@ -129,14 +129,14 @@ def devices(subject: Subject) -> list[Row]:
     rows = (
         []
         if len(names) == 1
-        else [Row("devices", "WARN", told, "all wait for the slowest in every step; take devices of one kind")]
+        else [CheckResult("devices", "WARN", told, "all wait for the slowest in every step; take devices of one kind")]
     )
     if device.type == "cuda":
         places = Counter(one[:2] for _, one in seen)
         shared = [f"{host} {name}" for (host, name), count in places.items() if count > 1]
         if shared:
             rows.append(
-                Row(
+                CheckResult(
                     "devices",
                     "FAIL",
                     f"several ranks share {', '.join(shared)}",
@@ -146,26 +146,26 @@ def devices(subject: Subject) -> list[Row]:
         full = [rank for rank, one in seen if one[3] is not None and one[3][0] < 0.9 * one[3][1]]
         if full:
             rows.append(
-                Row(
+                CheckResult(
                     "devices",
                     "WARN",
                     f"a tenth of the memory or more is taken on {subject.named(full)}",
                     "end what else runs there",
                 )
             )
-    return rows or [Row("devices", "OK", told)]
+    return rows or [CheckResult("devices", "OK", told)]
 
 
-def kernels(subject: Subject) -> list[Row]:
+def kernels(subject: RunUnderTest) -> list[CheckResult]:
     """Which kernels serve the run, and why better ones do not."""
     return [
-        Row("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
+        CheckResult("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
         for op, name, why in subject.kernels.report
         if op not in subject.config.model.idle_kernels
     ]
 
 
-def numbers(subject: Subject) -> list[Row]:
+def numbers(subject: RunUnderTest) -> list[CheckResult]:
     """Every kernel computes what its op is defined to be, forward and backward, on every rank."""
     names = {op: name for op, name, _ in subject.kernels.report}
 
@@ -188,7 +188,7 @@ def numbers(subject: Subject) -> list[Row]:
             )
             mend = f"choose another than {asked(op, name)}, or " if op in names else ""
             rows.append(
-                Row(
+                CheckResult(
                     "numbers",
                     "FAIL",
                     f"{what}: {worst}, {limit:g} allowed, on {subject.named([rank for rank, _ in wrong])}",
@@ -197,12 +197,14 @@ def numbers(subject: Subject) -> list[Row]:
             )
         else:
             rows.append(
-                Row("numbers", "OK", f"{what}: within {max(result for _, result in results):.2g} of the definition")
+                CheckResult(
+                    "numbers", "OK", f"{what}: within {max(result for _, result in results):.2g} of the definition"
+                )
             )
     return rows
 
 
-def links(subject: Subject) -> list[Row]:
+def links(subject: RunUnderTest) -> list[CheckResult]:
     """Latency and rate of a sum over each axis with more than one rank, all its groups at once, and that the sum is right."""
     mesh, rows, known = subject.mesh, [], set()
     for name in (field.name for field in fields(Mesh) if field.name not in ("device", "blocks", "pp_backward")):
@@ -211,10 +213,10 @@ def links(subject: Subject) -> list[Row]:
         if groups and frozenset(groups) not in known:
             known.add(frozenset(groups))
             rows.append(_link(subject, axis))
-    return rows or [Row("links", "OK", "one rank: nothing to send")]
+    return rows or [CheckResult("links", "OK", "one rank: nothing to send")]
 
 
-def clocks(subject: Subject) -> list[Row]:
+def clocks(subject: RunUnderTest) -> list[CheckResult]:
     """The clocks of all machines tell one time, as far as a barrier can say."""
     ticks = []
     for _ in range(_ROUNDS):
@@ -227,7 +229,7 @@ def clocks(subject: Subject) -> list[Row]:
         f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}" if skew > _MOST_SKEW else ""
     )
     return [
-        Row(
+        CheckResult(
             "clocks",
             "WARN" if skew > _MOST_SKEW else "OK",
             found,
@@ -238,7 +240,7 @@ def clocks(subject: Subject) -> list[Row]:
     ]
 
 
-def limits(subject: Subject) -> list[Row]:
+def limits(subject: RunUnderTest) -> list[CheckResult]:
     """Open files, shared memory and temporary space on every machine."""
     mesh, host = subject.mesh, socket.gethostname()
 
@@ -278,15 +280,17 @@ def limits(subject: Subject) -> list[Row]:
         if found:
             lowest = min(there for _, there, _ in found)
             below = f", below {told(found[0][2])} on {subject.named(low)}" if low else ""
-            rows.append(Row("limits", "WARN" if low else "OK", f"{name}: {told(lowest)}{below}", mend if low else ""))
+            rows.append(
+                CheckResult("limits", "WARN" if low else "OK", f"{name}: {told(lowest)}{below}", mend if low else "")
+            )
     return rows
 
 
-def data(subject: Subject) -> list[Row]:
+def data(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank sees the same data files."""
     prefixes = _prefixes(subject.config)
     if not prefixes:
-        return [Row("data", "OK", "none asked for")]
+        return [CheckResult("data", "OK", "none asked for")]
 
     def look() -> dict[str, int | str]:
         found: dict[str, int | str] = {}
@@ -308,7 +312,7 @@ def data(subject: Subject) -> list[Row]:
         lost = [(rank, size) for rank, size in sizes if isinstance(size, str)]
         if lost:
             rows.append(
-                Row(
+                CheckResult(
                     "data",
                     "FAIL",
                     f"{lost[0][1]}: on {subject.named([rank for rank, _ in lost])}",
@@ -319,10 +323,10 @@ def data(subject: Subject) -> list[Row]:
             rows.append(
                 _unlike(subject, "data", f"bytes of {path} differ", sizes, "bring the same files to all machines")
             )
-    return rows or [Row("data", "OK", f"{len(seen[0][1])} files, on every rank")]
+    return rows or [CheckResult("data", "OK", f"{len(seen[0][1])} files, on every rank")]
 
 
-def tokenizer(subject: Subject) -> list[Row]:
+def tokenizer(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank reads the same tokenizer."""
     if not subject.whole:
         return []
@@ -335,7 +339,7 @@ def tokenizer(subject: Subject) -> list[Row]:
     )
 
 
-def checkpoints(subject: Subject) -> list[Row]:
+def checkpoints(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank sees the same checkpoint to load, and one folder to save into."""
     asked, rows = subject.config.checkpoint, []
     load = asked.load
@@ -355,7 +359,7 @@ def checkpoints(subject: Subject) -> list[Row]:
     return rows
 
 
-def disk(subject: Subject) -> list[Row]:
+def disk(subject: RunUnderTest) -> list[CheckResult]:
     """How fast all ranks together write into --save, and whether two checkpoints fit there."""
     folder = subject.config.checkpoint.save
     if folder is None:
@@ -377,7 +381,7 @@ def disk(subject: Subject) -> list[Row]:
     seen, problems = _tried(subject, write)
     if problems:
         return [
-            Row(
+            CheckResult(
                 "disk",
                 "FAIL",
                 f"--save {folder} cannot be written: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
@@ -398,10 +402,10 @@ def disk(subject: Subject) -> list[Row]:
                 ("FAIL" if free < size else "WARN"),
                 "two must fit, since the old one is kept until the new one is whole; see --save-keep-last",
             )
-    return [Row("disk", status, found, mend)]
+    return [CheckResult("disk", status, found, mend)]
 
 
-CHECKS: tuple[Callable[[Subject], list[Row]], ...] = (
+CHECKS: tuple[Callable[[RunUnderTest], list[CheckResult]], ...] = (
     versions,
     devices,
     kernels,
@@ -416,7 +420,7 @@ CHECKS: tuple[Callable[[Subject], list[Row]], ...] = (
 )
 
 
-def _tried(subject: Subject, look: Callable[[], Any]) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
+def _tried(subject: RunUnderTest, look: Callable[[], Any]) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
     """What every rank sees, and what those say that cannot: (rank, value) and (rank, problem)."""
     value, problem = None, ""
     try:
@@ -429,7 +433,7 @@ def _tried(subject: Subject, look: Callable[[], Any]) -> tuple[list[tuple[int, A
     ]
 
 
-def _on_all(subject: Subject, look: Callable[[], Any]) -> list[tuple[int, Any]]:
+def _on_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, Any]]:
     """What every rank sees: (rank, value)."""
     seen, problems = _tried(subject, look)
     if problems:
@@ -437,24 +441,28 @@ def _on_all(subject: Subject, look: Callable[[], Any]) -> list[tuple[int, Any]]:
     return seen
 
 
-def _agreed(subject: Subject, check: str, look: Callable[[], Any], told: Callable[[Any], str], mend: str) -> list[Row]:
+def _agreed(
+    subject: RunUnderTest, check: str, look: Callable[[], Any], told: Callable[[Any], str], mend: str
+) -> list[CheckResult]:
     """A row about something that all ranks must see alike."""
     seen, problems = _tried(subject, look)
     if problems:
-        return [Row(check, "FAIL", f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)]
+        return [
+            CheckResult(check, "FAIL", f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)
+        ]
     if len({value for _, value in seen}) > 1:
         return [
             _unlike(subject, check, "ranks see different ones", [(rank, told(value)) for rank, value in seen], mend)
         ]
-    return [Row(check, "OK", told(seen[0][1]))]
+    return [CheckResult(check, "OK", told(seen[0][1]))]
 
 
-def _unlike(subject: Subject, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str) -> Row:
+def _unlike(subject: RunUnderTest, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str) -> CheckResult:
     """The row of something that differs: who sees what."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
-    return Row(
+    return CheckResult(
         check,
         "FAIL",
         f"{what}: " + "; ".join(f"{value} on {subject.named(those)}" for value, those in ranks.items()),
@@ -462,7 +470,7 @@ def _unlike(subject: Subject, check: str, what: str, values: Sequence[tuple[int,
     )
 
 
-def _link(subject: Subject, axis: Axis) -> Row:
+def _link(subject: RunUnderTest, axis: Axis) -> CheckResult:
     """The row of one axis."""
     mesh, size = subject.mesh, axis.size
     word = torch.full((1,), float(axis.rank + 1), device=mesh.device)
@@ -480,23 +488,23 @@ def _link(subject: Subject, axis: Axis) -> Row:
     )
     wrong = sorted({ranks for ranks, right, _, _ in many if not right})
     if wrong:
-        return Row(
+        return CheckResult(
             "links",
             "FAIL",
             f"{axis.name}: the sum over {subject.named(wrong[0])} is wrong",
             "test the network and its driver",
         )
     if slowest[3] > 2 * fastest[3]:
-        return Row(
+        return CheckResult(
             "links",
             "WARN",
             f"{found} among {subject.named(slowest[0])}, {_size(moved / fastest[3])}/s among {subject.named(fastest[0])}",
             "look at the cables, switches and NCCL settings of the slow ones",
         )
-    return Row("links", "OK", found)
+    return CheckResult("links", "OK", found)
 
 
-def _seconds(subject: Subject, axis: Axis, tensor: torch.Tensor, times: int) -> float:
+def _seconds(subject: RunUnderTest, axis: Axis, tensor: torch.Tensor, times: int) -> float:
     """Seconds of one sum over the axis."""
     collectives.all_reduce(tensor.clone(), axis)
     target = tensor.clone()
@@ -509,7 +517,7 @@ def _seconds(subject: Subject, axis: Axis, tensor: torch.Tensor, times: int) -> 
     return (time.perf_counter() - since) / times
 
 
-def _shared(subject: Subject, folder: Path) -> list[Row]:
+def _shared(subject: RunUnderTest, folder: Path) -> list[CheckResult]:
     """Whether what one rank writes into the folder is seen by all."""
     mark = collectives.broadcast_object(folder / f"doctor-{uuid.uuid4().hex}", subject.mesh.world)
 
@@ -527,7 +535,7 @@ def _shared(subject: Subject, folder: Path) -> list[Row]:
     mend = "give --save a folder that all machines share and may write"
     if problems:
         return [
-            Row(
+            CheckResult(
                 "checkpoints",
                 "FAIL",
                 f"--save {folder}: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
@@ -536,14 +544,14 @@ def _shared(subject: Subject, folder: Path) -> list[Row]:
         ]
     if blind:
         return [
-            Row(
+            CheckResult(
                 "checkpoints",
                 "FAIL",
                 f"--save {folder}: what rank 0 writes is not seen by {subject.named(blind)}",
                 mend,
             )
         ]
-    return [Row("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
+    return [CheckResult("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
 
 
 def _prefixes(config: RunConfig) -> list[str]:

@@ -36,7 +36,7 @@ Op = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class KernelTrial:
     """One op on made-up inputs. inputs: float tensors with gradients, fp64 on the CPU; call: an op, and inputs anywhere."""
 
     op: str
@@ -56,7 +56,7 @@ class Trial:
         return worst
 
 
-def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
+def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
     """A trial for every op that the run calls."""
     model, draw = config.model, _Draw(torch.Generator().manual_seed(0))
     width = min(model.hidden_size or WIDEST, WIDEST)
@@ -64,19 +64,19 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
     yield _attention(config, need, draw, length)
     rows = draw(8, 2, width)
     if model.normalization == "LayerNorm":
-        yield Trial(
+        yield KernelTrial(
             "layer_norm",
             (rows, 1 + draw(width), draw(width)),
             lambda op, *given: op(*given, model.norm_epsilon),
             reference.layer_norm,
         )
     else:
-        yield Trial(
+        yield KernelTrial(
             "rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm
         )
     if model.sums_before_norms:
         shift = (draw(width),) if model.normalization == "LayerNorm" else ()
-        yield Trial(
+        yield KernelTrial(
             "residual_norm",
             (rows, draw(8, 2, width), 1 + draw(width), *shift),
             partial(_both, epsilon=model.norm_epsilon),
@@ -84,21 +84,21 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         )
     if model.gated:
         gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset)
-        yield Trial(
+        yield KernelTrial(
             "gated_activation",
             (draw(8, 2, 2 * width),),
             lambda op, x: op(x, model.activation, gating),
             reference.gated_activation,
         )
     else:
-        yield Trial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
+        yield KernelTrial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
     if model.rotates:
         yield _rotary(config, draw, length)
     yield _cross_entropy(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
-        yield Trial(
+        yield KernelTrial(
             "grouped_linear",
             (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
             lambda op, x, weight: op(x, weight, counts.to(x.device)),
@@ -110,10 +110,10 @@ def trials(config: RunConfig, need: Need) -> Iterator[Trial]:
 def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
     """Op -> its error, or what the kernel said when it failed."""
     names = {field.name for field in fields(Kernels)}
-    assert all(trial.op in names for trial in trials(config, need)), "a trial is of an op that has kernels"
+    assert all(trial.op in names for trial in kernel_trials(config, need)), "a trial is of an op that has kernels"
     return {
         trial.op: _error(trial, kernel, device, need)
-        for trial in trials(config, need)
+        for trial in kernel_trials(config, need)
         if (kernel := getattr(kernels, trial.op))
     }
 
@@ -122,13 +122,13 @@ def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[t
     """(op, name) -> the error of every kernel that this machine can use for the run, chosen or not."""
     return {
         (trial.op, candidate.name): _error(trial, candidate.call, device, need)
-        for trial in trials(config, need)
+        for trial in kernel_trials(config, need)
         for candidate in CANDIDATES
         if candidate.op == trial.op and candidate.call is not None and not candidate.unfit(need)
     }
 
 
-def _error(trial: Trial, kernel: Op, device: torch.device, need: Need) -> float | str:
+def _error(trial: KernelTrial, kernel: Op, device: torch.device, need: Need) -> float | str:
     """The trial's error, or what the kernel said."""
     try:
         return trial.error(kernel, device, need.dtype)
@@ -146,7 +146,7 @@ class _Draw:
         return torch.randn(shape, dtype=torch.float64, generator=self.generator)
 
 
-def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> Trial:
+def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> KernelTrial:
     model = config.model
     heads = min(model.num_attention_heads or MOST_HEADS, MOST_HEADS)
     groups = heads
@@ -172,7 +172,7 @@ def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> Trial
         }
         return op(q, k, v, replace(mask, **there), 0.0, scores)
 
-    return Trial(
+    return KernelTrial(
         "attention",
         (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)),
         call,
@@ -180,12 +180,12 @@ def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> Trial
     )
 
 
-def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> Trial:
+def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> KernelTrial:
     """A loss whose logits are made in it; some words are padding, and some tokens take no part."""
     tokens, words = 24, 60
     targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
     known = Words(0, words, config.model.final_logit_softcap, lambda stated: stated)
-    return Trial(
+    return KernelTrial(
         "cross_entropy",
         (draw(tokens, width), draw(words + 4, width) / width**0.5),
         lambda op, x, weight: op(x, weight, None, targets.to(x.device), known),
@@ -200,7 +200,7 @@ def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
 
-def _rotary(config: RunConfig, draw: _Draw, length: int) -> Trial:
+def _rotary(config: RunConfig, draw: _Draw, length: int) -> KernelTrial:
     rope, pairs, size = config.model.rope, config.model.rotates_pairs, config.model.rotary_size or 64
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
     angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (
@@ -212,10 +212,10 @@ def _rotary(config: RunConfig, draw: _Draw, length: int) -> Trial:
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
         return op(x, angles.cos().to(x.device, kind), angles.sin().to(x.device, kind), pairs)
 
-    return Trial("rotary", (draw(length, 2, 2, max(size, turned)),), call, reference.rotary)
+    return KernelTrial("rotary", (draw(length, 2, 2, max(size, turned)),), call, reference.rotary)
 
 
-def _permute(draw: _Draw, width: int) -> Trial:
+def _permute(draw: _Draw, width: int) -> KernelTrial:
     """12 choices of 6 tokens, of which one is dropped, among 14 rows, of which three are empty."""
     rows = torch.tensor([12, 3, 0, 7, 5, 12, 1, 10, 8, 12, 2, 9, 6, 4])  # the choice that a row is
     places = torch.full((13,), 14).scatter(0, rows, torch.arange(14))[:-1].view(6, 2)
@@ -224,7 +224,7 @@ def _permute(draw: _Draw, width: int) -> Trial:
         there, tokens = places.to(x.device), (rows // 2)[:, None].to(x.device)
         return op(op(x, tokens, there, True, True), there, tokens, True, True)
 
-    return Trial("permute", (draw(6, width),), call, _picked)
+    return KernelTrial("permute", (draw(6, width),), call, _picked)
 
 
 def _picked(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:

@@ -22,7 +22,7 @@ from megatron.core.distributed import ddp, finalize, fsdp
 from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.fsdp import FullySharded
-from megatron.core.models import gpt, heads
+from megatron.core.models import gpt, output_heads
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
@@ -469,7 +469,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "padded vocabulary rows take part in the softmax",
         (("tp2 sp native vocab96 mb4", "untied"), ("tp2 native", "gpt")),
-        ((heads, "cross_entropy", _softmax_with_padding),),
+        ((output_heads, "cross_entropy", _softmax_with_padding),),
     ),
     Defect(
         "ranks subtract different maxima in the softmax",
@@ -479,7 +479,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "padded vocabulary rows take part in the softmax of blocks",
         (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
-        ((heads, "linear_cross_entropy", _blocks_with_padding),),
+        ((output_heads, "linear_cross_entropy", _blocks_with_padding),),
     ),
     Defect(
         "the softmax of blocks is of a rank's own words",

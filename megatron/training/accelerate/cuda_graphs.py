@@ -43,7 +43,7 @@ Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 _NAMES = {"forward": "whole", "attention_block": "its attention", "mlp_block": "its MLP"}
 
 
-class _Recording:
+class _CapturedLayer:
     """A forward and a backward pass of a part, on tensors that stay where they are. weights: those that got a gradient."""
 
     def __init__(self, part: _Part, given: Any, tensors: Sequence[Tensor]) -> None:
@@ -113,7 +113,7 @@ class _Recording:
 class _Part:
     """A layer or a half of it, in the place of its method. gradients: where those of the layer's weights are summed."""
 
-    def __init__(self, layer: Layer, method: str, recordings: Recordings, parallel: DataParallel) -> None:
+    def __init__(self, layer: Layer, method: str, recordings: CapturedGraphs, parallel: DataParallel) -> None:
         self.call: Callable[..., Tensor] = getattr(layer, method)
         self.name = f"layer {layer.plan.index + 1}, {_NAMES[method]},"
         self.recordings, self._layer, self._parallel = recordings, layer, parallel
@@ -124,7 +124,7 @@ class _Part:
             for weight, view in zip(bucket.params, bucket.gradient_views(), strict=True)
             if id(weight) in weights
         }
-        self._free: dict[Any, list[_Recording]] = {}
+        self._free: dict[Any, list[_CapturedLayer]] = {}
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         if not (self.recordings.on and self._layer.training and torch.is_grad_enabled()):
@@ -145,20 +145,22 @@ class _Part:
 
         free = self._free.setdefault(_mapped(given, kind_of), [])
         if not free:
-            free.append(_Recording(self, given, tensors))
+            free.append(_CapturedLayer(self, given, tensors))
             self.recordings.count += 1
-        return _Repeat.apply(self, free, free.pop(), *tensors)
+        return _Replay.apply(self, free, free.pop(), *tensors)
 
-    def close(self, free: list[_Recording], recording: _Recording) -> None:
+    def close(self, free: list[_CapturedLayer], recording: _CapturedLayer) -> None:
         """A microbatch is through, and its gradients have been added."""
         free.append(recording)
         for weight in recording.weights:
             self._parallel.arrived(weight)
 
 
-class _Repeat(Function):
+class _Replay(Function):
     @staticmethod
-    def forward(context: Any, part: _Part, free: list[_Recording], recording: _Recording, *tensors: Tensor) -> Tensor:
+    def forward(
+        context: Any, part: _Part, free: list[_CapturedLayer], recording: _CapturedLayer, *tensors: Tensor
+    ) -> Tensor:
         context.part, context.free, context.recording = part, free, recording
         return recording.forward(tensors)
 
@@ -169,7 +171,7 @@ class _Repeat(Function):
         return None, None, None, *found
 
 
-class Recordings:
+class CapturedGraphs:
     """The layers of a trainer, recorded once the first steps are done, in which libraries make their plans and buffers.
 
     on: whether they are by now. count: recordings so far. lasts: places of memory that hold what recordings have made.

@@ -33,7 +33,7 @@ from megatron.core.tokenizers.build import READS
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class CheckpointFormat:
     """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another dialect.
 
     open: read it; the settings given win over the checkpoint's own. complete: settings that it does not say have their
@@ -58,15 +58,15 @@ def _find_published(path: Path, step: int | None) -> Path | None:
     return path if step is None and is_folder(path) else None
 
 
-OURS = Dialect("this project", find_own, lambda path, given: open_saved(path))
+OURS = CheckpointFormat("this project", find_own, lambda path, given: open_saved(path))
 FOREIGN = (
-    Dialect("Hugging Face", _find_published, open_folder),
-    Dialect("Megatron", find_megatron, open_megatron, complete=False),
+    CheckpointFormat("Hugging Face", _find_published, open_folder),
+    CheckpointFormat("Megatron", find_megatron, open_megatron, complete=False),
 )
 DIALECTS = (OURS, *FOREIGN)
 
 
-def find_foreign(path: str | Path, step: int | None = None) -> tuple[Dialect, Path] | None:
+def find_foreign(path: str | Path, step: int | None = None) -> tuple[CheckpointFormat, Path] | None:
     """What a path means in the dialects of others."""
     found = ((dialect, dialect.find(Path(path), step)) for dialect in FOREIGN)
     return next(((dialect, place) for dialect, place in found if place is not None), None)

@@ -56,7 +56,7 @@ _SEED = 1234  # of initial values, which the checkpoint's replace
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModelKind:
     """What is loaded. parts: beginnings of the names (`model.<parameter>`) that are filled; all others stay random."""
 
     architecture: str
@@ -64,11 +64,11 @@ class Kind:
     parts: tuple[str, ...] = ("model.",)
 
 
-GPT = Kind("gpt", GPTModel)
+GPT = ModelKind("gpt", GPTModel)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class InferenceModel:
     """stages: this rank's, in order, filled, in evaluation mode and without gradients."""
 
     config: RunConfig
@@ -80,14 +80,14 @@ class Loaded:
 
 def load_network(
     path: str,
-    kind: Kind,
+    kind: ModelKind,
     *,
     step: int | None = None,
     parallel: ParallelConfig = ParallelConfig(),
     dtype: str = "auto",
     tokenizer: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
-) -> Loaded:
+) -> InferenceModel:
     """Load the network of a checkpoint of any dialect. All ranks of the launcher call this together.
 
     step: iteration, in a folder of several. dtype: a name of `FORMATS`; auto: as the weights were saved. tokenizer: settings
@@ -113,7 +113,7 @@ def load_network(
             "that belongs to this network"
         )
     mesh = _join(config, device or pick_device())
-    return Loaded(config, mesh, _stages(source, kind, config, mesh), made, source)
+    return InferenceModel(config, mesh, _stages(source, kind, config, mesh), made, source)
 
 
 def architecture_of(source: Source) -> str:
@@ -192,7 +192,7 @@ def _join(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _stages(source: Source, kind: Kind, config: RunConfig, mesh: Mesh) -> tuple[Stage, ...]:
+def _stages(source: Source, kind: ModelKind, config: RunConfig, mesh: Mesh) -> tuple[Stage, ...]:
     """This rank's stages, filled from the checkpoint."""
     dtype = getattr(torch, config.precision.dtype)
     need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.checkpoint.formats import FOREIGN, Dialect, find_foreign, own_steps
+from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign, own_steps
 from megatron.training.checkpoint.resume_settings import compare
 from megatron.training.checkpoint.upcycling import Upcycled, is_dense
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResumeRequest:
     """What to load. steps: ours, in the order in which they are tried; or place: another's, of `dialect`.
 
     weights_only: `--finetune`, or a `--pretrained-checkpoint`. notes: what to tell the user beforehand.
@@ -59,7 +59,7 @@ class Opened:
     notes: tuple[str, ...] = ()
 
 
-def find_wanted(config: RunConfig) -> Wanted | None:
+def find_wanted(config: RunConfig) -> ResumeRequest | None:
     """Look for what a run loads, without opening it; None for a fresh start."""
     asked = config.checkpoint
     wanted = _look(asked.load, asked, weights_only=asked.finetune, chosen=True) if asked.load else None
@@ -84,7 +84,7 @@ def find_wanted(config: RunConfig) -> Wanted | None:
     return None
 
 
-def open_wanted(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
+def open_wanted(wanted: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
     """Open and verify it, on all ranks; `CheckpointError` on all when nothing sound is there, or it is another network's."""
     if wanted.steps:
         opened = _open_ours(wanted, config, axis)
@@ -141,12 +141,12 @@ def decided(axis: Axis, action: Callable[[], Result]) -> Result:
     return result
 
 
-def _look(path: str, asked: CheckpointConfig, *, weights_only: bool, chosen: bool) -> Wanted | None:
+def _look(path: str, asked: CheckpointConfig, *, weights_only: bool, chosen: bool) -> ResumeRequest | None:
     """What a path means. chosen: whether --ckpt-step and --require-iteration speak of it."""
     step = asked.ckpt_step if chosen else None
     foreign = find_foreign(path, step) if not store.walk(path).steps else None
     if foreign is not None:
-        return Wanted(path, weights_only, dialect=foreign[0].name, place=foreign[1])
+        return ResumeRequest(path, weights_only, dialect=foreign[0].name, place=foreign[1])
     steps = own_steps(path, step, required=asked.require_iteration if chosen else None)
     if not steps:
         return None
@@ -163,10 +163,10 @@ def _look(path: str, asked: CheckpointConfig, *, weights_only: bool, chosen: boo
             f"{store.TRACKER} in {path} names iteration {named}, but {steps[0].iteration} was committed last and is loaded; "
             "--ckpt-step goes back"
         )
-    return Wanted(path, weights_only, tuple(steps), notes=tuple(newer))
+    return ResumeRequest(path, weights_only, tuple(steps), notes=tuple(newer))
 
 
-def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
+def _open_ours(wanted: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
     asked = config.checkpoint
     try:
         saved, refused = open_sound(wanted.steps, axis, verified=asked.verify_integrity)
@@ -181,7 +181,7 @@ def _open_ours(wanted: Wanted, config: RunConfig, axis: Axis) -> Opened:
     return Opened(saved, wanted.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
 
 
-def _open_foreign(wanted: Wanted, config: RunConfig) -> Source:
+def _open_foreign(wanted: ResumeRequest, config: RunConfig) -> Source:
     assert wanted.place is not None, "a checkpoint of another dialect has a place"
     model = config.model
     return _dialect(wanted).open(
@@ -189,7 +189,7 @@ def _open_foreign(wanted: Wanted, config: RunConfig) -> Source:
     )
 
 
-def _dialect(wanted: Wanted) -> Dialect:
+def _dialect(wanted: ResumeRequest) -> CheckpointFormat:
     return next(one for one in FOREIGN if one.name == wanted.dialect)
 
 

@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, Group, Kind
+from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, FlagGroup, Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Legacy:
+class LegacyFlag:
     """One flag and what becomes of it.
 
     sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing here.
@@ -34,12 +34,12 @@ class Legacy:
     yields: bool = False
 
 
-def _rows(group: Group) -> list[Legacy]:
-    rows = [Legacy(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
+def _rows(group: FlagGroup) -> list[LegacyFlag]:
+    rows = [LegacyFlag(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
     for entry in group.values.split():
         name, _, harmless = entry.partition("=")
         rows.append(
-            Legacy(
+            LegacyFlag(
                 f"--{name}",
                 group.kind,
                 group.sentence,
@@ -50,9 +50,9 @@ def _rows(group: Group) -> list[Legacy]:
     return rows
 
 
-ROWS: tuple[Legacy, ...] = (
+ROWS: tuple[LegacyFlag, ...] = (
     *(
-        Legacy(
+        LegacyFlag(
             old.flag,
             "renamed",
             f"say {' '.join(old.words)}",
@@ -64,8 +64,8 @@ ROWS: tuple[Legacy, ...] = (
     ),
     *(row for group in GROUPS for row in _rows(group)),
 )
-TABLE: Mapping[str, Legacy] = MappingProxyType({row.flag: row for row in ROWS})
-FAMILIES: Mapping[str, Legacy] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
+TABLE: Mapping[str, LegacyFlag] = MappingProxyType({row.flag: row for row in ROWS})
+FAMILIES: Mapping[str, LegacyFlag] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
 REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {(flag, value): reason for flag, values, reason in VALUES for value in values.split()}
 )
@@ -85,7 +85,7 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     words: list[str] = []
     messages: list[str] = []
     errors: list[str] = []
-    yielding: list[tuple[str, Legacy]] = []
+    yielding: list[tuple[str, LegacyFlag]] = []
     place = 0
     while place < len(argv):
         token, place = argv[place], place + 1
@@ -115,7 +115,7 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     return front + words, list(dict.fromkeys(messages)), list(dict.fromkeys(errors))
 
 
-def _accepted(row: Legacy, given: Sequence[str]) -> str | None:
+def _accepted(row: LegacyFlag, given: Sequence[str]) -> str | None:
     """How a flag that is not ours is taken; None: it is refused."""
     if row.kind == "ignored":
         return "ignored"
@@ -135,7 +135,7 @@ def _own(token: str, name: str, given: list[str], glued: str, messages: list[str
     return [name, *filter(None, (REPLACED_VALUES.get((name, word), (word,))[0] for word in given))]
 
 
-def _gives_way(shown: str, row: Legacy, words: Sequence[str]) -> str:
+def _gives_way(shown: str, row: LegacyFlag, words: Sequence[str]) -> str:
     """How an old switch is understood, and which explicit settings win over it."""
     flags = [word for word in row.becomes if _is_flag(word)]
     winners = [" ".join([word, *_values_at(words, place + 1)]) for place, word in enumerate(words) if word in flags]
@@ -144,7 +144,7 @@ def _gives_way(shown: str, row: Legacy, words: Sequence[str]) -> str:
     )
 
 
-def find(flag: str, known: Collection[str]) -> Legacy | None:
+def find(flag: str, known: Collection[str]) -> LegacyFlag | None:
     """What becomes of a flag that is not one of ours; None if nobody knows it."""
     if flag in TABLE:
         return TABLE[flag]
@@ -157,11 +157,11 @@ def find(flag: str, known: Collection[str]) -> Legacy | None:
     other = f"--no-{negated[2]}"
     if negated[1] == "disable" and (other in known or other in TABLE):
         # Megatron gives each switch that is on both spellings; they are one flag, so there is nothing to tell.
-        return TABLE.get(other) or Legacy(flag, "renamed", "", becomes=(other,))
+        return TABLE.get(other) or LegacyFlag(flag, "renamed", "", becomes=(other,))
     switch = TABLE.get(f"--{negated[2]}")
     if switch is None or switch.takes_values or switch.kind == "renamed":
         return None
-    return Legacy(flag, "ignored", f"what it switches off is never on; {switch.sentence}")
+    return LegacyFlag(flag, "ignored", f"what it switches off is never on; {switch.sentence}")
 
 
 def nearest(flag: str, known: Collection[str]) -> list[str]:
@@ -182,7 +182,7 @@ def _values_at(argv: Sequence[str], place: int) -> list[str]:
     return list(argv[place:end])
 
 
-def _changes_nothing(row: Legacy, given: Sequence[str]) -> bool:
+def _changes_nothing(row: LegacyFlag, given: Sequence[str]) -> bool:
     return bool(given) and all(any(_same(word, harmless) for harmless in row.harmless) for word in given)
 
 

@@ -23,7 +23,7 @@ Kind = Literal["renamed", "ignored", "later", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FlagGroup:
     """One reason, and the flags it holds for. A name that ends in * stands for all that begin so."""
 
     kind: Kind
@@ -99,22 +99,22 @@ VALUES = (
 )
 
 IGNORED = (
-    Group("ignored", "there is one implementation of the models",
+    FlagGroup("ignored", "there is one implementation of the models",
           switches="use-mcore-models use-legacy-models enable-experimental"),
-    Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+    FlagGroup("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
                    "no-rope-fusion cross-entropy-loss-fusion no-persist-layer-norm "
                    "disable-jit-fuser no-gradient-reduce-div-fusion use-fused-weighted-squared-relu "
                    "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func "
                    "use-grouped-gemm-for-dense-mlp disable-bf16-reduced-precision-matmul",
           values="flash-attention-version"),
-    Group("ignored", "rows of an expert are filled up where a product of 8 bits needs it, and not by the router",
+    FlagGroup("ignored", "rows of an expert are filled up where a product of 8 bits needs it, and not by the router",
           switches="moe-router-padding-for-quantization moe-router-padding-for-fp8"),
-    Group("ignored", "softmax and loss are always summed in fp32",
+    FlagGroup("ignored", "softmax and loss are always summed in fp32",
           switches="attention-softmax-in-fp32 fp16-lm-cross-entropy"),
-    Group("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
+    FlagGroup("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
           switches="apply-query-key-layer-scaling no-query-key-layer-scaling"),
-    Group("ignored", "it changes when ranks talk, not what they compute, and is not available here",
+    FlagGroup("ignored", "it changes when ranks talk, not what they compute, and is not available here",
           switches="defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
                    "overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather "
                    "delay-param-gather no-delay-grad-reduce no-async-tensor-model-parallel-allreduce "
@@ -123,32 +123,32 @@ IGNORED = (
           values="wgrad-deferral-limit DDP-impl "
                  "pipeline-model-parallel-comm-backend suggested-communication-unit-size symmetric-ar-type "
                  "train-sync-interval"),
-    Group("ignored", "behind the first product of a backward pass an input is always gathered again, and behind the second its gradient summed",
+    FlagGroup("ignored", "behind the first product of a backward pass an input is always gathered again, and behind the second its gradient summed",
           switches="no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad"),
-    Group("ignored", "--tp-comm-overlap sends pieces by the transport of the run", values="tp-comm-overlap-cfg tp-comm-bootstrap-backend"),
-    Group("ignored", "the network library is tuned through its own environment variables",
+    FlagGroup("ignored", "--tp-comm-overlap sends pieces by the transport of the run", values="tp-comm-overlap-cfg tp-comm-bootstrap-backend"),
+    FlagGroup("ignored", "the network library is tuned through its own environment variables",
           switches="use-sharp use-nccl-ub disable-symmetric-registration initialize-socket-comms",
           values="nccl-communicator-config-path high-priority-stream-groups sharp-enabled-group "
                  "distributed-timeout-seconds-after-init"),
-    Group("ignored", "PyTorch's flight recorder is switched on by its own environment variables",
+    FlagGroup("ignored", "PyTorch's flight recorder is switched on by its own environment variables",
           switches="no-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace "
                    "no-flight-recorder-include-only-active no-flight-recorder-extra-dump-on-exec",
           values="flight-recorder-dump-path flight-recorder-trace-buffer-size"),
-    Group("ignored", "each rank learns its place from the launcher's environment",
+    FlagGroup("ignored", "each rank learns its place from the launcher's environment",
           switches="lazy-mpu-init", values="local-rank local_rank"),
-    Group("ignored", "groups for the CPU are made where they are needed", switches="disable-gloo-process-groups"),
-    Group("ignored", "models are always built without memory first and filled rank by rank",
+    FlagGroup("ignored", "groups for the CPU are made where they are needed", switches="disable-gloo-process-groups"),
+    FlagGroup("ignored", "models are always built without memory first and filled rank by rank",
           switches="init-model-with-meta-device no-initialization"),
-    Group("ignored", "random streams are always kept by name",
+    FlagGroup("ignored", "random streams are always kept by name",
           switches="te-rng-tracker inference-rng-tracker use-same-sampling-seed-across-dp-ranks"),
-    Group("ignored", "masks are made where attention is computed, never by the data loader",
+    FlagGroup("ignored", "masks are made where attention is computed, never by the data loader",
           switches="no-create-attention-mask-in-dataloader"),
-    Group("ignored", "it only shortens the start with very many data files",
+    FlagGroup("ignored", "it only shortens the start with very many data files",
           switches="dataloader-fast-cache-load dataloader-defer-npy-index-mmap mmap-warmup",
           values="per-dataset-sequences-path"),
-    Group("ignored", "the weights of a blend are always normalised",
+    FlagGroup("ignored", "the weights of a blend are always normalised",
           switches="renormalize-blend-weights"),
-    Group("ignored", "there is one checkpoint format; it is saved in parallel and loads into any layout",
+    FlagGroup("ignored", "there is one checkpoint format; it is saved in parallel and loads into any layout",
           switches="auto-detect-ckpt-format use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load "
                    "no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-optim-fully-reshardable "
                    "dist-ckpt-save-pre-mcore-014 ckpt-convert-update-legacy-dist-opt-format "
@@ -157,59 +157,59 @@ IGNORED = (
                    "ckpt-drop-redundant-extra-state no-strict-fsdp-dtensor-load no-stream-ckpt-dequant",
           values="ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group "
                  "ckpt-fully-parallel-load-process-group ckpt-pg-tensors-cache-path dist-ckpt-workers"),
-    Group("ignored", "checkpoints are saved in this project's one format; those of Megatron are read as they are, "
+    FlagGroup("ignored", "checkpoints are saved in this project's one format; those of Megatron are read as they are, "
                      "and tools/checkpoint/convert.py writes them", values="ckpt-format dist-ckpt-format"),
-    Group("ignored", "the optimizer's state is cut over all data-parallel ranks, which takes less memory and gives the same numbers",
+    FlagGroup("ignored", "the optimizer's state is cut over all data-parallel ranks, which takes less memory and gives the same numbers",
           values="num-distributed-optimizer-instances"),
-    Group("ignored", "how many processors of a GPU send tokens to experts is left to the library that sends them",
+    FlagGroup("ignored", "how many processors of a GPU send tokens to experts is left to the library that sends them",
           values="moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms moe-hybridep-num-blocks-permute "
                  "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing"),
-    Group("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
+    FlagGroup("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
           values="dist-ckpt-strictness"),
-    Group("ignored", "--async-save writes from a thread of each rank, and needs no other process",
+    FlagGroup("ignored", "--async-save writes from a thread of each rank, and needs no other process",
           switches="use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
           values="async-strategy async-ckpt-cpu-priority async-ckpt-io-priority"),
-    Group("ignored", "a tokenizer is data: no code that comes with it is run", switches="trust-remote-code"),
-    Group("ignored", "HuggingFaceTokenizer always reads tokenizer.json with the tokenizers package",
+    FlagGroup("ignored", "a tokenizer is data: no code that comes with it is run", switches="trust-remote-code"),
+    FlagGroup("ignored", "HuggingFaceTokenizer always reads tokenizer.json with the tokenizers package",
           switches="tokenizer-hf-no-use-fast"),
-    Group("ignored", "SentencePieceTokenizer always has <CLS>, <SEP>, <EOD> and <MASK>; GPTSentencePieceTokenizer has the "
+    FlagGroup("ignored", "SentencePieceTokenizer always has <CLS>, <SEP>, <EOD> and <MASK>; GPTSentencePieceTokenizer has the "
                      "model's own pieces alone", switches="tokenizer-sentencepiece-legacy"),
-    Group("ignored", "gigatoken is used wherever it is installed and gives the same ids", switches="use-gigatoken"),
-    Group("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
-    Group("ignored", "--profile always records with PyTorch's profiler, shapes included",
+    FlagGroup("ignored", "gigatoken is used wherever it is installed and gives the same ids", switches="use-gigatoken"),
+    FlagGroup("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
+    FlagGroup("ignored", "--profile always records with PyTorch's profiler, shapes included",
           switches="use-pytorch-profiler pytorch-profiler-collect-shapes record-shapes"),
-    Group("ignored", "TensorBoard always gets the batch size and the learning rate",
+    FlagGroup("ignored", "TensorBoard always gets the batch size and the learning rate",
           switches="log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard"),
-    Group("ignored", "services outside of the run are not called, and it trains without them",
+    FlagGroup("ignored", "services outside of the run are not called, and it trains without them",
           switches="enable-one-logger no-one-logger one-logger-async otel-enabled adlr-autoresume enable-ft-package "
                    "calc-ft-timeouts run-workload-inspector-server enable-msc disable-msc",
           values="one-logger-project one-logger-run-name app-tag-run-name app-tag-run-version otel-service-name "
                  "otel-span-groups adlr-autoresume-interval ft-num-warmup-iters config-logger-dir"),
-    Group("ignored", "garbage is collected around every evaluation when --manual-gc is on", switches="no-manual-gc-eval"),
-    Group("ignored", "a signal is noticed at the end of each step, wherever it arrives",
+    FlagGroup("ignored", "garbage is collected around every evaluation when --manual-gc is on", switches="no-manual-gc-eval"),
+    FlagGroup("ignored", "a signal is noticed at the end of each step, wherever it arrives",
           switches="exit-signal-handler-for-dataloader"),
-    Group("ignored", "it is a hook for tests of Megatron itself", switches="test-mode"),
+    FlagGroup("ignored", "it is a hook for tests of Megatron itself", switches="test-mode"),
 )
 
 LATER = (
-    Group("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
+    FlagGroup("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
           switches="use-te", values="te-precision-config-file"),
-    Group("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
+    FlagGroup("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
           values="bert-embedder-type bert-load"),
-    Group("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
+    FlagGroup("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
                      "split say, on the same ranks; see --pipeline-model-parallel-layout",
           values="pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size=0 "
                  "encoder-pipeline-model-parallel-size=0"),
-    Group("later", "muP is not built yet", switches="use-mup",
+    FlagGroup("later", "muP is not built yet", switches="use-mup",
           values="mup-base-hidden-size mup-width-mult mup-embedding-mult mup-output-mult mup-base-head-dim "
                  "mup-attn-scale-power"),
-    Group("later", "latent vectors are not kept by training, and their projections are not fused",
+    FlagGroup("later", "latent vectors are not kept by training, and their projections are not fused",
           switches="cache-mla-latents mla-down-proj-fusion"),
-    Group("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+    FlagGroup("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="moe-router-fusion moe-permute-fusion use-grouped-gemm-for-shared-expert moe-use-grouped-tensor "
                    "moe-single-grouped-weight moe-single-grouped-bias moe-permute-fusion-into-hybridep"),
-    Group("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
-    Group("later", "this part of mixture-of-experts layers is not built yet",
+    FlagGroup("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
+    FlagGroup("later", "this part of mixture-of-experts layers is not built yet",
           switches="overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
                    "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
                    "moe-apply-probs-on-input moe-ncclep-zero-copy moe-ncclep-static-shape high-priority-a2a-comm-stream "
@@ -221,16 +221,16 @@ LATER = (
                  "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor "
                  "expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
                  "moe-routing-trace-max-training-iters"),
-    Group("later", "this part of multi-token prediction is not built yet",
+    FlagGroup("later", "this part of multi-token prediction is not built yet",
           switches="mtp-standalone mtp-hsm", values="mtp-hybrid-override-pattern"),
-    Group("later", "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet",
+    FlagGroup("later", "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet",
           switches="is-hybrid-model disable-mamba-mem-eff-path gdp-cutedsl-kernel",
           values="hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio=0 hybrid-mlp-ratio=0 "
                  "mamba-state-dim=128 mamba-head-dim=64 mamba-num-groups=8 mamba-num-heads "
                  "mamba-training-ssm-states-dtype experimental-attention-variant linear-attention-freq "
                  "linear-conv-kernel-dim=4 linear-key-head-dim=128 linear-value-head-dim=128 linear-num-key-heads=16 "
                  "linear-num-value-heads=32 gdp-num-householder gdp-num-chunk-states-to-recompute"),
-    Group("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
+    FlagGroup("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
                    "weights, gradients and the optimizer's state",
           switches="use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "
                    "megatron-fsdp-max-pool-double-buffer fsdp-db-use-persist-buf-on-alloc-fail "
@@ -238,32 +238,32 @@ LATER = (
           values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
                  "megatron-fsdp-version megatron-fsdp-main-params-dtype "
                  "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
-    Group("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
-    Group("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
-    Group("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
+    FlagGroup("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
+    FlagGroup("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
+    FlagGroup("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
           switches="use-kitchen-attention",
           values="fp8-quantizer-factory fp4-quantizer-factory kitchen-attention-backend fp8-interval=1"),
-    Group("later", "another precision of logits or of gradient sums is not built yet",
+    FlagGroup("later", "another precision of logits or of gradient sums is not built yet",
           switches="ddp-reduce-scatter-with-fp32-accumulation",
           values="output-logit-dtype ddp-param-name-patterns-for-fp32-local-accumulation"),
-    Group("ignored", "a symmetric product is computed as any other", switches="muon-use-syrk"),
-    Group("ignored", "the update in the CPU's memory is always torch's", switches="use-torch-optimizer-for-cpu-offload"),
-    Group("later", "this way of keeping activations in CPU memory is not built yet; see --cpu-offloading-num-layers and --offload-modules",
+    FlagGroup("ignored", "a symmetric product is computed as any other", switches="muon-use-syrk"),
+    FlagGroup("ignored", "the update in the CPU's memory is always torch's", switches="use-torch-optimizer-for-cpu-offload"),
+    FlagGroup("later", "this way of keeping activations in CPU memory is not built yet; see --cpu-offloading-num-layers and --offload-modules",
           switches="delay-offload-until-cuda-graph cpu-offloading-retain-pinned-cpu-buffers moe-paged-stash",
           values="delta-offload-bytes-across-pp-ranks activation-offload-fraction "
                  "fine-grained-offloading-max-inflight-offloads moe-paged-stash-page-size "
                  "moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu"),
-    Group("later", "the update is not recorded as a CUDA graph; --cuda-graph-impl local records the layers", switches="optimizer-cuda-graph"),
-    Group("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
-    Group("later", "evaluation beside the plain loop of --eval-iters is not built yet",
+    FlagGroup("later", "the update is not recorded as a CUDA graph; --cuda-graph-impl local records the layers", switches="optimizer-cuda-graph"),
+    FlagGroup("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
+    FlagGroup("later", "evaluation beside the plain loop of --eval-iters is not built yet",
           switches="multiple-validation-sets",
           values="eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
-    Group("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
-    Group("later", "checkpoints beside those of --save-interval are not built yet",
+    FlagGroup("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
+    FlagGroup("later", "checkpoints beside those of --save-interval are not built yet",
           values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),
-    Group("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
+    FlagGroup("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
           switches="load-main-params-from-ckpt", values="override-ckpt-iteration"),
-    Group("later", "this report is not built yet",
+    FlagGroup("later", "this report is not built yet",
           switches="log-energy log-max-attention-logit "
                    "record-memory-history nvtx-ranges log-device-memory-used pytorch-profiler-collect-chakra "
                    "pytorch-profiler-collect-callstack "
@@ -271,19 +271,19 @@ LATER = (
           values="memory-snapshot-path=snapshot.pickle "
                  "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
                  "save-dgrads-interval"),
-    Group("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
-    Group("later", "this training setting is not built yet",
+    FlagGroup("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
+    FlagGroup("later", "this training setting is not built yet",
           switches="freeze-all-layers batch-invariant-mode",
           values="no-weight-decay-cond-type phase-transition-iterations mlp-chunks-for-training "
                  "tensor-parallel-num-weight-shards=1 batch-invariant-backend"),
-    Group("ignored", "training generates no text; tools/generate.py takes it",
+    FlagGroup("ignored", "training generates no text; tools/generate.py takes it",
           switches="enable-chunked-prefill inference-dynamic-batching-prefix-caching",
           values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
                  "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
                  "inference-dynamic-batching-block-size num-speculative-tokens"),
-    Group("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
-    Group("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
-    Group("later", "this setting of text generation is not built, and a training run has no use for it",
+    FlagGroup("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
+    FlagGroup("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
+    FlagGroup("later", "this setting of text generation is not built, and a training run has no use for it",
           switches="use-legacy-static-engine inference-dynamic-batching-track-paused-request-events "
                    "inference-dynamic-batching-track-generated-token-events decode-only-cuda-graphs "
                    "inference-cuda-graph-all-prefills inference-text-gen-server-logging inference-wandb-logging "
@@ -305,12 +305,12 @@ LATER = (
                  "mamba-inference-ssm-states-dtype inference-shards inference-grouped-gemm-backend "
                  "inference-moe-token-dispatcher-type mlp-chunks-for-prefill temperature top_k top_p out-seq-length "
                  "prompts num-tokens-to-generate model-provider"),
-    Group("later", "images and multimodal models are not built yet",
+    FlagGroup("later", "images and multimodal models are not built yet",
           switches="pixel-shuffle use-tiling use-thumbnail freeze-LM freeze-ViT",
           values="img-h=224 img-w=224 patch-dim=16 num-channels=3 language-model-type vision-model-type max-num-tiles "
                  "prompt-path dataloader-save llm-tp"),
-    Group("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
-    Group("later", "reinforcement learning is not built yet",
+    FlagGroup("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
+    FlagGroup("later", "reinforcement learning is not built yet",
           switches="perform-rl-step rl-durable-rollout-bank grpo-filter-groups-with-same-reward "
                    "rl-offload-optimizer-during-inference rl-persist-cuda-graphs rl-partial-rollouts "
                    "rl-inference-logprobs-is-correction rl-use-sequence-packing rl-training-cuda-graphs "
@@ -324,74 +324,74 @@ LATER = (
                  "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
                  "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size "
                  "rl-inference-model-unified-memory-level refit-method rl-profile-dir rl-inference-parsers env-config"),
-    Group("later", "quantisation, distillation and export after training are not built yet",
+    FlagGroup("later", "quantisation, distillation and export after training are not built yet",
           switches="modelopt-enabled logits-load-ignore-errors",
           values="export-* logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir "
                  "logits-save-dtype logits-load-dir logits-load-decode-threads logits-load-prefetch-factor "
                  "logits-load-msc-prefetch-depth logits-load-kd-loss-alpha"),
-    Group("later", "layers that differ by a description in a file are not built yet",
+    FlagGroup("later", "layers that differ by a description in a file are not built yet",
           values="heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json"),
 )
 
 REFUSED = (
-    Group("refused", "nothing is downloaded; write the conversations to a JSONL file, and name it with --sft --data-path",
+    FlagGroup("refused", "nothing is downloaded; write the conversations to a JSONL file, and name it with --sft --data-path",
           values="finetune-hf-dataset"),
-    Group("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
+    FlagGroup("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
           values="nproc_per_node nnodes node_rank master_addr master_port nproc-per-node node-rank master-addr master-port"),
-    Group("refused", "a model is described by flags here, not by an import path; leave it out", values="spec=local"),
-    Group("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
+    FlagGroup("refused", "a model is described by flags here, not by an import path; leave it out", values="spec=local"),
+    FlagGroup("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
           switches="use-mp-args-from-checkpoint-args"),
-    Group("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
+    FlagGroup("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
           switches="standalone-embedding-stage"),
-    Group("refused", "--tokenizer-type names the kind, and --chat-template the template", values="tokenizer-metadata"),
-    Group("refused", "white space is read as the model's own normalizer says; train a model with --keep-whitespace",
+    FlagGroup("refused", "--tokenizer-type names the kind, and --chat-template the template", values="tokenizer-metadata"),
+    FlagGroup("refused", "white space is read as the model's own normalizer says; train a model with --keep-whitespace",
           switches="no-tokenizer-sentencepiece-ignore-extra-whitespaces"),
-    Group("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
+    FlagGroup("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
                      "--make-vocab-size-divisible-by and --padded-vocab-size", switches="no-pad-vocab-size"),
-    Group("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
+    FlagGroup("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
           values="data-impl=mmap|infer"),
-    Group("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
+    FlagGroup("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
           switches="disable-straggler-on-startup", values="straggler-ctrlr-port=65535"),
-    Group("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
+    FlagGroup("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
           values="gpu-sniff-test-interval=0"),
-    Group("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
+    FlagGroup("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
           switches="inprocess-restart inprocess-empty-cuda-cache",
           values="inprocess-max-iterations inprocess-monitor-thread-interval inprocess-monitor-process-interval "
                  "inprocess-progress-watchdog-interval inprocess-heartbeat-interval inprocess-soft-timeout "
                  "inprocess-hard-timeout inprocess-heartbeat-timeout inprocess-barrier-timeout "
                  "inprocess-completion-timeout inprocess-last-call-wait inprocess-termination-grace-time "
                  "inprocess-granularity inprocess-active-world-size"),
-    Group("refused", "faults are not injected into training runs",
+    FlagGroup("refused", "faults are not injected into training runs",
           values="fault-injector-ranks fault-injector-num-ranks fault-injector-fault-types "
                  "fault-injector-fault-probabilities fault-injector-fault-delay fault-injector-delay-start-iteration "
                  "fault-injector-mtti-seconds fault-injector-offset-seconds fault-injector-seed"),
-    Group("refused", "node-local and replicated checkpoints are out of scope; give --save a shared folder",
+    FlagGroup("refused", "node-local and replicated checkpoints are out of scope; give --save a shared folder",
           switches="replication", values="non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication-jump "
                                          "replication-factor"),
-    Group("refused", "retrieval encoders (ICT, REALM) are out of scope",
+    FlagGroup("refused", "retrieval encoders (ICT, REALM) are out of scope",
           switches="biencoder-shared-query-context-model use-one-sent-docs retriever-score-scaling",
           values="ict-head-size biencoder-projection-dim ict-load titles-data-path query-in-block-prob "
                  "evidence-data-path retriever-report-topk-accuracies block-data-path embedding-path "
                  "indexer-batch-size indexer-log-interval"),
-    Group("refused", "image classification and its pretraining are out of scope",
+    FlagGroup("refused", "image classification and its pretraining are out of scope",
           switches="vision-pretraining dino-freeze-last-layer dino-norm-last-layer",
           values="num-classes classes-fraction data-per-class-fraction head-lr-mult vision-pretraining-type "
                  "vision-backbone-type swin-backbone-type mask-type mask-factor iter-per-epoch dino-local-img-size "
                  "dino-local-crops-number dino-head-hidden-size dino-bottleneck-size dino-warmup-teacher-temp "
                  "dino-teacher-temp dino-warmup-teacher-temp-epochs"),
-    Group("refused", "sparse attention with an indexer (DSA) is out of scope",
+    FlagGroup("refused", "sparse attention with an indexer (DSA) is out of scope",
           switches="dsa-indexer-use-sparse-loss no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu",
           values="dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-topk-freq "
                  "dsa-indexer-skip-topk-offset dsa-indexer-loss-coeff dsa-kernel-backend dsa-indexer-rope-interleaved "
                  "dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32"),
-    Group("refused", "hyper-connections are out of scope", switches="enable-mhc-connections",
+    FlagGroup("refused", "hyper-connections are out of scope", switches="enable-mhc-connections",
           values="mhc-num-residual-streams mhc-sinkhorn-iterations mhc-init-gating-factor mhc-recompute-layer-num"),
-    Group("refused", "gathering and dropping weights again (GTP) is out of scope; see --recompute-granularity",
+    FlagGroup("refused", "gathering and dropping weights again (GTP) is out of scope; see --recompute-granularity",
           switches="gtp-remat-reduce-scatter-with-fp32-accumulation gtp-remat-nccl-ub gtp-expert-remat-nccl-ub",
           values="gtp-remat-opt-in-modules"),
-    Group("refused", "export through ONNX is out of scope", values="onnx-safe"),
-    Group("refused", "samples are drawn by the blend's weights; give those with --data-path", values="sample-rate=1"),
-    Group("refused", "it belongs to a removed kernel for experts; leave it out", switches="moe-use-legacy-grouped-gemm"),
+    FlagGroup("refused", "export through ONNX is out of scope", values="onnx-safe"),
+    FlagGroup("refused", "samples are drawn by the blend's weights; give those with --data-path", values="sample-rate=1"),
+    FlagGroup("refused", "it belongs to a removed kernel for experts; leave it out", switches="moe-use-legacy-grouped-gemm"),
 )
 
 GROUPS = IGNORED + LATER + REFUSED

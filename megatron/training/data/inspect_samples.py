@@ -45,7 +45,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SampleSpan:
     """A run of one document in a sample: where it came from, where it stands, and its text; no text in masked samples."""
 
     prefix: str
@@ -58,7 +58,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SpanText:
     """One sample of a microbatch; `sample` None fills up the end of a full validation and has no loss.
 
     dataset, dataset_sample: which source of a blend, and its number there. texts: what a masked sample reads as, by key.
@@ -69,7 +69,7 @@ class Shown:
     sample: int | None
     dataset: int
     dataset_sample: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SampleSpan, ...]
     texts: dict[str, str]
     loss: tuple[tuple[int, int], ...]
     position_restarts: tuple[int, ...]
@@ -85,11 +85,11 @@ class Microbatch:
     microbatch: int
     data_rank: int
     hash: str
-    samples: tuple[Shown, ...]
+    samples: tuple[SpanText, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class SampleUse:
     """Where a document is seen."""
 
     split: str
@@ -174,7 +174,7 @@ class Explanation:
                 if place < len(numbers[rank]):
                     yield self._microbatch(split, step, place, rank, numbers[rank][place])
 
-    def sightings(self, split: str, prefix: str, document: int) -> list[Sighting]:
+    def sightings(self, split: str, prefix: str, document: int) -> list[SampleUse]:
         """Every place where a document of a prefix is seen in the run, in the order of time."""
         dataset = self.dataset(split)
         found: list[int] = []
@@ -194,7 +194,7 @@ class Explanation:
         else:
             steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(wanted)))
         return [
-            Sighting(split, step, place, rank, sample)
+            SampleUse(split, step, place, rank, sample)
             for step, numbers in steps
             if wanted
             for rank, rows in enumerate(numbers)
@@ -271,7 +271,7 @@ class Explanation:
         )
         return Microbatch(split, step, place, rank, digest(arrays), samples)
 
-    def _shown(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> Shown:
+    def _shown(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SpanText:
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
         spans, ids = dataset.sources(real), sample.get("tokens", np.empty(0, np.int64))
@@ -280,7 +280,7 @@ class Explanation:
         ):  # a window's last label is a token of its own
             ids = np.append(ids, sample["labels"][-1])
         pieces = tuple(
-            Piece(
+            SampleSpan(
                 span.prefix,
                 span.document,
                 span.sequence,
@@ -292,7 +292,7 @@ class Explanation:
             for span in spans
         )
         positions, documents = sample.get("position_ids"), sample.get("document_ids")
-        return Shown(
+        return SpanText(
             sample=None if number == FILL else number,
             dataset=int(dataset.dataset_index[real]) if blended else 0,
             dataset_sample=int(dataset.dataset_sample_index[real]) if blended else real,

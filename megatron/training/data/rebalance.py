@@ -27,7 +27,7 @@ Document = dict[str, Tensor]  # name -> [length]
 
 
 @dataclass(slots=True)
-class Regrouped:
+class RebalancedBatches:
     """This rank's microbatches of each global batch. rows: the microbatches of all ranks, in order.
 
     plan: of the last global batch.
@@ -39,7 +39,7 @@ class Regrouped:
     plan: Assignment | None = None
     _waiting: deque[Batch] = field(default_factory=deque)
 
-    def __iter__(self) -> Regrouped:
+    def __iter__(self) -> RebalancedBatches:
         return self
 
     def __next__(self) -> Batch:

@@ -45,7 +45,7 @@ class RollBack(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AnomalyLimits:
     """What is looked for. finite: numbers must be."""
 
     finite: bool
@@ -53,19 +53,19 @@ class Limits:
     large: bool
 
     @staticmethod
-    def build(config: RunConfig) -> Limits:
+    def build(config: RunConfig) -> AnomalyLimits:
         """What the flags say. A dynamic loss scale answers gradients that are not finite by itself."""
-        return Limits(
+        return AnomalyLimits(
             config.train.check_for_nan_in_loss_and_grad,
             config.faults.check_for_spiky_loss,
             config.faults.check_for_large_grads,
         )
 
 
-class Memory:
+class StepHistory:
     """Losses and norms of the last good steps, and what is unusual beside them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: AnomalyLimits) -> None:
         self.limits = limits
         self._losses: deque[float] = deque(maxlen=_KEPT)
         self._norms: deque[float] = deque(maxlen=_KEPT)
@@ -94,12 +94,12 @@ class Memory:
         return ", ".join(found)
 
 
-class Guard(StepHooks):
+class StepValidator(StepHooks):
     """Judges the steps of a run, over all its sessions. passed_over: iterations whose data is not to be seen again."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.memory = Memory(Limits.build(config))
+        self.memory = StepHistory(AnomalyLimits.build(config))
         self.verdict = ""
         self.count = 0
         self.passed_over: set[int] = set()

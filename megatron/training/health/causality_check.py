@@ -33,7 +33,7 @@ _SHORTEST = 256  # tokens, or the run's own length if that is less
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AttentionKind:
     """Layers whose attention is alike. layer: one of them."""
 
     layer: int
@@ -73,18 +73,18 @@ def demand_no_leak(run: Run) -> None:
     )
 
 
-def kinds(build: Build, plans: tuple[LayerPlan, ...]) -> list[Kind]:
+def kinds(build: Build, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
     """The kinds of layers of a network, each once."""
     types = build.cp_comm_type
-    rows: dict[tuple, Kind] = {}
+    rows: dict[tuple, AttentionKind] = {}
     for plan in plans:
         transport = types[plan.index % len(types)] if build.mesh.cp.size > 1 else ""
         key = (plan.causal, plan.window, transport)
-        rows.setdefault(key, Kind(plan.index, *key))
+        rows.setdefault(key, AttentionKind(plan.index, *key))
     return list(rows.values())
 
 
-def length_of(run: Run, kind: Kind) -> int:
+def length_of(run: Run, kind: AttentionKind) -> int:
     """Tokens of a probe: enough to look past both ends of a window, and that a kernel for short windows is at work."""
     reach = 0 if kind.window is None else max(0, *kind.window)
     unit = 2 * run.mesh.cp.size
@@ -93,7 +93,7 @@ def length_of(run: Run, kind: Kind) -> int:
 
 
 @torch.no_grad()
-def leak_of(build: Build, kind: Kind, length: int, *, separate: bool) -> str:
+def leak_of(build: Build, kind: AttentionKind, length: int, *, separate: bool) -> str:
     """What leaks in layers of this kind, seen from this rank; nothing if all is well."""
     documents = (torch.arange(length) // max(1, length * 3 // 10))[
         None
@@ -137,7 +137,7 @@ def _inputs(build: Build, length: int) -> list[Tensor]:
     return [torch.randn(length, 1, *shape, generator=generator).to(build.mesh.device, build.dtype) for shape in shapes]
 
 
-def _run(build: Build, kind: Kind, inputs: list[Tensor], documents: Tensor | None) -> Tensor:
+def _run(build: Build, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None) -> Tensor:
     """This rank's outputs, [s/cp, 1, n/tp * dv]."""
     cp, length = build.mesh.cp, len(inputs[0])
     pieces = [Zigzag(length, cp.size).piece(x, cp.rank) for x in inputs]

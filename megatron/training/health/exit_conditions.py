@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity
 from megatron.core.config.settings.run import LogConfig, TrainConfig
 from megatron.training.health.interrupts import Interrupts
 from megatron.training.report.metrics import ResolvedStep
-from megatron.training.run import Ending
+from megatron.training.run import RunOutcome
 
 
 class NotFinite(Exception):
@@ -45,7 +45,7 @@ def _alone(vote: bool) -> bool:
     return vote
 
 
-class Watch:
+class ExitConditions:
     """Looks after one run. A context manager: signals, the garbage collector and the profiler are put back at the end.
 
     agree: whether any rank said True; called by all ranks at the same points. started: `time.monotonic()` at the start of
@@ -59,7 +59,7 @@ class Watch:
         *,
         agree: Callable[[bool], bool] = _alone,
         started: float | None = None,
-        ending: Ending | None = None,
+        ending: RunOutcome | None = None,
         tolerates_overflow: bool = False,
         profile: Profile | None = None,
         interrupts: Interrupts | None = None,
@@ -70,12 +70,12 @@ class Watch:
         self._started = time.monotonic() if started is None else started
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
         self._profile = profile
-        self._ending = Ending() if ending is None else ending
+        self._ending = RunOutcome() if ending is None else ending
         self._handlers_before: dict[int, object] = {}
         self._collected_before = True
         self._open = ExitStack()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ExitConditions:
         # Python delivers signals to the main thread only; who runs a loop in another thread has to catch them himself.
         if self._train.exit_signal_handler and threading.current_thread() is threading.main_thread():
             number = getattr(signal, self._train.exit_signal)

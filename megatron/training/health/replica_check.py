@@ -46,7 +46,7 @@ class ReplicasDiffer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ReplicatedState:
     """Something that ranks of an axis hold alike. copies: so many neighbours share it; 0: all ranks of the axis.
 
     again: the same once more on this rank.
@@ -69,7 +69,7 @@ class Item:
         return self.axis.rank // self.copies if self.copies else 0
 
 
-class Sentinel:
+class ReplicaCheck:
     """Compares what ranks hold alike. Every method is called by all ranks together."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -89,7 +89,7 @@ class Sentinel:
         for parallel in self.trainer.parallels:
             parallel.finish_gather()
         hashed: dict[int, Tensor] = {}  # a parameter may be an item of several axes
-        by_axis: dict[str, list[tuple[Item, Tensor]]] = defaultdict(list)
+        by_axis: dict[str, list[tuple[ReplicatedState, Tensor]]] = defaultdict(list)
         differs = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         items = [item for item in self.items() if item.axis.size > 1 or item.again]
         for item in items:
@@ -105,7 +105,7 @@ class Sentinel:
         if bool(collectives.all_reduce(differs, self.mesh.world, "max")):
             raise ReplicasDiffer(self._message(groups))
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[ReplicatedState]:
         """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
         trainer, mesh = self.trainer, self.mesh
         homes: dict[tuple[str, str], list[Tensor]] = defaultdict(
@@ -114,15 +114,15 @@ class Sentinel:
         for parallel in trainer.parallels:
             for param in parallel.whole:
                 spec, value = spec_of(param), param.detach()
-                yield Item(spec.name, mesh.axis(spec.reduce_over), value)
+                yield ReplicatedState(spec.name, mesh.axis(spec.reduce_over), value)
                 if is_shared_over_tensor(spec):
-                    yield Item(spec.name, mesh.axis(tensor_axis(spec)), value)
+                    yield ReplicatedState(spec.name, mesh.axis(tensor_axis(spec)), value)
                 if spec.tied:
                     homes[spec.name, spec.tied_over].append(value)
                 # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
                 shared = (piece for piece in local_shards(spec, mesh) if piece.replicas > 1)
                 yield from (
-                    Item(
+                    ReplicatedState(
                         f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas
                     )
                     for part, piece in enumerate(shared)
@@ -131,24 +131,30 @@ class Sentinel:
                 share
             ) in parallel.cut:  # the same rows as at this place of the other tensor ranks, or of the other stage
                 if is_shared_over_tensor(share.spec):
-                    yield Item(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
+                    yield ReplicatedState(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
                 if share.spec.tied:
                     homes[share.name, share.spec.tied_over].append(share.data)
                 yield from (
-                    Item(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
+                    ReplicatedState(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
                     for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh))
                 )
         for (name, axis), (first, *again) in homes.items():
-            yield Item(name, mesh.axis(axis), first, again=tuple(again))
+            yield ReplicatedState(name, mesh.axis(axis), first, again=tuple(again))
         if not trainer.optimizer.sharded:
             for slot, segment, tensor in trainer.optimizer.slots():
-                yield Item(f"{slot} of {segment.name}", mesh.axis(segment.spec.reduce_over), tensor.to(mesh.device))
+                yield ReplicatedState(
+                    f"{slot} of {segment.name}", mesh.axis(segment.spec.reduce_over), tensor.to(mesh.device)
+                )
         for name, scaling in histories_of(trainer.stages).items():
-            yield from (Item(f"largest values of {name}", axis, scaling.history) for axis in (mesh.tp_cp, mesh.dp))
-        yield Item("the default random stream", mesh.tp, trainer.run.streams.state()["default"].to(mesh.device))
+            yield from (
+                ReplicatedState(f"largest values of {name}", axis, scaling.history) for axis in (mesh.tp_cp, mesh.dp)
+            )
+        yield ReplicatedState(
+            "the default random stream", mesh.tp, trainer.run.streams.state()["default"].to(mesh.device)
+        )
         counters = {**asdict(trainer.progress), "loss scale": trainer.optimizer.scaler.state()}
         yield from (
-            Item(f"counter {name}", mesh.world, json.dumps(value, sort_keys=True, default=str))
+            ReplicatedState(f"counter {name}", mesh.world, json.dumps(value, sort_keys=True, default=str))
             for name, value in counters.items()
         )
 
@@ -169,7 +175,7 @@ class Sentinel:
         # Beside the value for "none"; that two hashes meet there is as rare as any other meeting.
         return total.clamp(min=_NONE + 1, max=-(_NONE + 2))
 
-    def _message(self, groups: Sequence[Sequence[tuple[Item, Tensor]]]) -> str:
+    def _message(self, groups: Sequence[Sequence[tuple[ReplicatedState, Tensor]]]) -> str:
         """What differs, and on which ranks; the same on all."""
         findings: list[str] = []
         for found in groups:
@@ -208,7 +214,7 @@ def _words(value: Tensor) -> Tensor:
     return words if width == 4 else words.to(torch.int32)
 
 
-def _differs(found: Sequence[tuple[Item, Tensor]]) -> Tensor:
+def _differs(found: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     """1 if the ranks of an axis disagree about one of these items, else 0, as an int64 scalar on the device."""
     starts = [0]
     for item, _ in found:

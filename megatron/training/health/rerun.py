@@ -34,7 +34,7 @@ from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.resuming import decided
 from megatron.training.data.batch import Batch
-from megatron.training.health.bad_steps import BadStep, Guard, mean_losses
+from megatron.training.health.bad_steps import BadStep, StepValidator, mean_losses
 from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import launcher_place
 from megatron.training.report.metrics import Step
@@ -113,7 +113,7 @@ class StepRerun(StepHooks):
     skipped: iterations that --result-rejected-tracker-filename has seen rejected often enough.
     """
 
-    def __init__(self, trainer: Trainer, guard: Guard) -> None:
+    def __init__(self, trainer: Trainer, guard: StepValidator) -> None:
         self.trainer, self.guard, self.config, self.mesh = trainer, guard, trainer.run.config, trainer.run.mesh
         faults, save = self.config.faults, self.config.checkpoint.save
         self.mode = faults.step_rerun

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from torch import distributed as dist
 
 from megatron.training.health.failures import collectives_of, folder_of, leave, name_of_rank, stacks
-from megatron.training.launch.launch_info import Place, launcher_place
-from megatron.training.launch.rendezvous import FIRST_FAILURE, Board
+from megatron.training.launch.launch_info import LaunchInfo, launcher_place
+from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
 from megatron.training.run import Run
 
 _LOOK_EVERY = 1.0  # seconds
@@ -65,10 +65,10 @@ class Answer:
         return f"in {self.where}" + (f"; last collective {self.last}" if self.last else "")
 
 
-class Watchdog:
+class HangDetector:
     """Looks after one run while it is open; a run without a launcher's store, or of one rank, is not looked after."""
 
-    def __init__(self, run: Run, place: Place | None = None) -> None:
+    def __init__(self, run: Run, place: LaunchInfo | None = None) -> None:
         self.run, self.flight_recorder = run, run.mesh.flight_recorder
         self.place = place or launcher_place()
         faults, longest = run.config.faults, run.config.parallel.distributed_timeout_minutes
@@ -80,8 +80,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._answered = False
 
-    def __enter__(self) -> Watchdog:
-        board = Board.connect(self.place)
+    def __enter__(self) -> HangDetector:
+        board = RendezvousStore.connect(self.place)
         if board is not None:
             self._thread = threading.Thread(target=self._watch, args=(board,), name="watchdog", daemon=True)
             self._thread.start()
@@ -103,7 +103,7 @@ class Watchdog:
             raise RankLost(found) from error
 
     def _who_is_gone(self) -> str:
-        board = Board.connect(self.place) if self._thread is not None else None
+        board = RendezvousStore.connect(self.place) if self._thread is not None else None
         if board is None or board.read(FIRST_FAILURE) is not None:
             return ""
         if not board.claim(_ROLL, f"{self.place.rank}: a connection broke"):
@@ -121,7 +121,7 @@ class Watchdog:
             [*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._answer())).line()}"]
         )
 
-    def _watch(self, board: Board) -> None:
+    def _watch(self, board: RendezvousStore) -> None:
         moves, since, pulse = -1, time.monotonic(), time.monotonic()
         board.write(f"pulse/{self.place.rank}", self._answer())  # at once: a rank may be gone before the first look
         while not self._over.wait(_LOOK_EVERY):
@@ -160,7 +160,7 @@ class Watchdog:
             ]
         )
 
-    def _speak(self, board: Board) -> None:
+    def _speak(self, board: RendezvousStore) -> None:
         """Answer the roll, and leave the stacks of this rank."""
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._answer())
@@ -169,7 +169,7 @@ class Watchdog:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
-    def _collect(self, board: Board, why: str) -> dict[int, Answer]:
+    def _collect(self, board: RendezvousStore, why: str) -> dict[int, Answer]:
         """Who answers in time."""
         found: dict[int, Answer] = {}
         deadline = time.monotonic() + _PATIENCE[why]
@@ -181,14 +181,14 @@ class Watchdog:
             time.sleep(0.1)
         return found
 
-    def _last_seen(self, board: Board, rank: int) -> str:
+    def _last_seen(self, board: RendezvousStore, rank: int) -> str:
         text = board.read(f"pulse/{rank}")
         pulse = None if text is None else _parsed(text)
         if pulse is None:
             return "was never seen"
         return f"was last seen on node {pulse.node} {max(0.0, time.time() - pulse.at):.0f} s ago, {pulse.line()}"
 
-    def _end(self, board: Board, seconds: float) -> None:
+    def _end(self, board: RendezvousStore, seconds: float) -> None:
         """Say where all ranks stand, and end them."""
         answers = self._collect(board, "hang")
         lines = [

@@ -11,7 +11,7 @@ from megatron.training.launch.environment import TOLD
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchInfo:
     """Where the launcher put this process. local_rank: its number on its machine; store: host:port of the launcher's
     key-value store, if it has one; job: its id; attempt: how often the launcher has started the ranks anew. meeting: host:port
     where the ranks meet: the launcher's store, or one that the first rank opens when it joins the others. launch: what all starts of
@@ -29,11 +29,11 @@ class Place:
     is_launched: bool = False
 
 
-def launcher_place() -> Place:
+def launcher_place() -> LaunchInfo:
     """What the launcher's environment says."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     meeting = f"{host}:{port}" if host and port else ""
-    return Place(
+    return LaunchInfo(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         size=world_size(),

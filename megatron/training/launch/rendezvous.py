@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron.training.launch.launch_info import Place
+from megatron.training.launch.launch_info import LaunchInfo
 
 FIRST_FAILURE = "first-failure"
 _GONE = (RuntimeError, dist.DistError)  # the store does not answer: its launcher has ended, or the network between
@@ -22,7 +22,7 @@ _LONGEST = 1 << 16  # characters of a text
 Result = TypeVar("Result")
 
 
-class Board:
+class RendezvousStore:
     """A connection of one thread to the store. A store that is gone holds nothing, and keeps nothing."""
 
     def __init__(self, store: dist.Store, attempt: str, address: str = "") -> None:
@@ -30,12 +30,12 @@ class Board:
         self._silent_since: float | None = None
 
     @staticmethod
-    def connect(place: Place) -> Board | None:
+    def connect(place: LaunchInfo) -> RendezvousStore | None:
         """A connection; None where there is one rank alone, or no launcher."""
         if place.size == 1 or not place.store:
             return None
         try:
-            return Board(_store_at(place.store, _PATIENCE), place.attempt, place.store)
+            return RendezvousStore(_store_at(place.store, _PATIENCE), place.attempt, place.store)
         except _GONE:
             return None
 
@@ -89,7 +89,7 @@ def _store_at(address: str, patience: float) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
 
 
-def lacks_board(place: Place) -> str:
+def lacks_board(place: LaunchInfo) -> str:
     """What these ranks cannot do for want of a launcher's store, in words; "" if they have one."""
     if place.size == 1 or place.store:
         return ""
@@ -100,7 +100,7 @@ def lacks_board(place: Place) -> str:
     )
 
 
-def join_ranks(backend: str, place: Place, timeout: timedelta) -> None:
+def join_ranks(backend: str, place: LaunchInfo, timeout: timedelta) -> None:
     """Make the default process group.
 
     A launcher's store outlives the ranks, and torch asks it under the same keys at every start: a rank that is started anew would

@@ -10,14 +10,14 @@ import os
 import time
 from dataclasses import replace
 
-from megatron.training.launch.launch_info import Place
-from megatron.training.launch.rendezvous import Board
+from megatron.training.launch.launch_info import LaunchInfo
+from megatron.training.launch.rendezvous import RendezvousStore
 
 _DONE = "done"
 _LOOK_EVERY, _PATIENCE = 1.0, 10.0  # seconds
 
 
-def stand_by(place: Place) -> None:
+def stand_by(place: LaunchInfo) -> None:
     """Return when the ranks that train have done. Where they fail, the launcher ends this rank with them."""
     board, launcher = _board(place), os.getppid()
     while os.getppid() == launcher:
@@ -27,7 +27,7 @@ def stand_by(place: Place) -> None:
         time.sleep(_LOOK_EVERY)
 
 
-def tell_done(place: Place, waiting: int) -> None:
+def tell_done(place: LaunchInfo, waiting: int) -> None:
     """Let the `waiting` ranks behind the last that trains go. The store may end with this rank: wait until they have read."""
     board, deadline = _board(place), time.monotonic() + _PATIENCE
     if board is None:
@@ -38,9 +38,9 @@ def tell_done(place: Place, waiting: int) -> None:
             time.sleep(_LOOK_EVERY / 10)
 
 
-def _board(place: Place) -> Board | None:
+def _board(place: LaunchInfo) -> RendezvousStore | None:
     """The board where the ranks meet, also for one that trains alone.
 
     One for all attempts, which the launchers of different machines may count differently.
     """
-    return Board.connect(replace(place, size=2, attempt="all", store=place.meeting))
+    return RendezvousStore.connect(replace(place, size=2, attempt="all", store=place.meeting))

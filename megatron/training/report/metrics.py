@@ -48,7 +48,7 @@ PEAK_TFLOPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class ExpertLoads:
     """How often experts were chosen in one step. table: [layers, e + 1], this rank's share; last what was dropped.
 
     A layer without experts has zeros. by_layer: each layer is reported too.
@@ -74,7 +74,7 @@ class Step:
     batch_size: int
     learning_rate: float
     losses: Mapping[str, Tensor | float]
-    loads: Loads | None = None
+    loads: ExpertLoads | None = None
     decoupled_learning_rate: float | None = None
     loss_scale: Tensor | float = 1.0
     grad_norm: Tensor | float | None = None
@@ -132,7 +132,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class FlopsPerSample:
     """What one sample costs, and who shares it: enough to turn time into throughput."""
 
     seq_length: int
@@ -173,7 +173,7 @@ class Meter:
         train_iters: int,
         seconds: float,
         skipped_samples: int = 0,
-        work: Work | None = None,
+        work: FlopsPerSample | None = None,
         samples_left: int = 0,
         seq_length: int = 0,
     ) -> Report:
@@ -242,7 +242,7 @@ def _on_host(summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callab
     return torch.cat(flat).tolist() if flat else []
 
 
-def _figures_of(loads: Loads, values: Iterator[float]) -> dict[str, float]:
+def _figures_of(loads: ExpertLoads, values: Iterator[float]) -> dict[str, float]:
     return _load_figures([[next(values) for _ in row] for row in loads.table], loads.by_layer)
 
 

@@ -56,7 +56,7 @@ class LogFile:
 
 
 @dataclass(slots=True)
-class Ledger:
+class RunLog:
     """Appends to a file; None: to nowhere, as all ranks but the first do."""
 
     path: Path | None = None

@@ -29,7 +29,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import fingerprint
 from megatron.training.launch.launch_info import told_environment
 from megatron.training.report.metrics import ResolvedStep
-from megatron.training.report.run_log import FILE, Ledger, plain, read_events
+from megatron.training.report.run_log import FILE, RunLog, plain, read_events
 from megatron.training.run import Run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +55,7 @@ def recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def record_steps(ledger: Ledger, steps: Sequence[ResolvedStep]) -> None:
+def record_steps(ledger: RunLog, steps: Sequence[ResolvedStep]) -> None:
     """All numbers of resolved steps in whole precision, a list for each; figures of experts are left to --log-jsonl."""
     if not steps or not ledger.is_kept:
         return

@@ -51,7 +51,7 @@ MEMORY_NAMES = {
 }
 
 
-class Board(Protocol):
+class MetricsBackend(Protocol):
     """A place for named scalars."""
 
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
@@ -91,7 +91,7 @@ class Writers:
         """speaks: whether this rank writes. settings: the run's config, for W&B. console: shows a line (default: stdout)."""
         refuse(missing_packages(log))
         self._log, self._speaks, self._world_size = log, speaks, world_size
-        self._boards: dict[str, Board] = {}
+        self._boards: dict[str, MetricsBackend] = {}
         self._journal = Journal(log.log_jsonl) if speaks and log.log_jsonl else None
         self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
         self._console = console or (self._bar.write if self._bar else _print)
@@ -233,7 +233,7 @@ class Writers:
     def _open(self, name: str) -> None:
         self._boards[name] = self._openers[name]()
 
-    def _on_boards(self, action: Callable[[Board], None]) -> None:
+    def _on_boards(self, action: Callable[[MetricsBackend], None]) -> None:
         for name, due in list(self._failed.items()):
             if name not in self._boards and time.monotonic() >= due:
                 self._attempt(name, partial(self._open, name))
@@ -274,9 +274,9 @@ class Journal:
         self._file.add(json.dumps(plain(record), allow_nan=False) + "\n")
 
 
-def _openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], Board]]:
+def _openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], MetricsBackend]]:
     """What the flags ask for: a name, and what opens it."""
-    found: dict[str, Callable[[], Board]] = {}
+    found: dict[str, Callable[[], MetricsBackend]] = {}
     if log.tensorboard_dir:
         found[f"{TENSORBOARD} {log.tensorboard_dir}"] = lambda: TensorBoard(log)
     if log.wandb_project:

@@ -29,7 +29,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BoxPlace:
     """A box of a tensor, and the file that holds it."""
 
     file: str
@@ -45,7 +45,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     size: int
-    places: tuple[Place, ...] = ()
+    places: tuple[BoxPlace, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -114,7 +114,7 @@ def own_contents(folder: Path) -> Contents:
             one.dtype,
             one.shape,
             math.prod(one.shape) * WIDTHS[one.dtype],
-            tuple(Place(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces),
+            tuple(BoxPlace(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces),
         )
         for name, one in manifest.tensors.items()
     )

@@ -121,7 +121,7 @@ KIND_OF: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """What a run was given at one of its starts, and the iteration it went on from; loaded: from a checkpoint."""
 
     given: Mapping[str, Any]
@@ -134,17 +134,17 @@ class History:
     """A ledger, read. steps: iteration -> its numbers by name; of one that was run twice the later. end: the last word."""
 
     path: str
-    starts: tuple[Start, ...]
+    starts: tuple[RunStart, ...]
     steps: Mapping[int, Mapping[str, float]]
     end: str
 
-    def at(self, iteration: int) -> Start:
+    def at(self, iteration: int) -> RunStart:
         """The start that was in force in an iteration."""
         return next((start for start in reversed(self.starts) if start.iteration < iteration), self.starts[0])
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class StepDifference:
     """A step in which two runs differ. size: the largest relative difference among values: name -> (a, b)."""
 
     iteration: int
@@ -153,7 +153,7 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class InputDifference:
     """Something that two runs were given differently. origins: where a setting came from in each."""
 
     kind: str
@@ -172,21 +172,21 @@ class Difference:
     """
 
     common: tuple[int, ...]
-    first: Apart | None
-    beyond: Apart | None
-    inputs: tuple[Input, ...]
-    idle: tuple[Input, ...]
+    first: StepDifference | None
+    beyond: StepDifference | None
+    inputs: tuple[InputDifference, ...]
+    idle: tuple[InputDifference, ...]
     restarts: tuple[int, ...]
 
 
 def read_history(path: str | Path) -> History:
     """A ledger, or the one in this folder. Raises `OSError` for none, `ValueError` for one without a start."""
-    starts: list[Start] = []
+    starts: list[RunStart] = []
     steps: dict[int, dict[str, float]] = {}
     end = "nothing more was heard of it"
     for event in read_events(path):
         if event["event"] == "start":
-            starts.append(Start(event, 0))
+            starts.append(RunStart(event, 0))
             end = "nothing more was heard of it"
         elif event["event"] == "loaded" and starts:
             starts[-1] = dataclasses.replace(starts[-1], iteration=event["iteration"], loaded=True)
@@ -214,7 +214,9 @@ def difference(a: History, b: History, tolerance: float) -> Difference:
     return Difference(common, first, beyond, known, idle, tuple(sorted(resumed)))
 
 
-def _causes(mine: Start, theirs: Start, order: Sequence[str]) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
+def _causes(
+    mine: RunStart, theirs: RunStart, order: Sequence[str]
+) -> tuple[tuple[InputDifference, ...], tuple[InputDifference, ...]]:
     """(differing inputs of the kinds in `order`, in that order; the others)."""
     found = list(differing_inputs(mine.given, theirs.given))
     kinds = [
@@ -228,14 +230,14 @@ def _resumed_before(iteration: int, run: History) -> set[int]:
     return {start.iteration for start in run.starts if start.iteration < iteration}
 
 
-def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Input]:
+def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[InputDifference]:
     """Everything that two starts were given differently."""
     kinds = setting_kinds()
     for name, (mine, theirs) in _unequal(a, b, "settings"):
         origins = tuple(one.get("origins", {}).get(name, "default") for one in (a, b))
-        yield Input(kinds.get(name, REPORTS), spelling(name), mine, theirs, origins)
+        yield InputDifference(kinds.get(name, REPORTS), spelling(name), mine, theirs, origins)
     for name, (mine, theirs) in _unequal(a, b, "data"):
-        yield Input("data", f"files of {name}", mine, theirs)
+        yield InputDifference("data", f"files of {name}", mine, theirs)
     for part, kind in (
         ("tokenizer", "tokenizer"),
         ("code", "code"),
@@ -245,15 +247,17 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
     ):
         for name, (mine, theirs) in _unequal(a, b, part):
             if name in ("sources", "ranks") or part in ("tokenizer", "kernels"):
-                yield Input(kind, f"{part}: {name}", mine, theirs)
+                yield InputDifference(kind, f"{part}: {name}", mine, theirs)
             elif part == "code" or name == "hosts":  # what changed in the code, `sources` says
-                yield Input(REPORTS, f"{part}: {name}", mine, theirs)
+                yield InputDifference(REPORTS, f"{part}: {name}", mine, theirs)
             elif part == "environment" and name != "variables":
-                yield Input(kind, f"{part}: {name}", mine, theirs)
+                yield InputDifference(kind, f"{part}: {name}", mine, theirs)
     left, right = ({"variables": one.get("environment", {}).get("variables", {})} for one in (a, b))
     for name, (mine, theirs) in _unequal(left, right, "variables"):
         # What the launcher tells of this very start says nothing of the numbers.
-        yield Input(REPORTS if name.startswith(("TORCHELASTIC_", "SLURM_")) else "machines", f"${name}", mine, theirs)
+        yield InputDifference(
+            REPORTS if name.startswith(("TORCHELASTIC_", "SLURM_")) else "machines", f"${name}", mine, theirs
+        )
 
 
 def setting_kinds() -> dict[str, str]:
@@ -287,11 +291,11 @@ def _rows(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     }
 
 
-def _apart(iteration: int, a: Mapping[str, float], b: Mapping[str, float]) -> Apart:
+def _apart(iteration: int, a: Mapping[str, float], b: Mapping[str, float]) -> StepDifference:
     values = {
         name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)) if not _same(a.get(name), b.get(name))
     }
-    return Apart(iteration, max((_relative(*pair) for pair in values.values()), default=0.0), values)
+    return StepDifference(iteration, max((_relative(*pair) for pair in values.values()), default=0.0), values)
 
 
 def _same(a: float | None, b: float | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.arguments import read_flags
-from megatron.trust.flags.repair import Broken, Given
+from megatron.trust.flags.repair import BrokenRule, RequestedSetup
 
 # What an entry script says of itself.
 ENTRIES: Mapping[str, Mapping[str, Any]] = {
@@ -44,8 +44,8 @@ class Command:
     messages: what of the flags was understood in another way, or is accepted although it changes nothing.
     """
 
-    setting: Given | None
-    unread: tuple[Broken, ...]
+    setting: RequestedSetup | None
+    unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
 
 
@@ -61,16 +61,18 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
     """Read a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say."""
     if (script := _stranger(words)) is not None:
         other = ELSEWHERE.get(script, f"the scripts that train are {', '.join(ENTRIES)}")
-        return Command(None, (Broken("command-line", f"{script} is not a script whose flags are known here: {other}"),))
+        return Command(
+            None, (BrokenRule("command-line", f"{script} is not a script whose flags are known here: {other}"),)
+        )
     launcher, entry, flags = split_command(words, entry)
     ranks = _ranks(launcher) if ranks is None else ranks
     try:
         args = read_flags(flags, defaults=ENTRIES[entry])
     except ConfigError as error:
-        return Command(None, tuple(Broken("command-line", line.strip()) for line in str(error).splitlines()))
+        return Command(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
     return Command(
-        Given(from_namespace(RequestedRun, args), ranks),
-        tuple(Broken("command-line", said) for said in dict.fromkeys(args.problems)),
+        RequestedSetup(from_namespace(RequestedRun, args), ranks),
+        tuple(BrokenRule("command-line", said) for said in dict.fromkeys(args.problems)),
         tuple(args.messages),
     )
 

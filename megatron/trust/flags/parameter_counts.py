@@ -25,7 +25,7 @@ from megatron.core.parallel.spec import local_shards, spec_of
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuildCheck:
     """What was found. ranks: places that were built. parameters: of the whole network. problems: what does not agree."""
 
     ranks: int
@@ -34,7 +34,7 @@ class Built:
     problems: tuple[str, ...]
 
 
-def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64) -> Built:
+def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64) -> BuildCheck:
     """Build the places of a checked, resolved config, and compare. most: places to build; the first and the last of more."""
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
     config = replace(
@@ -67,7 +67,7 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
             if (size := sum(math.prod(box) for _, box in held[name])) != math.prod(shape)
         ]
         problems += _whole(shapes, config)
-    return Built(len(shown), layers, counted, tuple(problems))
+    return BuildCheck(len(shown), layers, counted, tuple(problems))
 
 
 def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:

@@ -133,7 +133,7 @@ LARGEST, MOST_VALUES = 10**7, 24
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenRule:
     """A rule that is broken, and one line of what it says."""
 
     rule: str
@@ -141,7 +141,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
+class FlagEdit:
     """One flag with another value. None: left out. example: the value stands for one that only the user knows.
 
     mends: rules that are broken again without this change. far: how far it is from what was given.
@@ -175,19 +175,19 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RepairResult:
     """Changes that keep every rule, or None if none were found. fewest: no smaller set among the values tried does it.
 
     tried: configurations that were looked at.
     """
 
-    edits: tuple[Edit, ...] | None
+    edits: tuple[FlagEdit, ...] | None
     fewest: bool
     tried: int
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RequestedSetup:
     """What a user gave: a config that is not resolved, and how many ranks there will be.
 
     whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be; files:
@@ -204,14 +204,14 @@ class Given:
         """What a flag says."""
         return self.world_size if name == WORLD else _at(self.config, _declared()[name].path)
 
-    def with_values(self, values: Mapping[str, Any]) -> Given:
+    def with_values(self, values: Mapping[str, Any]) -> RequestedSetup:
         """The setting with other values of some flags."""
         config = self.config
         for name, value in values.items():
             config = config if name == WORLD else _put(config, _declared()[name].path, value)
         return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
-    def as_started(self) -> Given:
+    def as_started(self) -> RequestedSetup:
         """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
         config, ranks = fitted(self.config, self.world_size)
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
@@ -221,15 +221,17 @@ class Given:
         """What a run would find before it starts."""
         return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=True)
 
-    def broken(self) -> tuple[Broken, ...]:
+    def broken(self) -> tuple[BrokenRule, ...]:
         """Every rule that is broken, a line each."""
         if self.world_size < 1:
-            return (Broken("world-size", f"{self.world_size} ranks: there must be at least 1"),)
+            return (BrokenRule("world-size", f"{self.world_size} ranks: there must be at least 1"),)
         problems = self.validated().problems if self.whole else examine(self.config, self.world_size)[1]
-        return tuple(Broken(rule, line.strip()) for rule, said in problems for line in said.splitlines())
+        return tuple(BrokenRule(rule, line.strip()) for rule, said in problems for line in said.splitlines())
 
 
-def fewest_edits(setting: Given, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000) -> Answer:
+def smallest_repair(
+    setting: RequestedSetup, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000
+) -> RepairResult:
     """The smallest and nearest set of changes that keeps every rule, without changing the flags that are `fixed`.
 
     most: changes in one set. tries: configurations that are looked at, after which the best so far must do.
@@ -241,30 +243,30 @@ def fewest_edits(setting: Given, *, fixed: Iterable[str] = (), most: int = 8, tr
         if search.best is not None or search.late:
             break
     if search.best is None:
-        return Answer(None, False, len(search.seen))
-    return Answer(_explained(setting, search.best), not search.late, len(search.seen))
+        return RepairResult(None, False, len(search.seen))
+    return RepairResult(_explained(setting, search.best), not search.late, len(search.seen))
 
 
 @dataclass(slots=True)
 class _Search:
     """Sets of changes by rising size. best: the nearest that was found, of `cost`. seen: set of changes -> what it breaks."""
 
-    setting: Given
+    setting: RequestedSetup
     fixed: frozenset[str]
     tries: int
-    best: dict[str, Edit] | None = None
+    best: dict[str, FlagEdit] | None = None
     cost: float = math.inf
     late: bool = False
-    seen: dict[frozenset[tuple[str, str]], tuple[Broken, ...]] = field(default_factory=dict)
+    seen: dict[frozenset[tuple[str, str]], tuple[BrokenRule, ...]] = field(default_factory=dict)
 
-    def look(self, done: Mapping[str, Edit]) -> tuple[Broken, ...]:
+    def look(self, done: Mapping[str, FlagEdit]) -> tuple[BrokenRule, ...]:
         """What is broken after these changes."""
         key = frozenset((name, repr(edit.after)) for name, edit in done.items())
         if key not in self.seen:
             self.seen[key] = self._after(done).broken()
         return self.seen[key]
 
-    def at_least(self, broken: tuple[Broken, ...], done: Mapping[str, Edit]) -> int:
+    def at_least(self, broken: tuple[BrokenRule, ...], done: Mapping[str, FlagEdit]) -> int:
         """Further changes without which these rules cannot be kept: as many as there are rules that share no flag."""
         taken: set[str] = set()
         count = 0
@@ -273,7 +275,7 @@ class _Search:
                 taken, count = taken | set(names), count + 1
         return count
 
-    def descend(self, done: Mapping[str, Edit], broken: tuple[Broken, ...], left: int, cost: float) -> None:
+    def descend(self, done: Mapping[str, FlagEdit], broken: tuple[BrokenRule, ...], left: int, cost: float) -> None:
         """Look through all sets with `left` more changes than `done`."""
         if not broken:
             self.best, self.cost = dict(done), cost
@@ -292,14 +294,14 @@ class _Search:
             longer = {**done, edit.name: edit}
             self.descend(longer, self.look(longer), left - 1, cost + edit.far)
 
-    def _after(self, done: Mapping[str, Edit]) -> Given:
+    def _after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
         return self.setting.with_values({name: edit.after for name, edit in done.items()})
 
-    def _free(self, one: Broken) -> list[str]:
+    def _free(self, one: BrokenRule) -> list[str]:
         return [name for name in named(one, self.setting) if name not in self.fixed]
 
 
-def named(one: Broken, setting: Given) -> list[str]:
+def named(one: BrokenRule, setting: RequestedSetup) -> list[str]:
     """The flags that a rule speaks of when it is broken, by their fields; for a size that was not given, what it follows from."""
     found: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
@@ -313,7 +315,7 @@ def named(one: Broken, setting: Given) -> list[str]:
     return list(dict.fromkeys([*found, *MEANT.get(one.rule, ())]))
 
 
-def candidates(setting: Given, one: Broken, name: str) -> list[Edit]:
+def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[FlagEdit]:
     """The changes of one flag that may mend what is broken, the nearest first."""
     before, numbers = (
         setting.value(name),
@@ -328,7 +330,7 @@ def candidates(setting: Given, one: Broken, name: str) -> list[Edit]:
     if example:
         values |= {EXAMPLES[name]: None}
     edits = [
-        Edit(name, before, value, example=example, far=flag.weight * _distance(name, before, value, one.says))
+        FlagEdit(name, before, value, example=example, far=flag.weight * _distance(name, before, value, one.says))
         for value in values
     ]
     return sorted(edits, key=lambda edit: edit.far)[:MOST_VALUES]
@@ -401,7 +403,7 @@ def _distance(name: str, before: Any, after: Any, says: str) -> float:
     return 0.75 if kept else 1.0
 
 
-def _explained(setting: Given, best: Mapping[str, Edit]) -> tuple[Edit, ...]:
+def _explained(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
     """The changes, each with the rules that are broken without it; one that nothing needs is left out."""
     explained = []
     for name, edit in best.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
 from megatron.trust.flags.command import read_command
-from megatron.trust.flags.repair import Broken
+from megatron.trust.flags.repair import BrokenRule
 
 BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --global-batch-size 16 "
@@ -42,7 +42,7 @@ class Example:
     entry: str = "pretrain_gpt.py"
     whole: bool = False
 
-    def said(self) -> tuple[Broken, ...]:
+    def said(self) -> tuple[BrokenRule, ...]:
         """What the rules say to it."""
         words, base = self.flags.split(), BASE.split()
         if self.without:

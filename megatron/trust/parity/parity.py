@@ -19,8 +19,16 @@ from torch import Tensor
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.tree import Placed, Tree
 from megatron.trust.parity.local_ranks import RankFailed, on_ranks
-from megatron.trust.parity.proxy_config import Shrunk
-from megatron.trust.parity.short_run import Ranges, Rehearsal, Seen, Step, rehearsal_of, rehearse, rehearse_bytes
+from megatron.trust.parity.proxy_config import ProxyConfig
+from megatron.trust.parity.short_run import (
+    Ranges,
+    RecordedActivation,
+    ShortRun,
+    ShortStep,
+    short_run,
+    short_run_bytes,
+    short_run_of,
+)
 
 TOLERANCE = 1e-10  # of fp64, relative to the largest value of a tensor
 _FLOOR = 1e-3  # the largest value of a tensor counts as at least this share of that of all tensors of its kind
@@ -45,7 +53,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class DivergenceStart:
     """Where two runs begin to differ. during: forward, loss, backward, norm or update. module: the innermost that can be named."""
 
     during: str
@@ -61,7 +69,7 @@ class Parity:
 
     checked: tuple[Difference, ...]
     compared: int
-    start: Start | None
+    start: DivergenceStart | None
     tolerance: float = TOLERANCE
 
     @property
@@ -84,7 +92,7 @@ class Parity:
         ]
 
 
-def compare(serial: Rehearsal, ranks: Sequence[Rehearsal], *, tolerance: float = TOLERANCE) -> Parity:
+def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = TOLERANCE) -> Parity:
     """Hold what every rank of a layout did against what one rank does alone."""
     checked, compared, start = [], 0, None
     for number, expected in enumerate(serial.steps):
@@ -105,13 +113,13 @@ def compare(serial: Rehearsal, ranks: Sequence[Rehearsal], *, tolerance: float =
     return Parity(tuple(checked), compared, start, tolerance)
 
 
-def checked_on_ranks(small: Shrunk, limit: float) -> Parity | str:
+def checked_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
     """Rehearse a small config both ways, on as many processes as it has ranks; what ranks said if they failed. limit: in seconds."""
     try:
-        ranks = on_ranks(rehearse_bytes, small.world_size, small.config, timeout=limit)
+        ranks = on_ranks(short_run_bytes, small.world_size, small.config, timeout=limit)
     except RankFailed as error:
         return str(error)
-    return compare(rehearse(small.serial), [rehearsal_of(rank) for rank in ranks])
+    return compare(short_run(small.serial), [short_run_of(rank) for rank in ranks])
 
 
 def _numbers(
@@ -184,10 +192,10 @@ def _whole(placed: Placed) -> Tensor:
 
 
 def _first_activation(
-    when: str, serial: Sequence[Seen], ranks: Sequence[tuple[Rehearsal, Step]], tolerance: float
-) -> tuple[int, Start | None]:
+    when: str, serial: Sequence[RecordedActivation], ranks: Sequence[tuple[ShortRun, ShortStep]], tolerance: float
+) -> tuple[int, DivergenceStart | None]:
     """How many tensors of modules were compared, and the first that differs, in the order of one rank's forward pass."""
-    theirs: dict[Event, list[tuple[Rehearsal, Seen]]] = {}
+    theirs: dict[Event, list[tuple[ShortRun, RecordedActivation]]] = {}
     for rank, step in ranks:
         for seen in step.seen:
             theirs.setdefault(_event(seen), []).append((rank, seen))
@@ -207,11 +215,11 @@ def _first_activation(
     return compared, None
 
 
-def _event(seen: Seen) -> Event:
+def _event(seen: RecordedActivation) -> Event:
     return seen.microbatch, seen.module, seen.side, seen.call
 
 
-def _distance(expected: Seen, rank: Rehearsal, seen: Seen) -> float | None:
+def _distance(expected: RecordedActivation, rank: ShortRun, seen: RecordedActivation) -> float | None:
     """How far a rank's piece is from that of the whole; None where nobody knows which piece it is."""
     piece = _piece(expected.value, seen.value, rank.place, seen.columns)
     if piece is None:
@@ -247,17 +255,19 @@ def _piece(whole: Tensor, local: Tensor, place: Mapping[str, tuple[int, int]], c
     return whole if whole.shape == local.shape else None
 
 
-def _forward_start(expected: Seen, seen: Seen, before: Seen | None, where: str) -> Start:
+def _forward_start(
+    expected: RecordedActivation, seen: RecordedActivation, before: RecordedActivation | None, where: str
+) -> DivergenceStart:
     """What is known of the first activation that differs. before: the last one of its microbatch that does not."""
     agrees = before is not None and before.microbatch == expected.microbatch
     after = f"; the {before.side} of {before.module}, just before it, agrees" if agrees else ""
     between = agrees and before.stage != seen.stage
     if expected.side == "output":
-        return Start("forward", expected.module, f"the output of {expected.module} ({where}){after}")
+        return DivergenceStart("forward", expected.module, f"the output of {expected.module} ({where}){after}")
     # An input that is wrong was made by who calls the module, after what went before it.
     module = expected.module if between else _outside(expected.module)
     message = f", which a message brings from stage {before.stage} to stage {seen.stage}" if between else ""
-    return Start("forward", module, f"the input of {expected.module}{message} ({where}){after}")
+    return DivergenceStart("forward", module, f"the input of {expected.module}{message} ({where}){after}")
 
 
 def _outside(module: str) -> str:
@@ -266,25 +276,25 @@ def _outside(module: str) -> str:
     return ".".join(parts[:-1] if parts and parts[-1] == "layers" else parts)
 
 
-def _begun(problems: Sequence[Difference], seen: Sequence[Seen]) -> Start:
+def _begun(problems: Sequence[Difference], seen: Sequence[RecordedActivation]) -> DivergenceStart:
     """Where a step goes wrong in which every module agrees: at the loss, in the backward pass, in the norm, or in the update."""
     of = {kind: [one for one in problems if one.kind == kind] for kind in ("loss", "gradient", "norm", "weight")}
     if of["gradient"]:
         order = _modules(seen)
         first = min(of["gradient"], key=lambda one: _backward_place(one.name, order))
-        return Start(
+        return DivergenceStart(
             "backward",
             first.name.rpartition(".")[0],
             f"{first} ({first.when}); it is the first in the order of the backward pass, and all activations agree",
         )
     if of["loss"]:
-        return Start(
+        return DivergenceStart(
             "loss",
             "",
             f"{of['loss'][0]} ({of['loss'][0].when}); all activations agree, so it is in how losses of ranks come together",
         )
     if of["norm"]:
-        return Start(
+        return DivergenceStart(
             "norm",
             "",
             f"{of['norm'][0]} ({of['norm'][0].when}); all gradients agree, so it is in what the norm counts, or in the number "
@@ -292,7 +302,7 @@ def _begun(problems: Sequence[Difference], seen: Sequence[Seen]) -> Start:
         )
     worst = max(of["weight"], key=lambda one: one.gap)
     modules = {one.name.rpartition(".")[0] for one in of["weight"]}
-    return Start(
+    return DivergenceStart(
         "update",
         modules.pop() if len(modules) == 1 else "",
         f"{worst} ({worst.when}), of {len(of['weight'])} that differ; gradients and their norm agree, so it is in the update",
@@ -307,6 +317,6 @@ def _backward_place(name: str, order: Mapping[str, int]) -> int:
     return -order.get(module, -1)
 
 
-def _modules(seen: Iterable[Seen]) -> dict[str, int]:
+def _modules(seen: Iterable[RecordedActivation]) -> dict[str, int]:
     """Module -> its place in the forward pass of a microbatch, by its last output."""
     return {one.module: place for place, one in enumerate(seen) if one.side == "output" and one.microbatch == 0}

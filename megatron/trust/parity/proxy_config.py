@@ -5,7 +5,7 @@
     batch      several microbatches stay several, and an interleaved schedule has more than one group of them
     numbers    fp64, and nothing that is random, so that two layouts can agree to the last digits
 
-What must be switched off to be comparable, or does not fit on so few ranks, is said: `Change.lost`. The result is checked by
+What must be switched off to be comparable, or does not fit on so few ranks, is said: `ConfigChange.lost`. The result is checked by
 the rules of any run; sizes are tried until all of them hold.
 """
 
@@ -26,7 +26,7 @@ from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
 from megatron.core.config.stages import stages_of
-from megatron.trust.flags.repair import Given, shown
+from megatron.trust.flags.repair import RequestedSetup, shown
 
 VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work
 HEAD_SIZES = (8, 16, 32, 64)
@@ -34,7 +34,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ConfigChange:
     """A setting, before and after. lost: it takes something out of the comparison."""
 
     name: str
@@ -50,12 +50,12 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Shrunk:
+class ProxyConfig:
     """The small config and its ranks, resolved and with a vocabulary. serial: the same network and batch on one rank."""
 
     config: RunConfig
     world_size: int
-    changes: tuple[Change, ...]
+    changes: tuple[ConfigChange, ...]
 
     @property
     def serial(self) -> RunConfig:
@@ -76,7 +76,7 @@ class Shrunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
+class ParallelDegrees:
     """How many ranks stand on each axis. etp is 0 where nothing is said of it: then it is tp."""
 
     tp: int
@@ -97,22 +97,22 @@ class Degrees:
         return self.tp * self.cp * self.dp / (self.ep * (self.etp or self.tp))
 
 
-def shrink(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> Shrunk:
+def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> ProxyConfig:
     """The smallest config with these features; the config is resolved and keeps the rules. `ConfigError` if none is found."""
     before = _without_files(config)
     first: list[str] = []
     for degrees in small_degrees(config, world_size, most_ranks):
         for head in HEAD_SIZES:
             wanted, lost = _values(before, world_size, degrees, head)
-            small = Given(before, world_size).with_values(
+            small = RequestedSetup(before, world_size).with_values(
                 {**wanted, **{name: value for name, (value, _) in lost.items()}}
             )
             resolved = small.config.resolve(degrees.ranks)
-            small = Given(resolved, degrees.ranks)
+            small = RequestedSetup(resolved, degrees.ranks)
             broken = small.broken()
             if not broken:
                 model = resolved.model.with_vocabulary(VOCABULARY, degrees.tp)
-                return Shrunk(
+                return ProxyConfig(
                     replace(resolved, model=model), degrees.ranks, _changes(config, world_size, small, degrees, lost)
                 )
             first = first or [one.says for one in broken]
@@ -126,11 +126,11 @@ def shrink(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> Shrunk
     )
 
 
-def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[Degrees]:
+def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[ParallelDegrees]:
     """Degrees worth trying: those that keep most of what is divided first, and of equals those with fewest ranks."""
     parallel = config.parallel
     dp = parallel.data_parallel_size(world_size)
-    given = Degrees(
+    given = ParallelDegrees(
         parallel.tp,
         parallel.pp,
         parallel.context_parallel_size,
@@ -145,13 +145,13 @@ def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[D
         *([size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5]))
     ):
         for etp in (0,) if not given.etp else (1, 2, 4):
-            one = Degrees(*numbers, etp)
+            one = ParallelDegrees(*numbers, etp)
             if one.ranks <= most_ranks and one.edp == int(one.edp):
                 found.append(one)
     return sorted(found, key=lambda one: (-_kept(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp))
 
 
-def _kept(one: Degrees, given: Degrees, config: RunConfig, chunks: int) -> float:
+def _kept(one: ParallelDegrees, given: ParallelDegrees, config: RunConfig, chunks: int) -> float:
     """How much of what the layout divides is still divided."""
     weights = {"tp": 8.0, "pp": 7.0, "cp": 6.0, "ep": 6.0, "dp": 5.0}
     kept = sum(weight for axis, weight in weights.items() if getattr(given, axis) > 1 and getattr(one, axis) > 1)
@@ -184,7 +184,7 @@ def _without_files(config: RunConfig) -> RunConfig:
 
 
 def _values(
-    config: RunConfig, world_size: int, degrees: Degrees, head: int
+    config: RunConfig, world_size: int, degrees: ParallelDegrees, head: int
 ) -> tuple[Values, dict[str, tuple[Any, str]]]:
     """What the small config has of its own, and what it loses: setting -> (value, why)."""
     parallel = config.parallel
@@ -356,7 +356,7 @@ def _recomputed(config: RunConfig) -> Values:
 # Sizes.
 
 
-def _small_heads(config: RunConfig, degrees: Degrees, unit: int) -> tuple[int, int]:
+def _small_heads(config: RunConfig, degrees: ParallelDegrees, unit: int) -> tuple[int, int]:
     """(heads, groups of them, 0 where each has its own keys). unit: ranks that heads are divided over."""
     model, groups, heads = config.model, 0, 0
     if model.group_query_attention and model.num_query_groups < model.num_attention_heads:
@@ -386,7 +386,7 @@ def _small_section(given: Sequence[int], pairs: int) -> tuple[int, ...]:
     return tuple(section)
 
 
-def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
+def _widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Values:
     """Heads, groups and widths. head: size of one that is tried."""
     model, mla = config.model, config.model.mla
     unit = degrees.tp * _traded(config, degrees)
@@ -418,7 +418,7 @@ def _widths(config: RunConfig, degrees: Degrees, head: int) -> Values:
     return values
 
 
-def _traded(config: RunConfig, degrees: Degrees) -> int:
+def _traded(config: RunConfig, degrees: ParallelDegrees) -> int:
     """Ranks that heads are traded to, one axis or level of sequences that are cut."""
     kinds, levels = config.parallel.cp_comm_type, config.parallel.hierarchical_context_parallel_sizes
     if "a2a" in kinds:
@@ -426,7 +426,7 @@ def _traded(config: RunConfig, degrees: Degrees) -> int:
     return min(levels[0], 2) if levels is not None and degrees.cp > 1 else 1
 
 
-def _lengths(config: RunConfig, degrees: Degrees) -> Values:
+def _lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Sequences that can be cut, and windows that are shorter than they."""
     model, train, parallel = config.model, config.train, config.parallel
     unit = math.lcm(2 * degrees.cp, degrees.cp * degrees.tp)
@@ -453,7 +453,7 @@ def _lengths(config: RunConfig, degrees: Degrees) -> Values:
     return values
 
 
-def _experts(config: RunConfig, degrees: Degrees) -> Values:
+def _experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Few experts, of which a token uses as many of as many groups as shows the difference."""
     moe = config.model.moe
     if not moe.num_experts:
@@ -479,7 +479,7 @@ def _experts(config: RunConfig, degrees: Degrees) -> Values:
     return values
 
 
-def _batch(config: RunConfig, world_size: int, degrees: Degrees, chunks: int, kept: int) -> Values:
+def _batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks: int, kept: int) -> Values:
     """Microbatches as many as show the schedule. chunks, kept: of a pipeline rank, before and after."""
     train, parallel = config.train, config.parallel
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
@@ -527,7 +527,7 @@ def _training(config: RunConfig) -> Values:
     return values
 
 
-def _lost_of_experts(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
+def _lost_of_experts(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
     """Choices of experts that depend on the layout."""
     moe = config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
@@ -567,7 +567,7 @@ def _without_a_gpu(config: RunConfig) -> dict[str, tuple[Any, str]]:
     return lost
 
 
-def _lost(config: RunConfig, degrees: Degrees) -> dict[str, tuple[Any, str]]:
+def _lost(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
     """What two layouts cannot agree on, or a CPU does not have: setting -> (value, why)."""
     model, moe = config.model, config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
@@ -597,8 +597,12 @@ _WHY: Mapping[str, str] = {
 
 
 def _changes(
-    config: RunConfig, world_size: int, small: Given, degrees: Degrees, lost: Mapping[str, tuple[Any, str]]
-) -> tuple[Change, ...]:
+    config: RunConfig,
+    world_size: int,
+    small: RequestedSetup,
+    degrees: ParallelDegrees,
+    lost: Mapping[str, tuple[Any, str]],
+) -> tuple[ConfigChange, ...]:
     """Every setting of layout, network and training that another value stands for."""
     before, after = to_values(config), to_values(small.config)
     data_parallel = config.parallel.data_parallel_size(world_size), degrees.dp
@@ -608,15 +612,15 @@ def _changes(
         "context_parallel_size",
         "expert_model_parallel_size",
     }
-    found = [Change("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
+    found = [ConfigChange("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
     if data_parallel[0] != data_parallel[1]:
-        found.append(Change("data-parallel size", *data_parallel, *_dropped(*data_parallel)))
+        found.append(ConfigChange("data-parallel size", *data_parallel, *_dropped(*data_parallel)))
     for name in _reported(config):
         if before[name] != after[name] and name not in lost:
             why = _dropped(before[name], after[name]) if name in axes else (_WHY.get(name, ""), False)
-            found.append(Change(name, before[name], after[name], *why))
+            found.append(ConfigChange(name, before[name], after[name], *why))
     found += [
-        Change(name, before[name], value, why, lost=True)
+        ConfigChange(name, before[name], value, why, lost=True)
         for name, (value, why) in lost.items()
         if before[name] != value
     ]

@@ -38,7 +38,7 @@ from megatron.core.tokenizers.build import NullTokenizer
 from megatron.core.transformer.stack import Stack
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.data.rebalance import Regrouped
+from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.hooks import StepHooks
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
@@ -50,7 +50,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RecordedActivation:
     """A tensor that went into a module or came out of it on one rank.
 
     side: input or output. microbatch: its place in the global batch. call: of the module in this microbatch. columns: places
@@ -67,7 +67,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Step:
+class ShortStep:
     """One training step of a rank. losses: means over all tokens, by name; norm: of the gradient.
 
     seen: what went through modules. gradients: what this rank owns of them, before clipping, and before they are divided by
@@ -76,18 +76,18 @@ class Step:
 
     losses: dict[str, float] = field(default_factory=dict)
     norm: float = 0.0
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[RecordedActivation] = field(default_factory=list)
     gradients: Tree = field(default_factory=dict)
     weights: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class ShortRun:
     """What one rank did. place: axis -> (this rank's place, its size)."""
 
     rank: int
     place: dict[str, tuple[int, int]]
-    steps: tuple[Step, ...]
+    steps: tuple[ShortStep, ...]
 
 
 def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
@@ -161,7 +161,7 @@ def _with_padding(
 def batches(run: Run, iteration: int) -> Iterator[Batch]:
     """This rank's microbatches of an iteration, in the order of the single sampler; those of all ranks regrouped, if asked."""
     if run.config.parallel.hybrid_context_parallel:
-        return Regrouped(rows(run, iteration, Axis("dp")), run.mesh, run.config)
+        return RebalancedBatches(rows(run, iteration, Axis("dp")), run.mesh, run.config)
     return rows(run, iteration, run.mesh.dp)
 
 
@@ -190,7 +190,7 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
 # Steps.
 
 
-def rehearse(config: RunConfig, steps: int = 2) -> Rehearsal:
+def short_run(config: RunConfig, steps: int = 2) -> ShortRun:
     """Train so many steps on every rank of this process's world. The config is resolved and has a vocabulary.
 
     In the first step biases are zero and moments too, so that not every mistake shows before the second.
@@ -211,7 +211,7 @@ def rehearse(config: RunConfig, steps: int = 2) -> Rehearsal:
         name.removeprefix("model."): _copied(placed) for name, placed in Checkpoint(trainer).weights().items()
     }
     place = {name: (run.mesh.axis(name).rank, run.mesh.axis(name).size) for name in ("tp", "cp", "dp", "pp", "ep")}
-    return Rehearsal(run.mesh.world.rank, place, tuple(done))
+    return ShortRun(run.mesh.world.rank, place, tuple(done))
 
 
 class _Gradients(StepHooks):
@@ -219,15 +219,15 @@ class _Gradients(StepHooks):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.step = Step()
+        self.step = ShortStep()
 
     def before_update(self) -> None:
         """As the protocol says."""
         self.step.gradients.update(gradients_of(self.trainer))
 
 
-def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients) -> Step:
-    run, step = trainer.run, Step()
+def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients) -> ShortStep:
+    run, step = trainer.run, ShortStep()
     gradients.step = step
     watch.begin(step.seen)
     made = train_step(trainer, batches(run, trainer.progress.iteration))
@@ -240,15 +240,15 @@ def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients) -> Step:
     return step
 
 
-def rehearse_bytes(config: RunConfig, steps: int = 2) -> bytes:
-    """What `rehearse` finds, as one piece for a pipe."""
+def short_run_bytes(config: RunConfig, steps: int = 2) -> bytes:
+    """What `short_run` finds, as one piece for a pipe."""
     return pickle.dumps(
-        rehearse(config, steps)
+        short_run(config, steps)
     )  # whole: torch would hand over each of its thousands of tensors as an open file
 
 
-def rehearsal_of(content: bytes) -> Rehearsal:
-    """The way back from `rehearse_bytes`."""
+def short_run_of(content: bytes) -> ShortRun:
+    """The way back from `short_run_bytes`."""
     return pickle.loads(content)
 
 
@@ -276,13 +276,13 @@ class _Watch:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._seen: list[Seen] = []
+        self._seen: list[RecordedActivation] = []
         self._stage: Network | None = None
         self._counts: dict[int, int] = {}
         self._calls: dict[str, int] = {}
         self._columns: dict[str, dict[int, Ranges]] = {}
 
-    def begin(self, seen: list[Seen]) -> None:
+    def begin(self, seen: list[RecordedActivation]) -> None:
         """Another step begins. seen: where to keep what it shows."""
         self._seen, self._counts = seen, {}
 
@@ -345,7 +345,9 @@ class _Watch:
             index, dp = self._stage.stage.index, self.run.mesh.dp
             microbatch = self._counts.get(index, 0) * dp.size + dp.rank
             columns = self._columns[name].get(int(side == "input"))
-            self._seen.append(Seen(name, side, self._calls[name], microbatch, index, value.detach().clone(), columns))
+            self._seen.append(
+                RecordedActivation(name, side, self._calls[name], microbatch, index, value.detach().clone(), columns)
+            )
 
 
 def _cut_columns(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:

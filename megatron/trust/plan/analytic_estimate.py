@@ -28,7 +28,7 @@ UPDATE_BYTES = 34  # read and written for each parameter by norm, clipping, Adam
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class AnalyticEstimate:
     """needs: bytes of the rank that holds most, `position` on the pipeline. time: of a step."""
 
     needs: float
@@ -65,7 +65,9 @@ def groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
     return found | {"dp_cp": range(0, tp * cp * dp, tp) if not across or cp == 1 and pp == 1 else found["dp"]}
 
 
-def sketch(config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec]) -> Sketch:
+def analytic_estimate(
+    config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec]
+) -> AnalyticEstimate:
     """config: resolved, with its vocabulary. stages: its pipeline's (`stages_of`), which many variants share."""
     count = microbatches(config, world_size)
     dp = config.parallel.data_parallel_size(world_size)
@@ -90,7 +92,7 @@ def sketch(config: RunConfig, world_size: int, hardware: Hardware, stages: Seque
         "waiting": fill * slowest + late,
     }
     time = step_time(config, world_size, hardware, seconds=seconds, bubble=fill / (count + fill), parts=share)
-    return Sketch(held[position].total, position, time)
+    return AnalyticEstimate(held[position].total, position, time)
 
 
 def _layer(

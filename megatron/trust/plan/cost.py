@@ -28,7 +28,7 @@ from megatron.core.models.flops import flops_per_sample
 from megatron.core.pipeline_parallel.schedules import num_stages
 from megatron.core.pipeline_parallel.timeline import Timeline, play
 from megatron.trust.plan.hardware import Hardware, collective_seconds
-from megatron.trust.simulate.trace import DryRun, Event, Part, Trace, parts_of
+from megatron.trust.simulate.trace import DryRun, Event, EventSpan, Trace, parts_of
 
 _ROOT = Path(__file__).resolve().parents[3]
 DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
@@ -74,7 +74,7 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Spent:
+class TimeSpent:
     """All events of one kind of action or of one phase on a rank. begun: each action -> the seconds before it. launches: sums of
     gradients begun in its last one: (seconds after its beginning, seconds that it takes). beside: seconds of FSDP2's gathers and sums,
     which run beside the layers.
@@ -87,7 +87,7 @@ class Spent:
     launches: list[tuple[float, float]] = field(default_factory=list)
     beside: float = 0.0
 
-    def add(self, other: Spent, before: float) -> None:
+    def add(self, other: TimeSpent, before: float) -> None:
         """Events of a stretch that follows in an action. before: what had been spent here when the action began."""
         self.launches += [(self.seconds - before + after, seconds) for after, seconds in other.launches]
         self.seconds += other.seconds
@@ -109,7 +109,7 @@ class RankTime:
     """
 
     place: int
-    spent: Mapping[str, Spent]
+    spent: Mapping[str, TimeSpent]
     message: float
     gathers: tuple[float, ...]
 
@@ -203,16 +203,16 @@ def step_time(
 
 def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
     """The time of everything that a rank does, by action."""
-    spent: dict[str, Spent] = {}
+    spent: dict[str, TimeSpent] = {}
     meter = _Meter(config, hardware, trace.rank)
     for part in parts_of(trace.events):
         if part.again:
-            place = spent.setdefault(_key(part.action), Spent())
+            place = spent.setdefault(_key(part.action), TimeSpent())
             place.add(meter.again(part), place.begun.setdefault(part.action, place.seconds))
             continue
         for event in part.events:
             if event.action != "setup" and event.kind != "action":
-                place = spent.setdefault(_key(event.action), Spent())
+                place = spent.setdefault(_key(event.action), TimeSpent())
                 # A message is under way before the action that it is for.
                 meter.count(
                     event,
@@ -236,9 +236,9 @@ class _Meter:
     message: float = 0.0
     gathers: list[float] = field(default_factory=list)
     _prices: dict[tuple[Any, ...], tuple[float, str]] = field(default_factory=dict)
-    _stretches: dict[tuple[int, str], Spent] = field(default_factory=dict)
+    _stretches: dict[tuple[int, str], TimeSpent] = field(default_factory=dict)
 
-    def count(self, event: Event, place: Spent, before: float) -> None:
+    def count(self, event: Event, place: TimeSpent, before: float) -> None:
         """Add an event to where its action's are counted. before: what had been spent there when the action began."""
         acts = _acts(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, FEW_BITS)) else ""
@@ -277,11 +277,11 @@ class _Meter:
         place.seconds += seconds
         place.parts[part] += seconds
 
-    def again(self, part: Part) -> Spent:
+    def again(self, part: EventSpan) -> TimeSpent:
         """What a stretch that repeats an earlier one takes."""
         key = id(part.events), part.action[:1]
         if key not in self._stretches:
-            self._stretches[key] = found = Spent()
+            self._stretches[key] = found = TimeSpent()
             for event in part:
                 self.count(event, found, 0.0)
         return self._stretches[key]
@@ -417,7 +417,7 @@ def _exposed_gather(rank: RankTime) -> float:
     return rank.gathers[0] + max(0.0, sum(rank.gathers[1:]) - hides)
 
 
-def _times(key: str, spent: Spent, microbatches: int) -> float:
+def _times(key: str, spent: TimeSpent, microbatches: int) -> float:
     """How often what was recorded happens in the whole step, for each time that it was."""
     return microbatches / len(spent.begun) if key[0] in "FBW" and ACTION.match(key) else 1.0
 

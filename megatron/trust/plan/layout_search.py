@@ -23,8 +23,8 @@ from megatron.core.config.flags import spelling
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.training.cli.preflight import examine
-from megatron.trust.flags.repair import Given
-from megatron.trust.plan.analytic_estimate import Sketch, sketch, with_vocabulary
+from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.plan.analytic_estimate import AnalyticEstimate, analytic_estimate, with_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import Hardware
 from megatron.trust.units import bytes_text
@@ -83,7 +83,7 @@ class Layout:
         )
         return ", ".join(found + ["zero"] * self.sharded)
 
-    def values(self, setting: Given) -> dict[str, Any]:
+    def values(self, setting: RequestedSetup) -> dict[str, Any]:
         """The settings that make this layout of what was given."""
         parallel = setting.config.parallel
         found: dict[str, Any] = {
@@ -112,7 +112,7 @@ class Layout:
             found["hierarchical_context_parallel_sizes"] = None
         return found
 
-    def flags(self, setting: Given) -> str:
+    def flags(self, setting: RequestedSetup) -> str:
         """The words that change what was given into this layout."""
         given, left_out = [], []
         for name, value in self.values(setting).items():
@@ -145,7 +145,7 @@ class Fits:
 
 
 @dataclass(slots=True)
-class Found:
+class LayoutRanking:
     """What a search found, the fastest first. complete: nothing was left out for want of time."""
 
     fits: list[Fits] = field(default_factory=list)
@@ -163,7 +163,7 @@ def divisors(value: int, most: int) -> list[int]:
     return [size for size in range(1, min(value, most) + 1) if value % size == 0]
 
 
-def shapes(setting: Given, node: int) -> Iterator[Layout]:
+def shapes(setting: RequestedSetup, node: int) -> Iterator[Layout]:
     """Every division of the ranks, with micro batch 0 and no more said. node: most tensor ranks, as they want fast links."""
     model, train, ranks = setting.config.model, setting.config.train, setting.world_size
     layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
@@ -185,7 +185,7 @@ def _chunks(layers: int, pp: int) -> list[int]:
     return [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
 
 
-def _experts(setting: Given, tp: int, ranks: int) -> list[tuple[int, int]]:
+def _experts(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
     """Expert and expert-tensor sizes on this many ranks of a stage."""
     count = setting.config.model.moe.num_experts
     if not count:
@@ -196,7 +196,7 @@ def _experts(setting: Given, tp: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def search(
-    setting: Given,
+    setting: RequestedSetup,
     hardware: Hardware,
     *,
     true_vocab_size: int,
@@ -204,12 +204,12 @@ def search(
     plans: int = 3,
     seconds: float = 120.0,
     progress: Progress = lambda done, whole, what: None,
-) -> Found:
+) -> LayoutRanking:
     """Look through all layouts of a setting. planner: runs one dry, or None for formulas alone. plans: how many are run dry.
 
     seconds: after which no more is looked at.
     """
-    started, found = time.monotonic(), Found()
+    started, found = time.monotonic(), LayoutRanking()
     divisions = list(shapes(setting, hardware.node))
     for done, shape in enumerate(divisions):
         progress(done, len(divisions), "rules and formulas")
@@ -229,7 +229,9 @@ def _order(one: Fits) -> tuple[bool, float, float]:
     return not one.planned, round(one.time.seconds, 9), one.needs
 
 
-def _look(setting: Given, shape: Layout, hardware: Hardware, true_vocab_size: int, found: Found) -> None:
+def _look(
+    setting: RequestedSetup, shape: Layout, hardware: Hardware, true_vocab_size: int, found: LayoutRanking
+) -> None:
     """Put a division, in all its variants, among those that fit or that do not."""
     first = _rejects(setting, replace(shape, micro=1), found)
     if first is None:
@@ -243,7 +245,7 @@ def _look(setting: Given, shape: Layout, hardware: Hardware, true_vocab_size: in
         if one is None:
             continue
         drawn = [
-            (variant, config, sketch(config, setting.world_size, hardware, stages))
+            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
             for variant, config in [_variants(layout, one, true_vocab_size)[0]]
         ]
         if drawn[0][2].needs > hardware.budget():  # what keeps the least; a larger micro batch keeps more
@@ -252,7 +254,7 @@ def _look(setting: Given, shape: Layout, hardware: Hardware, true_vocab_size: in
             found.rejected.append(Rejected(layout, ("memory",), (said,)))
             break
         drawn += [
-            (variant, config, sketch(config, setting.world_size, hardware, stages))
+            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
             for variant, config in _variants(layout, one, true_vocab_size)[1:]
         ]
         _sift(drawn, hardware, found)
@@ -277,7 +279,7 @@ def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tu
     return made
 
 
-def _sift(drawn: list[tuple[Layout, RunConfig, Sketch]], hardware: Hardware, found: Found) -> None:
+def _sift(drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Hardware, found: LayoutRanking) -> None:
     """Keep of the variants of one layout those that fit and that no other beats in both time and memory."""
     found.tried += len(drawn)
     kept: list[Fits] = []
@@ -297,7 +299,7 @@ def _sift(drawn: list[tuple[Layout, RunConfig, Sketch]], hardware: Hardware, fou
     found.fits += kept
 
 
-def _rejects(setting: Given, layout: Layout, found: Found) -> RunConfig | None:
+def _rejects(setting: RequestedSetup, layout: Layout, found: LayoutRanking) -> RunConfig | None:
     """The resolved config of a layout, or None when rules forbid it, which is noted."""
     given = setting.with_values(layout.values(setting))
     config, problems = examine(given.config, setting.world_size)
@@ -315,7 +317,14 @@ def _rejects(setting: Given, layout: Layout, found: Found) -> RunConfig | None:
 
 
 def _plan(
-    found: Found, world_size: int, hardware: Hardware, planner: Planner, *, plans: int, until: float, progress: Progress
+    found: LayoutRanking,
+    world_size: int,
+    hardware: Hardware,
+    planner: Planner,
+    *,
+    plans: int,
+    until: float,
+    progress: Progress,
 ) -> None:
     """Run the best layouts dry until `plans` of them fit, and put these first by what was found."""
     fitting, done = 0, 0

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.training.cli.preflight import examine
-from megatron.trust.flags.repair import Given
-from megatron.trust.plan.analytic_estimate import sketch, with_vocabulary
+from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.plan.analytic_estimate import analytic_estimate, with_vocabulary
 from megatron.trust.plan.cost import Cost, cost
 from megatron.trust.plan.hardware import Hardware
-from megatron.trust.simulate.collective_matching import Matching
+from megatron.trust.simulate.collective_matching import MatchReport
 from megatron.trust.simulate.trace import KINDS, DryRun, Trace
 from megatron.trust.units import bytes_text
 
@@ -54,7 +54,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class RunPlan:
     """A run, planned. seconds: that planning took. advice: changes that save memory, if it does not fit. matching: whether its ranks
     wait for each other forever, if that was looked at.
     """
@@ -64,7 +64,7 @@ class Planned:
     hardware: Hardware
     seconds: float
     advice: tuple[Advice, ...] = ()
-    matching: Matching | None = None
+    matching: MatchReport | None = None
 
     @property
     def ends(self) -> bool:
@@ -77,16 +77,16 @@ class Planned:
         return self.run.worst.peak <= self.hardware.budget()
 
 
-def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner) -> Planned:
+def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner) -> RunPlan:
     """Plan a resolved config, with its vocabulary."""
     started = time.monotonic()
     run = dry_run(config, world_size)
-    return Planned(run, cost(run, hardware), hardware, time.monotonic() - started)
+    return RunPlan(run, cost(run, hardware), hardware, time.monotonic() - started)
 
 
 def advised(
-    planned: Planned, setting: Given, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
-) -> Planned:
+    planned: RunPlan, setting: RequestedSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
+) -> RunPlan:
     """The plan of a setting that does not fit, with changes that save memory: each was run dry, alone and then together until it fits.
 
     seconds: after which no further change is tried.
@@ -94,7 +94,7 @@ def advised(
     until, tried, found = time.monotonic() + seconds, 0, []
     saving: list[tuple[Advice, dict[str, Any]]] = []
     trial = _Trial(planned, setting, dry_run, true_vocab_size)
-    for words, values in edits(setting, planned.run.config):
+    for words, values in memory_savings(setting, planned.run.config):
         one = trial.of(words, values) if time.monotonic() < until else None
         tried += one is not None
         if one is not None and one.saved > 0:
@@ -118,7 +118,7 @@ def advised(
     return replace(planned, advice=tuple(found))
 
 
-def edits(setting: Given, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
+def memory_savings(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
     """Changes that can save memory, which this run has not made yet. config: the setting's, resolved."""
     parallel, train, ranks = config.parallel, config.train, setting.world_size
     dp = parallel.data_parallel_size(ranks)
@@ -154,8 +154,8 @@ def edits(setting: Given, config: RunConfig) -> list[tuple[str, Mapping[str, Any
 class _Trial:
     """What changes of a setting are compared with."""
 
-    planned: Planned
-    setting: Given
+    planned: RunPlan
+    setting: RequestedSetup
     dry_run: DryRunner
     true_vocab_size: int
 
@@ -166,7 +166,9 @@ class _Trial:
         if problems:
             return None
         config = with_vocabulary(config, self.true_vocab_size)
-        times = [sketch(one, ranks, hardware, stages_of(one)).time.seconds for one in (before.config, config)]
+        times = [
+            analytic_estimate(one, ranks, hardware, stages_of(one)).time.seconds for one in (before.config, config)
+        ]
         # The fullest rank stays the fullest when only what all ranks do alike changes.
         same = all(
             getattr(before.config.parallel, size) == getattr(config.parallel, size)

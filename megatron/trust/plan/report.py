@@ -19,9 +19,9 @@ from typing import Any
 from megatron.core.models.describe import count_parameters
 from megatron.core.pipeline_parallel.schedules import num_stages
 from megatron.trust.plan.cost import FUSED
-from megatron.trust.plan.layout_search import Found
-from megatron.trust.plan.planner import Planned, holds, why
-from megatron.trust.simulate.trace import KINDS, DryRun, Held, Trace
+from megatron.trust.plan.layout_search import LayoutRanking
+from megatron.trust.plan.planner import RunPlan, holds, why
+from megatron.trust.simulate.trace import KINDS, DryRun, HeldStorage, Trace
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -30,7 +30,7 @@ WIDE, TALL, ROW = 1000, 300, 22
 LEFT, BELOW = 70, 36  # room for the axes of a picture
 
 
-def text(planned: Planned) -> str:
+def text(planned: RunPlan) -> str:
     """One screen."""
     run, time = planned.run, planned.cost.time
     lines = [verdict(planned), "", headline(run), "", *_table(_memory_rows(planned))]
@@ -62,7 +62,7 @@ def text(planned: Planned) -> str:
     return "\n".join(lines) + "\n"
 
 
-def verdict(planned: Planned) -> str:
+def verdict(planned: RunPlan) -> str:
     """The one line that matters."""
     time, worst, hardware = planned.cost.time, planned.run.worst, planned.hardware
     fits = "FITS" if planned.fits else "DOES NOT FIT"
@@ -97,7 +97,7 @@ def headline(run: DryRun) -> str:
     )
 
 
-def plain(planned: Planned) -> dict[str, Any]:
+def plain(planned: RunPlan) -> dict[str, Any]:
     """Everything as plain values, in bytes and seconds."""
     run, hardware = planned.run, planned.hardware
     ranks = [
@@ -133,7 +133,7 @@ def plain(planned: Planned) -> dict[str, Any]:
     }
 
 
-def page(planned: Planned, command: Sequence[str]) -> str:
+def page(planned: RunPlan, command: Sequence[str]) -> str:
     """One HTML page. command: the words that asked for it."""
     run, time = planned.run, planned.cost.time
     fullest = sorted(run.traces, key=lambda trace: -trace.peak)
@@ -205,7 +205,7 @@ def memory_picture(trace: Trace, budget: float) -> str:
     )
 
 
-def schedule_picture(planned: Planned) -> str:
+def schedule_picture(planned: RunPlan) -> str:
     """The plan as it is played, as SVG: a row a pipeline rank; of a long step its beginning."""
     plan, timeline = planned.run.whole_plan, planned.cost.timeline
     actions = [
@@ -258,7 +258,7 @@ def _axes(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple
     return "".join(drawn) + f'<text class="tick" x="{WIDE / 2}" y="{tall + 31}">{name}</text>'
 
 
-def found_text(found: Found, flags: Iterable[str], most: int = 10) -> str:
+def found_text(found: LayoutRanking, flags: Iterable[str], most: int = 10) -> str:
     """A search's result: the best layouts, and why others were rejected. flags: of the layouts that fit, in their order."""
     if found.fits:
         best = found.fits[0]
@@ -295,7 +295,7 @@ def found_text(found: Found, flags: Iterable[str], most: int = 10) -> str:
     return "\n".join(lines) + "\n"
 
 
-def found_plain(found: Found, flags: Sequence[str]) -> dict[str, Any]:
+def found_plain(found: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
     """A search's result as plain values, with the reason for each layout that was rejected."""
     return {
         "tried": found.tried,
@@ -314,7 +314,7 @@ def found_plain(found: Found, flags: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _memory_rows(planned: Planned, most: int = SHOWN_RANKS) -> list[list[str]]:
+def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     """Peaks by kind of rank: the fullest ones, in the order of ranks. Kinds of one stage that hold the same share a row."""
     run = planned.run
     unit, name = (GIB, "GiB") if run.worst.peak >= GIB else (2**20, "MiB")
@@ -336,7 +336,7 @@ def _memory_rows(planned: Planned, most: int = SHOWN_RANKS) -> list[list[str]]:
     return rows
 
 
-def _sizes(held: Held) -> list[int]:
+def _sizes(held: HeldStorage) -> list[int]:
     """Bytes of every kind."""
     return [getattr(held, kind) for kind in KINDS]
 
@@ -357,7 +357,7 @@ def notes(run: DryRun) -> list[str]:
     return found
 
 
-def _advice(planned: Planned) -> list[str]:
+def _advice(planned: RunPlan) -> list[str]:
     """What to change, first what makes it fit."""
     if not planned.advice:
         return ["What to change: no change that was tried saves memory; --search looks at all layouts"]

@@ -34,7 +34,7 @@ Group = tuple[str, tuple[int, ...]]  # (which of the groups of these ranks, the 
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class MatchedCollective:
     """A collective or one end of a message, as one rank comes to it. peer: the other end, or the source of a broadcast."""
 
     rank: int
@@ -65,14 +65,14 @@ class Problem:
 
     kind: str
     says: str
-    both: tuple[Meeting, ...]
+    both: tuple[MatchedCollective, ...]
 
     def __str__(self) -> str:
         return "\n".join([self.says, *(f"    {one}" for one in self.both)])
 
 
 @dataclass(frozen=True, slots=True)
-class Matching:
+class MatchReport:
     """What was held against each other. collectives, messages: pairs that were compared. played: ranks that were played together."""
 
     problems: tuple[Problem, ...]
@@ -91,14 +91,14 @@ class Matching:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RankTimeline:
     """One rank's meetings in order, and the beginnings of its actions, which are strings."""
 
     rank: int
-    steps: tuple[Meeting | str, ...]
+    steps: tuple[MatchedCollective | str, ...]
 
 
-def match(run: DryRun) -> Matching:
+def match_collectives(run: DryRun) -> MatchReport:
     """Hold the traces of a dry run against each other."""
     lists = axis_ranks(run.config.parallel, run.world_size) | block_ranks(run.config.parallel, run.world_size)
     lists["pp_backward"] = lists["pp"]
@@ -106,7 +106,7 @@ def match(run: DryRun) -> Matching:
     traced = {trace.rank: trace.events for trace in run.traces}
     stands = [trace.rank for trace in run.traces]
 
-    def line(rank: int) -> Line:
+    def line(rank: int) -> RankTimeline:
         return line_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists)
 
     known = [rank for rank in range(run.world_size) if rank in kind_of]
@@ -124,7 +124,9 @@ def match(run: DryRun) -> Matching:
     )
 
 
-def match_lines(lines: Mapping[int, Line], played: Sequence[int] | None = None, *, overlap: bool = True) -> Matching:
+def match_lines(
+    lines: Mapping[int, RankTimeline], played: Sequence[int] | None = None, *, overlap: bool = True
+) -> MatchReport:
     """Hold lines against each other. played: ranks to play, if not all. overlap: whether messages overlap with actions."""
     problems, collectives = _compare_collectives(lines)
     others, messages = _compare_messages(lines)
@@ -132,16 +134,16 @@ def match_lines(lines: Mapping[int, Line], played: Sequence[int] | None = None, 
     chosen = list(lines) if played is None else list(played)
     if not problems:  # what does not meet would only be found waiting for what never comes
         problems += _play({rank: lines[rank] for rank in chosen}, overlap=overlap)
-    return Matching(tuple(problems), collectives, messages, len(chosen))
+    return MatchReport(tuple(problems), collectives, messages, len(chosen))
 
 
-def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> Line:
+def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> RankTimeline:
     """What a rank does, when another was traced that stands for it: the same, in its own groups."""
     groups = {
         axis: (next((g for g in found if traced in g), None), next((g for g in found if rank in g), None))
         for axis, found in lists.items()
     }
-    steps: list[Meeting | str] = []
+    steps: list[MatchedCollective | str] = []
     for event in talks_of(events):
         if event.kind == "action":
             steps.append(event.name)
@@ -150,7 +152,7 @@ def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str,
             ranks = own if rank != traced and theirs == event.ranks and own is not None else event.ranks
             peer = _peer(event, traced, rank, ranks)
             steps.append(
-                Meeting(
+                MatchedCollective(
                     rank,
                     event.name,
                     event.axis,
@@ -162,7 +164,7 @@ def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str,
                     event.action,
                 )
             )
-    return Line(rank, tuple(steps))
+    return RankTimeline(rank, tuple(steps))
 
 
 def _peer(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
@@ -196,12 +198,12 @@ def _some(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[in
 # In order, and alike.
 
 
-def _compare_collectives(lines: Mapping[int, Line]) -> tuple[list[Problem], int]:
+def _compare_collectives(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem], int]:
     """Members of each group against the first of them."""
-    by_group: dict[Group, dict[int, list[Meeting]]] = {}
+    by_group: dict[Group, dict[int, list[MatchedCollective]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
-            if isinstance(step, Meeting) and step.name not in ("send", "receive"):
+            if isinstance(step, MatchedCollective) and step.name not in ("send", "receive"):
                 by_group.setdefault(step.group, {}).setdefault(rank, []).append(step)
     problems, count = [], 0
     for group, found in by_group.items():
@@ -216,12 +218,12 @@ def _compare_collectives(lines: Mapping[int, Line]) -> tuple[list[Problem], int]
     return problems, count
 
 
-def _compare_messages(lines: Mapping[int, Line]) -> tuple[list[Problem], int]:
+def _compare_messages(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem], int]:
     """Both ends of every pair of ranks that send each other something in a group."""
-    by_pair: dict[tuple[Group, int, int], dict[int, list[Meeting]]] = {}
+    by_pair: dict[tuple[Group, int, int], dict[int, list[MatchedCollective]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
-            if isinstance(step, Meeting) and step.name in ("send", "receive"):
+            if isinstance(step, MatchedCollective) and step.name in ("send", "receive"):
                 pair = min(rank, step.peer), max(rank, step.peer)
                 by_pair.setdefault((step.group, *pair), {}).setdefault(rank, []).append(step)
     problems, count = [], 0
@@ -243,9 +245,9 @@ def _compare_messages(lines: Mapping[int, Line]) -> tuple[list[Problem], int]:
 
 
 def _first_difference(
-    first: Sequence[Meeting],
-    second: Sequence[Meeting],
-    unlike: Callable[[Meeting, Meeting], tuple[str, str] | None],
+    first: Sequence[MatchedCollective],
+    second: Sequence[MatchedCollective],
+    unlike: Callable[[MatchedCollective, MatchedCollective], tuple[str, str] | None],
     ranks: tuple[int, int],
     where: str,
 ) -> list[Problem]:
@@ -266,7 +268,7 @@ def _first_difference(
     ]
 
 
-def _unlike(a: Meeting, b: Meeting) -> tuple[str, str] | None:
+def _unlike(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
     """Why two ranks do not mean the same collective."""
     if a.name != b.name:
         return "operation", "different operations"
@@ -280,7 +282,7 @@ def _unlike(a: Meeting, b: Meeting) -> tuple[str, str] | None:
     return None
 
 
-def _unanswered(a: Meeting, b: Meeting) -> tuple[str, str] | None:
+def _unanswered(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
     """Why two ends are not of one message."""
     if a.name == b.name:
         return "direction", f"both ends {'send' if a.name == 'send' else 'receive'}"
@@ -308,14 +310,14 @@ class _Player:
     """A rank that is played. todo: what it still does: beginnings of messages, and what it waits for."""
 
     rank: int
-    todo: deque[tuple[str, Meeting, int]]
+    todo: deque[tuple[str, MatchedCollective, int]]
     began: dict[tuple[Group, int, str], int] = field(default_factory=dict)  # ends of messages that it began
     came: dict[Group, int] = field(default_factory=dict)  # collectives that it came to
     stands: bool = False  # at a collective that it came to
     followers: list[_Player] = field(default_factory=list)  # who waits for it
 
 
-def _play(lines: Mapping[int, Line], *, overlap: bool) -> list[Problem]:
+def _play(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[Problem]:
     """Let all ranks go on as long as any can; who is left waits in a circle."""
     players = {rank: _Player(rank, deque(_waits(line, overlap=overlap))) for rank, line in lines.items()}
     ready = deque(players.values())
@@ -336,14 +338,14 @@ def _play(lines: Mapping[int, Line], *, overlap: bool) -> list[Problem]:
     return [_circle(stuck[0], players)] if stuck else []
 
 
-def _waits(line: Line, *, overlap: bool) -> Iterator[tuple[str, Meeting, int]]:
+def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedCollective, int]]:
     """(begin, through or meet, what, its number among those alike): the steps of a rank, with what it waits for put where it does."""
-    arriving: dict[str, list[tuple[Meeting, int]]] = {}
-    leaving: list[list[tuple[Meeting, int]]] = [[], []]  # sends that began during this action, and before it
-    together: list[tuple[Meeting, int]] = []  # both ways at once: through before anything else
+    arriving: dict[str, list[tuple[MatchedCollective, int]]] = {}
+    leaving: list[list[tuple[MatchedCollective, int]]] = [[], []]  # sends that began during this action, and before it
+    together: list[tuple[MatchedCollective, int]] = []  # both ways at once: through before anything else
     numbers: dict[tuple[Group, int, str], int] = {}
     for step in line.steps:
-        message = isinstance(step, Meeting) and step.name in ("send", "receive")
+        message = isinstance(step, MatchedCollective) and step.name in ("send", "receive")
         if not message or step.axis in _ALONE:
             yield from (("through", *one) for one in together)
             together = []

@@ -44,9 +44,9 @@ from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from megatron.trust.flags.parameter_counts import mesh_of
-from megatron.trust.simulate.fake_batches import blank_batches, shares_of
+from megatron.trust.simulate.fake_batches import fake_batches, shares_of
 from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeWorld
-from megatron.trust.simulate.memoization import Copier, Unlike
+from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.trust.simulate.recorder import Recorder
 from megatron.trust.simulate.trace import DryRun, Events, Trace
 
@@ -155,7 +155,7 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
     heap.begin_step()
     began = heap.clock
     with recorder.naming(trainer.stages), around:
-        train_step(trainer, blank_batches(trainer))
+        train_step(trainer, fake_batches(trainer))
     recorder.enter("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
     parameters = sum(param.numel() for param in held)
@@ -320,7 +320,7 @@ def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world:
     try:
         with _fake_groups(len(lists["world"][0]), rank):
             return _trace_in_groups(config, lists, rank, world, copied)
-    except Unlike as unlike:
+    except TraceMismatch as unlike:
         logging.getLogger("megatron.dry_run").debug("rank %d is followed op by op: %s", rank, unlike)
     return fake_trace(config, lists, rank, world)
 
@@ -340,7 +340,9 @@ def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, 
         for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
             for one in bucket.sums:  # as on the GPUs of the plan
                 one.widens = one.total.dtype == torch.float32 and bucket.data.dtype in (torch.float16, torch.bfloat16)
-        around = Copier(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
+        around = (
+            MicrobatchMemo(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
+        )
         return record_step(trainer, recorder, around)
 
 

@@ -18,18 +18,18 @@ from torch import Tensor
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.context_parallel.planner import deserved
 from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import Regrouped, divided
+from megatron.training.data.rebalance import RebalancedBatches, divided
 from megatron.training.data.sample_order import needs_text
 from megatron.training.trainer import Trainer
 
 _TEXT = ("tokens", "labels", "loss_mask", "positions", "documents")
 
 
-def blank_batches(trainer: Trainer) -> Iterator[Batch]:
+def fake_batches(trainer: Trainer) -> Iterator[Batch]:
     """Microbatches as a rank of this run reads them, all of whose numbers are one."""
     rows = _rows(trainer)
     hybrid = trainer.run.config.parallel.hybrid_context_parallel
-    return Regrouped(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
+    return RebalancedBatches(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
 
 
 def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.trust.simulate.recorder import Facts, Recorder, chosen_in_turn, facts_of, tensors_of
+from megatron.trust.simulate.recorder import OpFacts, Recorder, chosen_in_turn, facts_of, tensors_of
 
 aten = torch.ops.aten
 _MOST_KNOWN = 1 << 21  # elements of a tensor whose values are kept
@@ -50,7 +50,7 @@ class _Plan:
 
     kind: type | None
     outputs: tuple[_Output | None, ...]
-    facts: Facts
+    facts: OpFacts
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class FakeRecorder(Recorder):
         self.world, self.knows, self.asked = world, knows or masks or choices is not None, 0
         self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
 
-    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
+    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """As `Recorder` says."""
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0], where), facts_of(func, args, kwargs, None)
@@ -157,7 +157,7 @@ class FakeRecorder(Recorder):
         with torch._C._DisableTorchDispatch():
             return func(*_values(args), **{name: _values((value,))[0] for name, value in kwargs.items()})
 
-    def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Facts]:
+    def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, OpFacts]:
         """What the operation gives, from what it gave before on such shapes."""
         if func is aten.set_.source_Storage_storage_offset:  # remembered, it would keep the storage
             self.world.mode.cache_enabled = False
@@ -209,7 +209,7 @@ def _key(values: Any, inputs: list[Tensor]) -> tuple:
     return tuple(found)
 
 
-def _planned(result: Any, inputs: list[Tensor], facts: Facts) -> _Plan | None:
+def _planned(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:
     """How to make such a result again; None if that is not known."""
     several = isinstance(result, (list, tuple))
     values, outputs = tuple(result) if several else (result,), []

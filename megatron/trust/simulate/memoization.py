@@ -10,7 +10,7 @@ them only until it has seen what there is to see:
     the last one           op by op again, as sums of gradients may begin in it
 
 What goes on around stages (text, messages, losses, the schedule) runs as it always does. Where two passes differ, or one leaves
-something behind where nobody would find it again, `Unlike` is raised, and the dry run follows all of the step.
+something behind where nobody would find it again, `TraceMismatch` is raised, and the dry run follows all of the step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.trust.simulate.fake_tensors import ROUNDS, FakeRecorder
-from megatron.trust.simulate.memory import Life, Stretch
+from megatron.trust.simulate.memory import LifetimeDelta, StorageLifetime
 from megatron.trust.simulate.trace import Event
 
 _SILENT = MicrobatchContext(0.0, training=False)  # of stages whose layers say nothing
 
 
-class Unlike(Exception):
+class TraceMismatch(Exception):
     """Passes that would have to be alike are not. The message says how; who follows all of a step needs no more."""
 
 
@@ -56,7 +56,7 @@ class _Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RecordedPass:
     """One pass that was followed, told from its beginning but for its events. live: bytes alive before it.
 
     last: event under way at its end. given: what it gave: outputs, or gradients of its inputs. ended: who from before ended in it, in
@@ -65,7 +65,7 @@ class _Seen:
     births that serve until the step ends. Of a backward pass, flags: what became of its births: kind, travels, sent.
     """
 
-    stretch: Stretch
+    stretch: LifetimeDelta
     events: tuple[Event, ...]
     live: int
     last: int
@@ -87,7 +87,7 @@ class _Seen:
         """Births of a forward pass that end with its graph, if these do in its backward pass."""
         return sorted(set(range(len(self.stretch.births))) - gone - self.shown - self.kept)
 
-    def like(self, other: _Seen) -> bool:
+    def like(self, other: _RecordedPass) -> bool:
         """Whether both did the same."""
         named = ("last", "given", "ended", "before", "notes", "kept", "flags")
         return (
@@ -105,12 +105,12 @@ class _Stage:
     """
 
     count: int = 0
-    forward: _Seen | None = None
-    backward: _Seen | None = None
+    forward: _RecordedPass | None = None
+    backward: _RecordedPass | None = None
     settled: int = -1
     output: Any = None
     lasting: frozenset[int] = frozenset()
-    backwards: dict[int, _Seen] = field(default_factory=dict)
+    backwards: dict[int, _RecordedPass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class _Pass:
     number: int
     microbatch_context: MicrobatchContext
     asking: tuple[weakref.ref[Tensor], ...]
-    lives: Sequence[Life]
-    given: Sequence[Life | None] = ()
+    lives: Sequence[StorageLifetime]
+    given: Sequence[StorageLifetime | None] = ()
     held: dict[int, Tensor] = field(default_factory=dict)
     copied: tuple[tuple[Tensor, bool], ...] = ()
     gradients: dict[int, int] = field(default_factory=dict)
@@ -146,11 +146,11 @@ class _Pass:
     mark: _Mark | None = None
 
 
-class _Copied(Function):
+class _ReplayedPass(Function):
     """Stands for the graph of a stage."""
 
     @staticmethod
-    def forward(context: Any, copier: Copier, waiting: _Pass, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(context: Any, copier: MicrobatchMemo, waiting: _Pass, *inputs: Tensor) -> tuple[Tensor, ...]:
         context.copier, context.waiting, context.number = copier, waiting, len(inputs)
         context.set_materialize_grads(False)
         context.mark_non_differentiable(*(tensor for tensor, asks in waiting.copied if not asks))
@@ -163,13 +163,13 @@ class _Copied(Function):
         return (None,) * (2 + context.number)
 
 
-class Copier:
+class MicrobatchMemo:
     """Stands around the stages of one rank for one step. microbatches: of the step."""
 
     def __init__(self, recorder: FakeRecorder, microbatches: int) -> None:
         self.recorder, self.last = recorder, microbatches - 1
-        self._left: list[Life] = []  # what serves until the step ends, of passes that were not followed
-        self._graph: list[Life] = []  # what has to end with a graph, before the next pass
+        self._left: list[StorageLifetime] = []  # what serves until the step ends, of passes that were not followed
+        self._graph: list[StorageLifetime] = []  # what has to end with a graph, before the next pass
         self._former: _Pass | None = None  # the forward pass that was followed last, until the next pass begins
 
     @contextmanager
@@ -200,7 +200,7 @@ class Copier:
     def _check(self) -> None:
         """Another pass begins: what had to end with a graph has ended, and what a forward pass was given and still lasts will last."""
         if any(life.lasts for life in self._graph):
-            raise Unlike("something that a backward pass left does not end with its graph")
+            raise TraceMismatch("something that a backward pass left does not end with its graph")
         self._graph.clear()
         if self._former is not None:
             self._former.stage.lasting = frozenset(
@@ -236,13 +236,13 @@ class Copier:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._comes_back, waiting, seen, which))
         if stage.settled >= 0 and not seen.like(stage.forward):
-            raise Unlike("the last forward pass of a stage is another than those before")
+            raise TraceMismatch("the last forward pass of a stage is another than those before")
         if stage.forward is not None and seen.like(stage.forward) and stage.settled < 0:
             stage.settled, stage.output = number, _without_tensors(output)
         stage.forward = seen
         return output
 
-    def _comes_back(self, waiting: _Pass, forward: _Seen, which: int, gradient: Tensor) -> None:
+    def _comes_back(self, waiting: _Pass, forward: _RecordedPass, which: int, gradient: Tensor) -> None:
         """The backward pass of a stage that was followed begins, or one more of its gradients is there."""
         life = self.recorder.heap.known(gradient)
         if life is not None:
@@ -251,7 +251,7 @@ class Copier:
             waiting.mark, waiting.before = self._mark(), self._notes(waiting.microbatch_context)
             Variable._execution_engine.queue_callback(partial(self._came_back, waiting, forward))
 
-    def _came_back(self, waiting: _Pass, forward: _Seen) -> None:
+    def _came_back(self, waiting: _Pass, forward: _RecordedPass) -> None:
         """The backward pass of a stage that was followed has ended."""
         heap, mark, stage = self.recorder.heap, waiting.mark, waiting.stage
         stretch, births, deaths = heap.stretch(mark.clock, mark.event, mark.live)
@@ -272,13 +272,13 @@ class Copier:
         if len(births) != len(
             {shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}
         ):
-            raise Unlike("a backward pass leaves something behind")
+            raise TraceMismatch("a backward pass leaves something behind")
         ended = tuple(_known(who, life, "a backward pass") for life in deaths)
         if not _gone(ended).isdisjoint(forward.shown):
-            raise Unlike("a backward pass ends what others see")
+            raise TraceMismatch("a backward pass ends what others see")
         rest = [waiting.lives[birth] for birth in forward.held(_gone(ended))]
         if not all(life.lasts for life in rest):
-            raise Unlike("what a forward pass left ends before its backward pass")
+            raise TraceMismatch("what a forward pass left ends before its backward pass")
         self._graph += rest
         seen = replace(
             self._seen(mark, stretch, gradients, ended),
@@ -288,25 +288,27 @@ class Copier:
         )
         if waiting.number == stage.settled:
             if (former := stage.backwards.pop(waiting.number - 1, None)) is None or not former.like(seen):
-                raise Unlike("two backward passes of a stage are not alike")
+                raise TraceMismatch("two backward passes of a stage are not alike")
             stage.backward = seen
         elif stage.settled < 0:
             stage.backwards = {waiting.number: seen}
         elif waiting.number == stage.settled - 1:
             stage.backwards[waiting.number] = seen
 
-    def _seen(self, mark: _Mark, stretch: Stretch, given: tuple[_Shape | None, ...], ended: tuple[Any, ...]) -> _Seen:
+    def _seen(
+        self, mark: _Mark, stretch: LifetimeDelta, given: tuple[_Shape | None, ...], ended: tuple[Any, ...]
+    ) -> _RecordedPass:
         recorder, events = self.recorder, self.recorder.events[mark.event :]
         if (recorder.asked - mark.asked) % ROUNDS:
-            raise Unlike("a pass asks for numbers whose answers change")
+            raise TraceMismatch("a pass asks for numbers whose answers change")
         if any(event.action != recorder.action or event.kind == "action" for event in events):
-            raise Unlike("another action begins in a pass")
-        return _Seen(stretch, events, mark.live, recorder.heap.event - mark.event, given, ended)
+            raise TraceMismatch("another action begins in a pass")
+        return _RecordedPass(stretch, events, mark.live, recorder.heap.event - mark.event, given, ended)
 
     def _shape(self, tensor: Tensor, place: dict[int, int]) -> _Shape:
         life = self.recorder.heap.known(tensor)
         if life is None or id(life) not in place:
-            raise Unlike("a stage gives what it was given")
+            raise TraceMismatch("a stage gives what it was given")
         return _Shape(
             place[id(life)],
             tuple(tensor.size()),
@@ -331,9 +333,9 @@ class Copier:
 
     # Counting again.
 
-    def _same_notes(self, microbatch_context: MicrobatchContext, seen: _Seen) -> None:
+    def _same_notes(self, microbatch_context: MicrobatchContext, seen: _RecordedPass) -> None:
         if tuple(microbatch_context.metrics) != seen.before:
-            raise Unlike("other notes were made before a pass")
+            raise TraceMismatch("other notes were made before a pass")
 
     def _count(self, stage: _Stage, number: int, given: dict[str, Any]) -> Any:
         heap, seen, microbatch_context = self.recorder.heap, stage.forward, given.get("microbatch_context") or _SILENT
@@ -345,7 +347,7 @@ class Copier:
         held = {place: tensor for place, tensor in enumerate(_tensors(tuple(given.values()))) if place in stage.lasting}
         waiting = _Pass(stage, number, microbatch_context, asking, lives, held=held, copied=made)
         del made
-        outputs = _Copied.apply(self, waiting, self._anchor(), *(reference() for reference in asking))
+        outputs = _ReplayedPass.apply(self, waiting, self._anchor(), *(reference() for reference in asking))
         with _disable_current_modes():
             shown = [
                 torch.ops.aten.alias(tensor) if shape.asks and shape.plain else tensor
@@ -357,11 +359,11 @@ class Copier:
         """The turn of a pass that was counted has come. Returns what ends with its graph."""
         heap, seen, forward = self.recorder.heap, waiting.stage.backward, waiting.stage.forward
         if seen is None:
-            raise Unlike("a pass comes back before one that was followed")
+            raise TraceMismatch("a pass comes back before one that was followed")
         for life, flags in zip(waiting.lives, seen.flags, strict=True):
             life.kind, life.travels, life.sent = flags
         if not all(kind != "given" or place in waiting.held for kind, place in seen.ended):
-            raise Unlike("a graph keeps what it was given, which did not last before")
+            raise TraceMismatch("a graph keeps what it was given, which did not last before")
         self._same_notes(waiting.microbatch_context, seen)
         held = {"gradient": gradients, "given": waiting.held, "note": waiting.microbatch_context.metrics}
         ending = [
@@ -378,18 +380,18 @@ class Copier:
             for birth in forward.held(_gone(seen.ended))
         ]
 
-    def _again(self, seen: _Seen, ending: Sequence[Life]) -> list[Life]:
+    def _again(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
         recorder, begin = self.recorder, len(self.recorder.events)
         recorder.events.repeat(seen.events, recorder.action, recorder.heap.live - seen.live)
         recorder.heap.event = begin + seen.last
         return recorder.heap.again(seen.stretch, begin, ending)
 
-    def _made(self, shape: _Shape, lives: Sequence[Life]) -> Tensor:
+    def _made(self, shape: _Shape, lives: Sequence[StorageLifetime]) -> Tensor:
         """A tensor like one that was seen, in the storage of one of these lives."""
         return self._in(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
 
     def _in(
-        self, life: Life, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
+        self, life: StorageLifetime, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
     ) -> Tensor:
         """A tensor in the storage of a life, which ends with it."""
         with torch._C._DisableTorchDispatch():
@@ -435,10 +437,10 @@ def _names(notes: dict[int, tuple[str, str]]) -> tuple[str, ...]:
     return tuple(name for _, name in notes.values())
 
 
-def _known(who: dict[int, Any], life: Life, where: str) -> Any:
+def _known(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
     """Who a life that ended is."""
     if id(life) not in who:
-        raise Unlike(f"something from before ends in {where}")
+        raise TraceMismatch(f"something from before ends in {where}")
     return who[id(life)]
 
 

@@ -8,7 +8,7 @@ that never rounds. What allocators add (rounding, splitting) and what kernels ta
     communication   of the rest, what a collective or message read or wrote
     temporaries     of the rest, everything: what an operation made and a later one of the same action let go
 
-What happened before may happen once more (memoization.py): a `Stretch` says what came and went in it, and `Heap.again` counts it.
+What happened before may happen once more (memoization.py): a `LifetimeDelta` says what came and went in it, and `Heap.again` counts it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, UntypedStorage
 
-from megatron.trust.simulate.trace import KINDS, TOGETHER, DryRun, Held, Trace
+from megatron.trust.simulate.trace import KINDS, TOGETHER, DryRun, HeldStorage, Trace
 
 _FOREVER = 1 << 62
 _POINTS = 1000  # of a thinned timeline
 
 
 @dataclass(slots=True)
-class Life:
+class StorageLifetime:
     """One storage. born, died: numbers of the heap's clock. forward: number of the forward pass that it belongs to, or -1.
     travels: a collective or message touched it; sent: it left. elsewhere: it lies in the host's memory, and takes nothing of this one.
     """
@@ -49,7 +49,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LifetimeDelta:
     """What a heap saw between two moments, told from the first: live bytes, ticks of the clock and events count from there.
 
     events: of every tick. sizes, born, died, kinds: of the storages that came and went in it (kinds: places in KINDS). births:
@@ -67,7 +67,7 @@ class Stretch:
     live: int
     top: tuple[int, int, int]
 
-    def like(self, other: Stretch) -> bool:
+    def like(self, other: LifetimeDelta) -> bool:
         """Whether the same came and went at the same moments."""
         return (self.births, self.deaths, self.live, self.top) == (
             other.births,
@@ -86,11 +86,13 @@ class Heap:
     def __init__(self) -> None:
         self.live = self.peak = self.clock = self.peak_clock = self.peak_event = 0
         self.event = 0  # index of the event under way
-        self.lives: list[Life] = []
+        self.lives: list[StorageLifetime] = []
         self.ticks = array("q")  # event at every tick of the clock
-        self._moves: list[Life | None] = []  # who came or went at it; nobody's name is known in what is counted again
-        self._again: list[tuple[int, Stretch]] = []  # (clock before it, what was counted again)
-        self._open: dict[int, tuple[Life, weakref.ref]] = {}
+        self._moves: list[
+            StorageLifetime | None
+        ] = []  # who came or went at it; nobody's name is known in what is counted again
+        self._again: list[tuple[int, LifetimeDelta]] = []  # (clock before it, what was counted again)
+        self._open: dict[int, tuple[StorageLifetime, weakref.ref]] = {}
         self._forward, self._forward_ends, self._forwards = (
             -1,
             [],
@@ -116,7 +118,7 @@ class Heap:
             life.kind = "weights"
             self._open[storage._cdata] = life, reference
 
-    def of(self, tensor: Tensor) -> Life:
+    def of(self, tensor: Tensor) -> StorageLifetime:
         """The life of a tensor's storage."""
         self.see(tensor)
         return self._open[tensor.untyped_storage()._cdata][0]
@@ -143,7 +145,7 @@ class Heap:
             self._forward_ends.append(_FOREVER)
             self._microbatches.append(action.partition(".")[2])
 
-    def kind_of(self, life: Life) -> str:
+    def kind_of(self, life: StorageLifetime) -> str:
         """What a storage turned out to be."""
         if life.kind:
             return life.kind
@@ -151,7 +153,7 @@ class Heap:
             return "activations"
         return "communication" if life.travels else "temporaries"
 
-    def at(self, clock: int) -> Held:
+    def at(self, clock: int) -> HeldStorage:
         """What was alive right after this tick."""
         held = dict.fromkeys(KINDS, 0)
         for life in self.lives:
@@ -162,7 +164,7 @@ class Heap:
                 alive = (stretch.born <= clock - began) & (clock - began < stretch.died)
                 for kind, size in zip(stretch.kinds[alive], stretch.sizes[alive], strict=True):
                     held[KINDS[kind]] += int(size)
-        return Held(**held)
+        return HeldStorage(**held)
 
     def left_behind(self, clock: int) -> int:
         """Bytes that the forward passes of a microbatch made and that are still there at this tick: of the one that leaves least, as
@@ -174,7 +176,7 @@ class Heap:
                 found[self._microbatches[life.forward]] += life.size
         return min(found.values(), default=0)
 
-    def timeline(self, begin: int) -> tuple[tuple[int, Held], ...]:
+    def timeline(self, begin: int) -> tuple[tuple[int, HeldStorage], ...]:
         """(event, what was alive) from a tick on, the highest moment of every stretch."""
         places, held = {kind: place for place, kind in enumerate(KINDS)}, np.zeros(len(KINDS), np.int64)
         changes: list[tuple[int, int, int]] = []  # tick, kind, bytes
@@ -199,11 +201,13 @@ class Heap:
         by_kind = [
             held[place] + np.cumsum(np.where(moves[:, 1] == place, moves[:, 2], 0)) for place in range(len(KINDS))
         ]
-        return tuple((self.ticks[moves[at, 0]], Held(*(int(one[at]) for one in by_kind))) for at in best)
+        return tuple((self.ticks[moves[at, 0]], HeldStorage(*(int(one[at]) for one in by_kind))) for at in best)
 
     # What happened before, once more.
 
-    def stretch(self, clock: int, event: int, live: int) -> tuple[Stretch, list[Life], list[Life]]:
+    def stretch(
+        self, clock: int, event: int, live: int
+    ) -> tuple[LifetimeDelta, list[StorageLifetime], list[StorageLifetime]]:
         """What came and went since this moment, when so much was alive and so many events were known; nothing of it was counted again.
 
         Also the lives that began since then and go on, and those from before that ended, as `births` and `deaths` tell of them.
@@ -227,9 +231,9 @@ class Heap:
         assert now == self.live - live, "every byte comes and goes at a tick"
         sizes, born, died, kinds = np.array(inner, np.int64).reshape(-1, 4).T
         events = np.array(self.ticks[clock:], np.int64) - event
-        return Stretch(events, sizes, born, died, kinds, tuple(births), tuple(deaths), now, top), began, ended
+        return LifetimeDelta(events, sizes, born, died, kinds, tuple(births), tuple(deaths), now, top), began, ended
 
-    def again(self, stretch: Stretch, event: int, ending: Iterable[Life]) -> list[Life]:
+    def again(self, stretch: LifetimeDelta, event: int, ending: Iterable[StorageLifetime]) -> list[StorageLifetime]:
         """Count a stretch once more, from the event of this number on. ending: the lives that end in it, as `deaths` tells of them.
 
         Returns the lives that begin in it and go on, as `births` tells of them: nobody holds a storage for these.
@@ -238,7 +242,7 @@ class Heap:
         for tick, life in zip(stretch.deaths, ending, strict=True):
             life.died = clock + tick
         found = [
-            Life(size, clock + tick, self._forward, kind=kind, travels=travels, sent=sent)
+            StorageLifetime(size, clock + tick, self._forward, kind=kind, travels=travels, sent=sent)
             for tick, size, kind, travels, sent in stretch.births
         ]
         self.lives += found
@@ -255,34 +259,34 @@ class Heap:
         self.live += stretch.live
         return found
 
-    def known(self, tensor: Tensor) -> Life | None:
+    def known(self, tensor: Tensor) -> StorageLifetime | None:
         """The life of a tensor's storage, if it was seen."""
         return self._open.get(tensor.untyped_storage()._cdata, (None,))[0]
 
-    def embody(self, life: Life, tensor: Tensor) -> None:
+    def embody(self, life: StorageLifetime, tensor: Tensor) -> None:
         """This tensor's storage is what lives: it ends when the storage does."""
         self._hold(life, tensor.untyped_storage())
 
-    def release(self, tensor: Tensor) -> Life:
+    def release(self, tensor: Tensor) -> StorageLifetime:
         """The life of a tensor's storage, which from now on ends when somebody says so."""
         return self._open.pop(tensor.untyped_storage()._cdata)[0]
 
-    def end(self, lives: Iterable[Life]) -> None:
+    def end(self, lives: Iterable[StorageLifetime]) -> None:
         """These lives, of which nobody holds a storage, end now."""
         for life in lives:
             self._end(life)
 
-    def _hold(self, life: Life, storage: UntypedStorage) -> None:
+    def _hold(self, life: StorageLifetime, storage: UntypedStorage) -> None:
         key = storage._cdata
         self._open[key] = life, weakref.ref(storage, lambda _: self._end(self._open.pop(key)[0]))
 
-    def _tick(self, life: Life) -> None:
+    def _tick(self, life: StorageLifetime) -> None:
         self.clock += 1
         self.ticks.append(self.event)
         self._moves.append(life)
 
-    def _begin(self, size: int) -> Life:
-        life = Life(size, self.clock, self._forward)
+    def _begin(self, size: int) -> StorageLifetime:
+        life = StorageLifetime(size, self.clock, self._forward)
         self._tick(life)
         self.lives.append(life)
         self.live += size
@@ -290,7 +294,7 @@ class Heap:
             self.peak, self.peak_clock, self.peak_event = self.live, life.born, self.event
         return life
 
-    def _end(self, life: Life) -> None:
+    def _end(self, life: StorageLifetime) -> None:
         life.died = self.clock
         self._tick(life)
         self.live -= life.size

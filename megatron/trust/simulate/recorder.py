@@ -54,7 +54,7 @@ Place = tuple[str, str]  # (file and line, module)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class OpFacts:
     """What an event says of an operation; `Event` explains."""
 
     name: str
@@ -65,7 +65,7 @@ class Facts:
     factors: str
 
 
-def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Facts:
+def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpFacts:
     """What follows from the shapes of what an operation took and gave."""
     made = tuple(tensors_of((result,)))
     count = flop_registry.get(func._overloadpacket)
@@ -75,7 +75,7 @@ def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Fac
     flops = 0 if count is None else int(count(*shaped, **kwargs, out_val=result))
     moved = 0 if func.is_view else sum(tensor.numel() * tensor.itemsize for tensor in (*tensors_of(args), *made))
     first = made[0] if made else None
-    return Facts(
+    return OpFacts(
         str(func._overloadpacket),
         flops,
         moved,
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
         )
         return result
 
-    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, Facts]:
+    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """What an operation gives, and what is to be said of it."""
         result = func(*args, **kwargs)
         if self._chooses(func, args):

@@ -65,7 +65,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Part:
+class EventSpan:
     """A stretch of events. again: these are of an earlier one, and happened once more in this action, with so many more bytes alive."""
 
     events: list[Event] | tuple[Event, ...]
@@ -85,23 +85,23 @@ class Part:
 class Events(Sequence[Event]):
     """Events in order, told once where they repeat. begins: of each part, its first event's index."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[EventSpan] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     _count: int = 0
 
     def append(self, event: Event) -> None:
         """One more event."""
         if not self.parts or self.parts[-1].again:
-            self._add(Part([]))
+            self._add(EventSpan([]))
         self.parts[-1].events.append(event)
         self._count += 1
 
     def repeat(self, events: tuple[Event, ...], action: str, live: int) -> None:
         """These events once more, in this action. live: bytes that are alive more than were then."""
-        self._add(Part(events, True, action, live))
+        self._add(EventSpan(events, True, action, live))
         self._count += len(events)
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: EventSpan) -> None:
         self.begins.append(self._count)
         self.parts.append(part)
 
@@ -132,9 +132,9 @@ class Events(Sequence[Event]):
         return self.parts[at].said(self.parts[at].events[place - self.begins[at]])
 
 
-def parts_of(events: Sequence[Event]) -> Sequence[Part]:
+def parts_of(events: Sequence[Event]) -> Sequence[EventSpan]:
     """The stretches that events come in."""
-    return events.parts if isinstance(events, Events) else (Part(tuple(events)),)
+    return events.parts if isinstance(events, Events) else (EventSpan(tuple(events)),)
 
 
 def talks_of(events: Sequence[Event]) -> Iterator[Event]:
@@ -144,7 +144,7 @@ def talks_of(events: Sequence[Event]) -> Iterator[Event]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldStorage:
     """Bytes alive at one moment.
 
     weights: in the format of the forward pass, with buffers of modules, and layers that FSDP2 has gathered. gradients: the buffers that autograd adds to.
@@ -181,9 +181,9 @@ class Trace:
     events: Sequence[Event]
     peak: int
     peak_event: int
-    at_peak: Held
-    steady: Held
-    timeline: tuple[tuple[int, Held], ...] = ()
+    at_peak: HeldStorage
+    steady: HeldStorage
+    timeline: tuple[tuple[int, HeldStorage], ...] = ()
     left_behind: int = 0
 
     @property

@@ -15,7 +15,7 @@ from megatron.core.datasets.blend import build_datasets
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import Regrouped, documents_of
+from megatron.training.data.rebalance import RebalancedBatches, documents_of
 from megatron.training.evaluate import evaluate
 from megatron.training.loader import microbatches
 from megatron.training.run import Run
@@ -138,13 +138,13 @@ def regrouped_here(changes: dict[str, Any], counting_rows: int) -> tuple[list[fl
 
     def batches(iteration: int) -> Iterator[Batch]:
         hybrid = trainer.run.config.parallel.hybrid_context_parallel
-        return Regrouped(rows(iteration), trainer.run.mesh, trainer.run.config) if hybrid else rows(iteration)
+        return RebalancedBatches(rows(iteration), trainer.run.mesh, trainer.run.config) if hybrid else rows(iteration)
 
     norms, losses = [], []
     for iteration in range(2):
         own = batches(iteration)
         step = train_step(trainer, own)
-        if isinstance(own, Regrouped):
+        if isinstance(own, RebalancedBatches):
             counts.append(sum(share.includes(trainer.run.mesh.dp.rank) for share in own.plan.shares))
         total, count = collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
         norms.append(float(step.grad_norm))

@@ -21,7 +21,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole
 from megatron.core.parallel.spec import spec_of
-from megatron.training.checkpoint.inference_model import Kind, load_network
+from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.checkpoint.resume_settings import compare
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
@@ -384,7 +384,9 @@ def test_embeddings_of_the_real_minilm_are_those_of_transformers(one_thread: Non
     transformers = pytest.importorskip("transformers")
     batch = transformers.AutoTokenizer.from_pretrained(REAL)(list(TEXTS), padding=True, return_tensors="pt")
     mask = batch["attention_mask"].bool()
-    kind = Kind("bert", BERTModel, ("model.embedding.", "model.encoder.", "model.pooler."))  # it has no other heads
+    kind = ModelKind(
+        "bert", BERTModel, ("model.embedding.", "model.encoder.", "model.pooler.")
+    )  # it has no other heads
     (model,) = load_network(str(REAL), kind).stages
     with torch.no_grad():
         states = model.encode(padding=mask, ids=batch["input_ids"]).transpose(0, 1)

@@ -15,7 +15,7 @@ from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.encoder_decoder import EncoderDecoder
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from megatron.training.checkpoint.inference_model import Kind, load_network
+from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from tests.helpers.world import Worlds
 from tests.unit.inference.published_t5 import KINDS, WORDS, published
 from tests.unit.inference.serving import greedy, prompts
@@ -27,7 +27,7 @@ def decoder(folder: Path, changes: dict[str, int] | None = None, together: int =
     """The same in our stages, on the CPU."""
     loaded = load_network(
         str(folder),
-        Kind("t5", T5Model),
+        ModelKind("t5", T5Model),
         tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": WORDS},
         parallel=ParallelConfig(**(changes or {})),
         device=torch.device("cpu"),

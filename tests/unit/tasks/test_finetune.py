@@ -31,7 +31,7 @@ from megatron.tasks.race import Question
 from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch
-from megatron.training.health.bad_steps import BadStep, Guard
+from megatron.training.health.bad_steps import BadStep, StepValidator
 from megatron.training.health.exit_conditions import NotFinite
 from megatron.training.report.run_log import read_events
 from megatron.training.run import Run
@@ -292,7 +292,7 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     answer: str | None, error: type[Exception] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of("MNLI", on_bad_step=answer, error_dir=str(tmp_path))
-    guard, said = Guard(trainer.run.config), list[str]()
+    guard, said = StepValidator(trainer.run.config), list[str]()
     if answer:
         trainer.add_hook(guard)
     monkeypatch.setattr(Run, "say", lambda run, text: said.append(text))

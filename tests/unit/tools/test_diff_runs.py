@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.settings.run import RequestedRun
-from megatron.training.report.run_log import Ledger
+from megatron.training.report.run_log import RunLog
 from megatron.trust.compare.runs import BEYOND, LAST_BITS, REPORTS, setting_kinds
 from tests.helpers.programme import trained
 
@@ -34,7 +34,7 @@ def asked(tool: ModuleType, capsys: pytest.CaptureFixture[str], *argv: Path | st
 
 def write(path: Path, losses: dict[int, float], *, loaded: int | None = None, **given: Any) -> Path:
     """A ledger made by hand; another start is added to one that is there."""
-    ledger = Ledger(path)
+    ledger = RunLog(path)
     ledger.add("start", **given)
     if loaded is not None:
         ledger.add("loaded", iteration=loaded)

@@ -20,8 +20,8 @@ from megatron.core.kernels.table import Kernels, select
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.cli.device_checks import kernel_need
 from megatron.trust import doctor, kernel_check
-from megatron.trust.doctor import Row, Subject
-from megatron.trust.kernel_check import TOLERANCE, errors, trials
+from megatron.trust.doctor import CheckResult, RunUnderTest
+from megatron.trust.kernel_check import TOLERANCE, errors, kernel_trials
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -44,11 +44,11 @@ def tool() -> ModuleType:
     return importlib.import_module("megatron.tools.doctor")
 
 
-def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> Subject:
+def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> RunUnderTest:
     """A tiny run on this mesh, with other kernels in some places."""
     config = tiny.config(mesh.world.size, **changes)
     need = kernel_need(config, CPU)
-    return Subject(
+    return RunUnderTest(
         config,
         mesh,
         replace(select(need, config.model.kernel_wishes), **kernels),
@@ -214,10 +214,12 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
 
 def test_every_trial_is_of_an_op_that_the_table_knows() -> None:
     one = subject(EVERYTHING, Mesh.single())
-    assert {trial.op for trial in trials(one.config, one.need)} <= {field.name for field in dataclasses.fields(Kernels)}
+    assert {trial.op for trial in kernel_trials(one.config, one.need)} <= {
+        field.name for field in dataclasses.fields(Kernels)
+    }
 
 
-def examine_apart(folder: str, broken: bool) -> list[Row]:
+def examine_apart(folder: str, broken: bool) -> list[CheckResult]:
     """On every rank: a run with relative paths, where the ranks from the second on may stand elsewhere."""
     before = os.getcwd()
     rank = torch.distributed.get_rank()

@@ -21,7 +21,7 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.spec import spec_of
 from megatron.tools.replay import PROVIDERS, main
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.health.bad_steps import BadStep, Guard, Limits, Memory
+from megatron.training.health.bad_steps import AnomalyLimits, BadStep, StepHistory, StepValidator
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.trust.compare.replay import replay
@@ -125,7 +125,7 @@ def test_more_bad_steps_than_allowed_stop_a_run(tmp_path: Path) -> None:
 
 
 def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
-    memory = Memory(Limits(finite=True, spikes=True, large=True))
+    memory = StepHistory(AnomalyLimits(finite=True, spikes=True, large=True))
     random = torch.Generator().manual_seed(1)
     for step in range(60):
         noise = float(torch.randn((), generator=random))
@@ -135,7 +135,9 @@ def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
     assert "lm loss is nan" in memory.problem({"lm loss": math.nan}, 1.0)
     assert "gradient norm is inf" in memory.problem({"lm loss": 2.7}, math.inf)
     assert memory.problem({"lm loss": 2.7}, 1.2) == "", "what was bad is not remembered"
-    assert Memory(Limits(True, True, True)).problem({"lm loss": 4.0}, 40.0) == "", "at the start, nothing is unusual"
+    assert StepHistory(AnomalyLimits(True, True, True)).problem({"lm loss": 4.0}, 40.0) == "", (
+        "at the start, nothing is unusual"
+    )
 
 
 def judged(
@@ -147,7 +149,7 @@ def judged(
     trainer = tiny.trainer_of(tiny.run_of(settings))
     mesh = trainer.run.mesh
     train_step(trainer, tiny.batches(trainer.run, 0))
-    guard = Guard(settings)
+    guard = StepValidator(settings)
     trainer.add_hook(guard)
     if plant == "weight":
         for stage in trainer.stages:

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.training.accelerate.cuda_graphs import Recordings
+from megatron.training.accelerate.cuda_graphs import CapturedGraphs
 from megatron.training.cli.preflight import preflight
 from megatron.training.evaluate import evaluate
 from megatron.training.step import train_step
@@ -27,14 +27,14 @@ GRAPHS: Changes = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
 NIGHT = [pytest.mark.nightly]
 
 
-def recorded(**changes: Any) -> tuple[Trainer, Recordings]:
+def recorded(**changes: Any) -> tuple[Trainer, CapturedGraphs]:
     """A trainer on this process's ranks, and its recordings."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**GRAPHS, **changes})))
-    return trainer, Recordings(trainer, record_only)
+    return trainer, CapturedGraphs(trainer, record_only)
 
 
-def train(trainer: Trainer, recordings: Recordings, steps: int) -> tuple[list[float], list[float]]:
+def train(trainer: Trainer, recordings: CapturedGraphs, steps: int) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for _ in range(steps):
         with recordings.watching(trainer.progress.iteration + 1):

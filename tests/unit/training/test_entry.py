@@ -14,7 +14,7 @@ import pytest
 
 from megatron.training import entry
 from megatron.training.health.exit_conditions import NotFinite
-from megatron.training.launch.launch_info import Place
+from megatron.training.launch.launch_info import LaunchInfo
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -96,9 +96,9 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
             time.sleep(0.5)
 
     looking = threading.Event()
-    monkeypatch.setattr(entry.Board, "connect", lambda place: Slow())
+    monkeypatch.setattr(entry.RendezvousStore, "connect", lambda place: Slow())
     monkeypatch.setattr(entry, "_LOOK_EVERY", 0.01)
-    alarm = entry.Alarm(Place(rank=0, local_rank=0, size=2, store="localhost:1", job=""))
+    alarm = entry.FailureReporter(LaunchInfo(rank=0, local_rank=0, size=2, store="localhost:1", job=""))
     assert looking.wait(5)
     alarm.silence()
     assert not [thread for thread in threading.enumerate() if thread.name == "first-failure"]
@@ -111,8 +111,8 @@ def test_what_all_ranks_found_together_is_said_by_the_first_alone(
     def main() -> None:
         raise NotFinite("the loss of iteration 7 is nan")
 
-    monkeypatch.setattr(entry, "launcher_place", lambda: Place(rank=1, local_rank=1, size=2, store="", job=""))
-    monkeypatch.setattr(entry.Alarm, "sound", lambda self, error: first)
+    monkeypatch.setattr(entry, "launcher_place", lambda: LaunchInfo(rank=1, local_rank=1, size=2, store="", job=""))
+    monkeypatch.setattr(entry.FailureReporter, "sound", lambda self, error: first)
     with pytest.raises(SystemExit) as end:
         entry.entry(main)()
     said = capsys.readouterr().err.splitlines()

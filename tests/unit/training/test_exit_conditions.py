@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
-from megatron.training.health.exit_conditions import NotFinite, Profile, Watch
+from megatron.training.health.exit_conditions import ExitConditions, NotFinite, Profile
 from megatron.training.report.metrics import Step
 
 
@@ -28,21 +28,21 @@ def step(iteration, loss=1.0, **fields):
 
 
 def test_a_run_goes_on_without_a_reason():
-    with Watch(TrainConfig()) as watch:
+    with ExitConditions(TrainConfig()) as watch:
         assert [watch.reason_to_stop(iteration) for iteration in range(5)] == [""] * 5
 
 
 def test_exit_interval_stops_at_its_multiples_and_not_at_the_start():
-    with Watch(train(exit_interval=3)) as watch:
+    with ExitConditions(train(exit_interval=3)) as watch:
         stops = [iteration for iteration in range(8) if watch.reason_to_stop(iteration)]
     assert stops == [3, 6]
 
 
 def test_exit_duration_counts_from_the_start_of_the_job():
     config = train(exit_duration_in_mins=10)
-    with Watch(config, started=time.monotonic() - 599) as watch:
+    with ExitConditions(config, started=time.monotonic() - 599) as watch:
         assert watch.reason_to_stop(1) == ""
-    with Watch(config, started=time.monotonic() - 601) as watch:
+    with ExitConditions(config, started=time.monotonic() - 601) as watch:
         assert "after 10.0 minutes" in watch.reason_to_stop(1)
 
 
@@ -50,7 +50,7 @@ def test_exit_duration_counts_from_the_start_of_the_job():
 def test_a_signal_stops_the_run_and_the_old_handler_comes_back(name):
     number = getattr(signal, name)
     before = signal.getsignal(number)
-    with Watch(TrainConfig(exit_signal=name)) as watch:
+    with ExitConditions(TrainConfig(exit_signal=name)) as watch:
         assert watch.reason_to_stop(1) == ""
         os.kill(os.getpid(), number)
         assert name in watch.reason_to_stop(1)
@@ -60,7 +60,7 @@ def test_a_signal_stops_the_run_and_the_old_handler_comes_back(name):
 
 def test_without_the_handler_signals_are_left_alone():
     before = signal.getsignal(signal.SIGTERM)
-    with Watch(train()):
+    with ExitConditions(train()):
         assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -68,7 +68,7 @@ def test_a_loop_in_another_thread_gets_no_handler_and_no_error():
     results = []
 
     def loop():
-        with Watch(TrainConfig()) as watch:
+        with ExitConditions(TrainConfig()) as watch:
             results.append(watch.reason_to_stop(1))
 
     thread = threading.Thread(target=loop)
@@ -85,14 +85,14 @@ def test_all_ranks_stop_when_one_of_them_got_the_signal():
         votes.append(vote)
         return len(votes) % 3 > 0 or vote  # rank 0 says yes to both questions, and that it was not Ctrl-C
 
-    with Watch(train(), agree=agree_as_the_other) as watch:
+    with ExitConditions(train(), agree=agree_as_the_other) as watch:
         assert "SIGTERM" in watch.reason_to_stop(1)
     assert votes == [False, False, False]
 
 
 def test_a_quiet_step_asks_the_other_ranks_once():
     votes = []
-    with Watch(train(exit_duration_in_mins=10), agree=lambda vote: votes.append(vote) or vote) as watch:
+    with ExitConditions(train(exit_duration_in_mins=10), agree=lambda vote: votes.append(vote) or vote) as watch:
         watch.reason_to_stop(1)
     assert votes == [False]
 
@@ -106,29 +106,29 @@ def test_a_quiet_step_asks_the_other_ranks_once():
     ],
 )
 def test_numbers_that_are_not_finite_end_the_run(bad, words):
-    with Watch(train()) as watch:
+    with ExitConditions(train()) as watch:
         watch.demand_finite([step(6, grad_norm=1.0)])
         with pytest.raises(NotFinite, match=words):
             watch.demand_finite([step(6), bad])
 
 
 def test_a_rank_that_saw_nothing_fails_with_the_others():
-    with Watch(train(), agree=lambda vote: True) as watch, pytest.raises(NotFinite, match="another rank"):
+    with ExitConditions(train(), agree=lambda vote: True) as watch, pytest.raises(NotFinite, match="another rank"):
         watch.demand_finite([step(1)])
 
 
 def test_a_skipped_step_a_loss_scale_and_the_switch_are_no_failure():
     bad = step(1, math.nan, grad_norm=math.inf)
-    Watch(train()).demand_finite([step(1, math.nan, skipped=True)])
-    Watch(train(), tolerates_overflow=True).demand_finite([bad])
-    Watch(train(check_for_nan_in_loss_and_grad=False)).demand_finite([bad])
+    ExitConditions(train()).demand_finite([step(1, math.nan, skipped=True)])
+    ExitConditions(train(), tolerates_overflow=True).demand_finite([bad])
+    ExitConditions(train(check_for_nan_in_loss_and_grad=False)).demand_finite([bad])
 
 
 def test_manual_collection_runs_at_its_interval_only(monkeypatch):
     calls = []
     monkeypatch.setattr(gc, "collect", lambda *generation: calls.append(None))
     assert gc.isenabled()
-    with Watch(train(manual_gc=True, manual_gc_interval=2)) as watch:
+    with ExitConditions(train(manual_gc=True, manual_gc_interval=2)) as watch:
         assert not gc.isenabled() and len(calls) == 1
         for iteration in range(1, 6):
             watch.after_step(iteration)
@@ -139,7 +139,7 @@ def test_manual_collection_runs_at_its_interval_only(monkeypatch):
 
 
 def test_automatic_collection_is_left_alone_by_default(monkeypatch):
-    with Watch(train()) as watch:
+    with ExitConditions(train()) as watch:
         monkeypatch.setattr(gc, "collect", lambda *generation: pytest.fail("nobody asked"))
         watch.after_step(1)
         watch.around_evaluation()
@@ -149,7 +149,7 @@ def test_automatic_collection_is_left_alone_by_default(monkeypatch):
 def profiled(tmp_path, steps, **fields):
     log = LogConfig(profile=True, profile_step_start=2, profile_step_end=4, **fields)
     profile = Profile.build(log, rank=1, activities=[ProfilerActivity.CPU], folder=tmp_path / "traces")
-    with Watch(train(), profile=profile) as watch:
+    with ExitConditions(train(), profile=profile) as watch:
         for iteration in range(steps):
             watch.before_step(iteration)
             with torch.profiler.record_function(f"step {iteration}"):

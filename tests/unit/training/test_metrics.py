@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.training.report.metrics import (
-    Loads,
+    ExpertLoads,
+    FlopsPerSample,
     Meter,
     Report,
     Step,
     Throughput,
-    Work,
     known_peak,
     memory_line,
     progress_facts,
@@ -235,7 +235,7 @@ def test_loads_of_experts_are_added_over_ranks_before_their_figures_are_made():
     mine = torch.tensor([[0, 0, 0, 0, 0], [4, 0, 0, 0, 1], [3, 1, 2, 2, 0]])
     theirs = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 4, 0, 1], [1, 1, 2, 4, 0]])
     meter = Meter(lambda flat: flat + torch.cat((torch.tensor([6.0, 2.0]), theirs.flatten().double())))
-    meter.add(step(1, [2.0, 2.0], loads=Loads(mine, by_layer=True)))
+    meter.add(step(1, [2.0, 2.0], loads=ExpertLoads(mine, by_layer=True)))
     (point,) = meter.resolve()
     found = point.losses
     assert point.loads is None and found["lm loss"] == 2.0
@@ -253,7 +253,7 @@ def test_the_log_line_has_losses_of_layers_and_leaves_figures_of_loads_to_the_bo
     meter = Meter(same)
     meter.add(
         dataclasses.replace(
-            step(1, [2.0, 1.0], loads=Loads(torch.ones(1, 3, dtype=torch.int64), by_layer=False)),
+            step(1, [2.0, 1.0], loads=ExpertLoads(torch.ones(1, 3, dtype=torch.int64), by_layer=False)),
             losses={
                 "lm loss": torch.tensor([2.0, 1.0]),
                 "load_balancing_loss": torch.tensor([2.5, 2.0]),
@@ -268,7 +268,7 @@ def test_the_log_line_has_losses_of_layers_and_leaves_figures_of_loads_to_the_bo
 
 
 def test_throughput_counts_the_samples_of_the_whole_interval():
-    work = Work(seq_length=1000, causal_flops=2e12, square_flops=3e12, num_devices=4, peak=10.0)
+    work = FlopsPerSample(seq_length=1000, causal_flops=2e12, square_flops=3e12, num_devices=4, peak=10.0)
     meter = Meter(same)
     meter.add(step(1))
     meter.add(dataclasses.replace(step(2), batch_size=32))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron.training import entry
 from megatron.training.health.watchdog import _parsed
-from megatron.training.launch.launch_info import Place
-from megatron.training.launch.rendezvous import FIRST_FAILURE, Board, printable
+from megatron.training.launch.launch_info import LaunchInfo
+from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, printable
 
 
 def master() -> dist.TCPStore:
@@ -33,7 +33,7 @@ def test_a_rank_ends_when_its_launchers_store_stays_gone(
     ended: threading.Event, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = master()
-    alarm = entry.Alarm(Place(rank=1, local_rank=1, size=2, store=f"127.0.0.1:{store.port}", job=""))
+    alarm = entry.FailureReporter(LaunchInfo(rank=1, local_rank=1, size=2, store=f"127.0.0.1:{store.port}", job=""))
     assert not ended.wait(0.5), "while it answers, nothing happens"
     del store
     assert ended.wait(60)
@@ -48,7 +48,7 @@ def test_a_rank_ends_when_its_launchers_store_stays_gone(
 
 def test_a_connection_that_breaks_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     store = master()
-    board = Board.connect(Place(0, 0, 2, f"127.0.0.1:{store.port}", ""))
+    board = RendezvousStore.connect(LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", ""))
     sound, board._store = board._store, Broken()
     assert board.read(FIRST_FAILURE) is None and board.silent_for > 0.0
     board.reconnect(5.0)
@@ -69,7 +69,7 @@ def test_a_rank_of_torchrun_ends_with_its_parent_and_another_process_does_not(
 ) -> None:
     parents = iter([4711])
     monkeypatch.setattr(entry.os, "getppid", lambda: next(parents, 1))
-    alarm = entry.Alarm(Place(rank=0, local_rank=0, size=1, store="", job="", is_launched=is_launched))
+    alarm = entry.FailureReporter(LaunchInfo(rank=0, local_rank=0, size=1, store="", job="", is_launched=is_launched))
     assert ended.wait(60 if is_launched else 0.3) == is_launched
     alarm.silence()
     assert ("its launcher, process 4711, is gone" in capfd.readouterr().err) == is_launched
@@ -77,7 +77,7 @@ def test_a_rank_of_torchrun_ends_with_its_parent_and_another_process_does_not(
 
 def test_what_a_stranger_left_in_the_store_is_neither_printed_nor_believed() -> None:
     store = master()
-    board = Board.connect(Place(0, 0, 2, f"127.0.0.1:{store.port}", ""))
+    board = RendezvousStore.connect(LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", ""))
     store.set("megatron/0/first-failure", b"\x80\x04\x95\x1b[2J\x07end")
     assert board.read(FIRST_FAILURE) == "\ufffd?\ufffd?[2J?end"
     assert printable(b"a\n\tb\r" * 100_000).count("\n") < 20_000

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.parallel.device import random_state, set_random_state
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of
-from megatron.training.health.replica_check import ReplicasDiffer, Sentinel
+from megatron.training.health.replica_check import ReplicaCheck, ReplicasDiffer
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -33,12 +33,12 @@ def found(trainer: Trainer, rank: int, change: Callable[[], None], restore: Call
         change()
     said = ""
     try:
-        Sentinel(trainer).check()
+        ReplicaCheck(trainer).check()
     except ReplicasDiffer as error:
         said = str(error)
     if mine:
         restore()
-    Sentinel(trainer).check()
+    ReplicaCheck(trainer).check()
     return said
 
 
@@ -52,7 +52,7 @@ def plant(changes: dict[str, Any], rank: int, part: str, place: int, *, slot: st
     """On every rank: train two steps, look, flip a bit of a parameter or of its optimizer state on one rank, look again."""
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(torch.distributed.get_world_size(), **changes)))
     train_on(trainer, 2)
-    Sentinel(trainer).check()
+    ReplicaCheck(trainer).check()
     value = named(trainer, part)
     if slot:
         value = next(
@@ -171,7 +171,7 @@ def test_a_counter_and_a_random_stream_are_compared(world: Worlds) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("size", [1, 3, 70_001])
 def test_every_bit_and_every_place_counts(dtype: torch.dtype, size: int) -> None:
-    sentinel = Sentinel(tiny.trainer_of(tiny.run_of(tiny.config(num_layers=1))))
+    sentinel = ReplicaCheck(tiny.trainer_of(tiny.run_of(tiny.config(num_layers=1))))
     value = (torch.rand(size, generator=torch.Generator().manual_seed(3)) * 100).to(dtype)
     before = int(sentinel.hash(value))
     assert int(sentinel.hash(value.clone())) == before
@@ -194,7 +194,7 @@ def test_parameters_that_are_not_cut_are_items_of_the_tensor_axis() -> None:
         for param in stage.parameters()
         if is_shared_over_tensor(spec_of(param))
     }
-    listed = {item.name for item in Sentinel(trainer).items() if item.axis.name == "tp"}
+    listed = {item.name for item in ReplicaCheck(trainer).items() if item.axis.name == "tp"}
     assert shared and shared <= listed
     assert all(
         piece.replicas == 1

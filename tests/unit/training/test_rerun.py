@@ -17,7 +17,7 @@ import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health import rerun
-from megatron.training.health.bad_steps import Guard
+from megatron.training.health.bad_steps import StepValidator
 from megatron.training.health.rerun import ResultRejected, StepRerun, rejected_iterations, relative_difference
 from megatron.training.run import Run
 from tests.helpers import tiny
@@ -214,7 +214,7 @@ def disturbed(changes: dict[str, int], kind: str) -> tuple[str, list[str], list[
         **changes,
     )
     trainer = tiny.trainer_of(tiny.run_of(settings))
-    again = StepRerun(trainer, Guard(settings))
+    again = StepRerun(trainer, StepValidator(settings))
     steps = [again.step(tiny.batches(trainer.run, number)) for number in range(2)]
     assert again.known is not None
     return (

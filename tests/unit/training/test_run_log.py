@@ -12,7 +12,7 @@ from megatron.core.datasets import sidecar
 from megatron.training.health.exit_conditions import NotFinite
 from megatron.training.launch.launch_info import told_environment
 from megatron.training.report import run_record as recording
-from megatron.training.report.run_log import Ledger, read_events
+from megatron.training.report.run_log import RunLog, read_events
 from tests.helpers.programme import trained, write_tokens
 
 
@@ -126,7 +126,7 @@ def test_a_ledger_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pyt
 
 def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
+    ledger = RunLog(path)
     ledger.add("start", number=1)
     with open(path, "ab") as file:
         file.write(b'{"event": "ste')  # the process was killed here

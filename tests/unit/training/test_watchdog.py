@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from megatron.training.health import watchdog
 from megatron.training.health.failures import described, origin
-from megatron.training.health.watchdog import Answer, RankLost, Watchdog, waited_for
-from megatron.training.launch.launch_info import Place
-from megatron.training.launch.rendezvous import FIRST_FAILURE, Board, lacks_board
-from megatron.training.report.run_log import Ledger, read_events
-from megatron.training.run import Ending
+from megatron.training.health.watchdog import Answer, HangDetector, RankLost, waited_for
+from megatron.training.launch.launch_info import LaunchInfo
+from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, lacks_board
+from megatron.training.report.run_log import RunLog, read_events
+from megatron.training.run import RunOutcome
 from tests.helpers import tiny
 
 
@@ -61,13 +61,15 @@ def test_ranks_that_stand_still_together_blame_nobody() -> None:
 def test_the_first_to_claim_a_key_keeps_it_and_a_restart_begins_afresh() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     first, second, restarted = (
-        Board.connect(Place(rank, 0, 2, f"127.0.0.1:{store.port}", "", attempt))
+        RendezvousStore.connect(LaunchInfo(rank, 0, 2, f"127.0.0.1:{store.port}", "", attempt))
         for rank, attempt in ((0, "0"), (1, "0"), (0, "1"))
     )
     assert first.read(FIRST_FAILURE) is None
     assert first.claim(FIRST_FAILURE, "rank 0") and not second.claim(FIRST_FAILURE, "rank 1")
     assert second.read(FIRST_FAILURE) == "rank 0" and restarted.read(FIRST_FAILURE) is None
-    assert Board.connect(Place(0, 0, 1, f"127.0.0.1:{store.port}", "")) is None, "one rank has nobody to tell"
+    assert RendezvousStore.connect(LaunchInfo(0, 0, 1, f"127.0.0.1:{store.port}", "")) is None, (
+        "one rank has nobody to tell"
+    )
 
 
 def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(
@@ -76,10 +78,10 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     monkeypatch.setattr(watchdog, "_LOOK_EVERY", 0.05)
     monkeypatch.setattr(watchdog, "_PATIENCE", {"hang": 0.5, "lost": 0.5})
-    place = Place(0, 0, 2, f"127.0.0.1:{store.port}", "")
-    board, ended = Board.connect(place), threading.Event()
+    place = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", "")
+    board, ended = RendezvousStore.connect(place), threading.Event()
     run = tiny.run_of(tiny.config(hang_timeout_minutes=0.6 / 60.0))
-    with Watchdog(run, place):
+    with HangDetector(run, place):
         for number in range(10):
             run.mesh.flight_recorder.begin("training", number + 1)
             ended.wait(0.1)
@@ -103,10 +105,12 @@ def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     monkeypatch.setattr(watchdog, "_LOOK_EVERY", 0.05)
-    place, ledger = Place(0, 0, 2, f"127.0.0.1:{store.port}", ""), Ledger(tmp_path / "ledger.jsonl")
+    place, ledger = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", ""), RunLog(tmp_path / "ledger.jsonl")
     run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ledger=ledger)
-    with Watchdog(run, place):
-        Board.connect(place).claim(FIRST_FAILURE, "rank 1 on node b: ValueError: wrong\non node b, in training")
+    with HangDetector(run, place):
+        RendezvousStore.connect(place).claim(
+            FIRST_FAILURE, "rank 1 on node b: ValueError: wrong\non node b, in training"
+        )
         deadline = time.monotonic() + 300
         while not ledger.path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -118,17 +122,17 @@ def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(
 @pytest.mark.parametrize("signal, raised", [("SIGTERM", RankLost), ("", RuntimeError)])
 def test_a_rank_that_lost_another_and_was_told_to_end_needs_no_patience(signal: str, raised: type[Exception]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-    place = Place(0, 0, 2, f"127.0.0.1:{store.port}", "")
-    Board.connect(place).claim(FIRST_FAILURE, "rank 1 is gone")
-    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=Ending(signal))
-    with pytest.raises(Exception) as caught, Watchdog(run, place):
+    place = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", "")
+    RendezvousStore.connect(place).claim(FIRST_FAILURE, "rank 1 is gone")
+    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=RunOutcome(signal))
+    with pytest.raises(Exception) as caught, HangDetector(run, place):
         raise RuntimeError("Connection closed by peer")
     assert caught.type is raised and signal in str(caught.value)
 
 
 def test_ranks_without_a_launchers_store_are_told_what_they_cannot_do() -> None:
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lacks_board(Place(0, 0, 2, "", "", meeting="127.0.0.1:29500"))
-    assert not lacks_board(Place(0, 0, 2, "127.0.0.1:29500", "")) and not lacks_board(Place(0, 0, 1, "", ""))
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lacks_board(LaunchInfo(0, 0, 2, "", "", meeting="127.0.0.1:29500"))
+    assert not lacks_board(LaunchInfo(0, 0, 2, "127.0.0.1:29500", "")) and not lacks_board(LaunchInfo(0, 0, 1, "", ""))
 
 
 def test_an_error_is_described_with_its_place_and_notes() -> None:

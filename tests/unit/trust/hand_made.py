@@ -9,10 +9,10 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action, choose, with_reduction
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import read_command
-from megatron.trust.flags.repair import Given
+from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_vocabulary
 from megatron.trust.plan.hardware import Hardware, Link
-from megatron.trust.simulate.trace import DryRun, Event, Held, Trace
+from megatron.trust.simulate.trace import DryRun, Event, HeldStorage, Trace
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
@@ -35,7 +35,7 @@ PLAIN = Hardware(
 )
 
 
-def setting_of(flags: str = "", ranks: int = 1) -> Given:
+def setting_of(flags: str = "", ranks: int = 1) -> RequestedSetup:
     """A setting of the small network with more flags."""
     command = read_command(f"{FLAGS} {flags}".split(), ranks=ranks)
     assert command.setting is not None and not command.unread, command.unread
@@ -94,7 +94,7 @@ def run_of(
         events = tuple(replace(event, action=str(action)) for action in row for event in does(action, place))
         events += tuple(after(place))
         peak = peaks[place] if peaks else 1000 * (place + 1)
-        held = Held(weights=peak // 2, activations=peak - peak // 2)
+        held = HeldStorage(weights=peak // 2, activations=peak - peak // 2)
         traces.append(
             Trace(
                 place * (world_size // pp),

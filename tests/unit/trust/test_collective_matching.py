@@ -8,7 +8,13 @@ from functools import cache
 import pytest
 
 from megatron.core.parallel.grid import axis_ranks
-from megatron.trust.simulate.collective_matching import Line, Matching, line_of, match, match_lines
+from megatron.trust.simulate.collective_matching import (
+    MatchReport,
+    RankTimeline,
+    line_of,
+    match_collectives,
+    match_lines,
+)
 from megatron.trust.simulate.dry_run import dry_run
 from megatron.trust.simulate.trace import DryRun, Event, Trace
 from tests.helpers import tiny
@@ -71,7 +77,7 @@ def takes(
     )
 
 
-def judged(*ranks: list[Event], overlap: bool = True) -> Matching:
+def judged(*ranks: list[Event], overlap: bool = True) -> MatchReport:
     """What is said of ranks that do this."""
     lines = {rank: line_of(rank, rank, events, {}) for rank, events in enumerate(ranks)}
     return match_lines(lines, overlap=overlap)
@@ -182,7 +188,7 @@ def test_groups_of_one_list_of_ranks_are_one_but_for_those_made_apart() -> None:
 def test_a_trace_stands_for_ranks_in_their_own_groups() -> None:
     lists = axis_ranks(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).parallel, 8)
     line = line_of(3, 0, [meets((0, 1)), sends(4, ranks=(0, 4)), begins("F0.1")], lists)
-    assert isinstance(line, Line) and [getattr(step, "group", step) for step in line.steps] == [
+    assert isinstance(line, RankTimeline) and [getattr(step, "group", step) for step in line.steps] == [
         ("", (2, 3)),
         ("", (3, 7)),
         "F0.1",
@@ -200,7 +206,7 @@ def traced(layout: str, model: str) -> DryRun:
 def agrees(layout: str, model: str) -> None:
     """A good row is left alone, and something of it was looked at."""
     ranks, _ = read_layout(layout)
-    found = match(traced(layout, model))
+    found = match_collectives(traced(layout, model))
     assert found.problems == (), found.text
     # At the least, gradients are summed, and the norm is counted.
     assert found.played == ranks and found.collectives + found.messages >= 2 * (ranks > 1)
@@ -230,7 +236,7 @@ def test_what_a_pass_takes_holds_it_where_it_begins() -> None:
         + [event for event in begun if event.kind == "send"]
         + events[taker + 1 :]
     )
-    found = match(replace(run, traces=(replace(run.traces[0], events=tuple(late)), *run.traces[1:])))
+    found = match_collectives(replace(run, traces=(replace(run.traces[0], events=tuple(late)), *run.traces[1:])))
     assert [problem.kind for problem in found.problems] == ["waiting"], found.text
 
 
@@ -257,7 +263,7 @@ def test_any_collective_or_message_that_one_rank_leaves_out_or_changes_is_notice
     for where in range(0, count - 1, 5):
         for change in ("skip", "shape", "dtype"):
             place = where % len(run.traces)
-            found = match(with_events(run, place, change, where))
+            found = match_collectives(with_events(run, place, change, where))
             assert found.problems, f"{change} at {where} of trace {place} was not noticed"
             blamed = {one.rank for problem in found.problems for one in problem.both}
             assert any(rank in blamed for rank in run.stands_for[place]), found.text

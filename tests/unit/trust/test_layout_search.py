@@ -12,17 +12,17 @@ from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import read_command
-from megatron.trust.plan.analytic_estimate import groups, microbatches, sketch, with_vocabulary
+from megatron.trust.plan.analytic_estimate import analytic_estimate, groups, microbatches, with_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.plan.layout_search import RECOMPUTE, Found, Layout, search
+from megatron.trust.plan.layout_search import RECOMPUTE, Layout, LayoutRanking, search
 from megatron.trust.units import bytes_text
 from tests.unit.trust.hand_made import FLAGS, VOCABULARY, config_of, setting_of
 
 MACHINE = replace(PROFILES["h100-80"], node=4)
 
 
-def found_on(memory: float, flags: str = "", ranks: int = 4) -> Found:
+def found_on(memory: float, flags: str = "", ranks: int = 4) -> LayoutRanking:
     """What fits into so many bytes, by formulas."""
     return search(
         setting_of(flags, ranks), replace(MACHINE, memory=memory, usable=1.0), true_vocab_size=VOCABULARY, planner=None
@@ -162,7 +162,7 @@ def test_the_groups_of_a_sketch_are_those_of_the_mesh(flags: str) -> None:
 
 def test_more_recomputation_takes_longer_and_needs_less() -> None:
     drawn = [
-        sketch(config, 4, MACHINE, stages_of(config))
+        analytic_estimate(config, 4, MACHINE, stages_of(config))
         for config in (
             config_of(f"--seq-length 512 --max-position-embeddings 512 {words}", 4)
             for words in ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")

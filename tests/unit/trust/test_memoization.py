@@ -16,7 +16,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.trust.plan.cost import cost
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.simulate.collective_matching import match
+from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
 from megatron.trust.simulate.trace import DryRun, Events, Trace
 from tests.helpers import tiny
@@ -65,7 +65,7 @@ def test_what_is_counted_again_is_what_following_it_gives_event_for_event():
     assert (
         times[0].time.seconds == pytest.approx(times[1].time.seconds, rel=1e-9) and times[0].traffic == times[1].traffic
     )
-    assert match(counted) == match(followed)
+    assert match_collectives(counted) == match_collectives(followed)
 
 
 @pytest.mark.parametrize(

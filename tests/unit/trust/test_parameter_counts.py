@@ -19,7 +19,7 @@ from megatron.core.parallel.grid import axis_ranks
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags import parameter_counts as built
 from megatron.trust.flags.parameter_counts import check_build, mesh_of
-from megatron.trust.flags.repair import Given, fewest_edits
+from megatron.trust.flags.repair import RequestedSetup, smallest_repair
 
 BASE: dict[str, Any] = {
     "num_layers": 4,
@@ -177,8 +177,8 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
 @settings(max_examples=25, **FEW)
 @given(case=CONFIGS)
 def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str, Any], int]) -> None:
-    start = Given(from_values(RequestedRun, case[0]), case[1])
-    answer = fewest_edits(start, tries=600)
+    start = RequestedSetup(from_values(RequestedRun, case[0]), case[1])
+    answer = smallest_repair(start, tries=600)
     if answer.edits is not None:
         after = start.with_values({edit.name: edit.after for edit in answer.edits})
         assert after.broken() == ()

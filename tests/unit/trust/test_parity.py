@@ -13,8 +13,15 @@ from megatron.core.dist_checkpointing.tree import Placed
 from megatron.core.parallel.boxes import Box
 from megatron.trust.parity.local_ranks import RankFailed, on_ranks
 from megatron.trust.parity.parity import Parity, compare
-from megatron.trust.parity.proxy_config import Shrunk, shrink
-from megatron.trust.parity.short_run import Rehearsal, Seen, Step, rehearsal_of, rehearse, rehearse_bytes
+from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
+from megatron.trust.parity.short_run import (
+    RecordedActivation,
+    ShortRun,
+    ShortStep,
+    short_run,
+    short_run_bytes,
+    short_run_of,
+)
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.parity.defects import planted
@@ -61,13 +68,13 @@ WRONG = (
 
 
 @cache
-def small(layout: str, model: str) -> Shrunk:
+def small(layout: str, model: str) -> ProxyConfig:
     """A row of the table, made small."""
     ranks, changes = read_layout(layout)
-    return shrink(tiny.config(ranks, **MODELS[model], **changes), ranks)
+    return proxy_config(tiny.config(ranks, **MODELS[model], **changes), ranks)
 
 
-def checked(world: Worlds, layout: str, model: str, function: Any = rehearse_bytes, *arguments: Any) -> Parity:
+def checked(world: Worlds, layout: str, model: str, function: Any = short_run_bytes, *arguments: Any) -> Parity:
     """What is said of a row of the table. function: what ranks run."""
     one = small(layout, model)
     ranks = (
@@ -75,13 +82,13 @@ def checked(world: Worlds, layout: str, model: str, function: Any = rehearse_byt
         if one.world_size > 1
         else [function(*arguments, one.config)]
     )
-    return compare(rehearse(one.serial), [rehearsal_of(rank) for rank in ranks])
+    return compare(short_run(one.serial), [short_run_of(rank) for rank in ranks])
 
 
 def rehearse_planted(name: str, config: Any) -> bytes:
     """On every rank: rehearse with a mistake."""
     with planted(name):
-        return rehearse_bytes(config)
+        return short_run_bytes(config)
 
 
 def agrees(world: Worlds, layout: str, model: str) -> None:
@@ -130,20 +137,20 @@ def test_what_came_before_the_first_difference_is_told(world: Worlds) -> None:
 
 
 def alone(
-    weight: float = 1.0, *, loss: float = 2.0, second: float | None = None, seen: tuple[Seen, ...] = ()
-) -> Rehearsal:
+    weight: float = 1.0, *, loss: float = 2.0, second: float | None = None, seen: tuple[RecordedActivation, ...] = ()
+) -> ShortRun:
     """A made-up step of one parameter. second: its last row on this rank, if another."""
     value = torch.full((2, 2), weight, dtype=torch.float64)
     if second is not None:
         value[1] = second
-    step = Step(
+    step = ShortStep(
         {"lm loss": loss},
         1.0,
         list(seen),
         {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value)])},
         {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value.clone())])},
     )
-    return Rehearsal(0, {"tp": (0, 1), "cp": (0, 1), "dp": (0, 1), "pp": (0, 1), "ep": (0, 1)}, (step,))
+    return ShortRun(0, {"tp": (0, 1), "cp": (0, 1), "dp": (0, 1), "pp": (0, 1), "ep": (0, 1)}, (step,))
 
 
 def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely_far() -> None:
@@ -158,7 +165,7 @@ def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely
     half = replace(
         alone(),
         steps=(
-            Step(
+            ShortStep(
                 step.losses,
                 step.norm,
                 [],

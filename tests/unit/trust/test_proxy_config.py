@@ -15,8 +15,8 @@ from megatron.core.config.stages import stages_of
 from megatron.core.pipeline_parallel.schedules import are_together, choose
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import read_command
-from megatron.trust.flags.repair import Given
-from megatron.trust.parity.proxy_config import Shrunk, shrink, small_degrees
+from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config, small_degrees
 from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
 
@@ -34,12 +34,12 @@ def config_of(flags: str, ranks: int, entry: str = "pretrain_gpt.py") -> RunConf
     return config
 
 
-def small(flags: str, ranks: int, most_ranks: int = 8) -> Shrunk:
+def small(flags: str, ranks: int, most_ranks: int = 8) -> ProxyConfig:
     """Those flags, made small."""
-    return shrink(config_of(flags, ranks), ranks, most_ranks=most_ranks)
+    return proxy_config(config_of(flags, ranks), ranks, most_ranks=most_ranks)
 
 
-def sizes(found: Shrunk) -> dict[str, int]:
+def sizes(found: ProxyConfig) -> dict[str, int]:
     """Axis -> its size."""
     parallel = found.config.parallel
     return {
@@ -55,7 +55,7 @@ def sizes(found: Shrunk) -> dict[str, int]:
 def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layout: str, model: str) -> None:
     ranks, changes = read_layout(layout)
     config = tiny.config(ranks, **MODELS[model], **changes)
-    found = shrink(config, ranks)
+    found = proxy_config(config, ranks)
     assert list(broken(found.config, found.world_size)) == []
     lost = {change.name for change in found.changes if change.lost}
     assert lost <= {
@@ -188,7 +188,7 @@ def test_what_does_not_fit_on_few_ranks_is_said_and_more_ranks_bring_it_back() -
 )
 def test_a_feature_stays_in_its_smallest_form(flags: str, ranks: int, kept: dict[str, Any]) -> None:
     found = small(flags, ranks)
-    after = Given(found.config, found.world_size)
+    after = RequestedSetup(found.config, found.world_size)
     assert {name: after.value(name) for name in kept} == kept
 
 
@@ -218,7 +218,7 @@ def test_too_few_ranks_for_anything_are_refused_with_the_rule() -> None:
     config = config_of("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4)
     assert all(one.ranks <= 2 for one in small_degrees(config, 4, 2))
     with pytest.raises(ConfigError, match="no small form of this config on at most 0 ranks"):
-        shrink(config, 4, most_ranks=0)
+        proxy_config(config, 4, most_ranks=0)
 
 
 def test_a_bert_and_a_t5_stay_what_they_are() -> None:
@@ -226,5 +226,5 @@ def test_a_bert_and_a_t5_stay_what_they_are() -> None:
         ("pretrain_bert.py", "--tensor-model-parallel-size 2"),
         ("pretrain_t5.py", "--pipeline-model-parallel-size 2"),
     ):
-        found = shrink(config_of(flags, 4, entry), 4)
+        found = proxy_config(config_of(flags, 4, entry), 4)
         assert sizes(found)["dp"] == 2 and found.config.model.architecture == entry[9:-3]

@@ -19,9 +19,9 @@ from megatron.training.cli.preflight import examine
 from megatron.trust.flags.parameter_counts import check_build
 from megatron.trust.parity.local_ranks import RankFailed
 from megatron.trust.parity.parity import compare
-from megatron.trust.parity.proxy_config import shrink
-from megatron.trust.parity.short_run import rehearsal_of, rehearse, rehearse_bytes
-from megatron.trust.simulate.collective_matching import match
+from megatron.trust.parity.proxy_config import proxy_config
+from megatron.trust.parity.short_run import short_run, short_run_bytes, short_run_of
+from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
 from tests.helpers.world import RankFailed as PoolFailed
@@ -84,22 +84,22 @@ def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
     built = check_build(config, ranks, true_vocab_size=tiny.VOCABULARY)
     if built.problems:
         return f"is built otherwise than counted: {built.problems}"
-    small = shrink(config, ranks, most_ranks=MOST_RANKS)
+    small = proxy_config(config, ranks, most_ranks=MOST_RANKS)
     try:
-        played = match(dry_run(small.config, small.world_size))
+        played = match_collectives(dry_run(small.config, small.world_size))
         if played.problems:
             return f"is said to hang: {played.text}"
     except ConfigError:
         pass  # a feature that is not run dry, which says so
     try:
         done = (
-            world(small.world_size).run(rehearse_bytes, small.config)
+            world(small.world_size).run(short_run_bytes, small.config)
             if small.world_size > 1
-            else [rehearse_bytes(small.config)]
+            else [short_run_bytes(small.config)]
         )
     except (PoolFailed, RankFailed) as error:
         return f"does not run: {error}"
-    found = compare(rehearse(small.serial), [rehearsal_of(one) for one in done])
+    found = compare(short_run(small.serial), [short_run_of(one) for one in done])
     return "" if found.same else f"computes another step, {found.start}"
 
 

@@ -12,7 +12,7 @@ from megatron.core.config.flags import flag_fields
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
 from megatron.core.config.settings.run import RequestedRun
 from megatron.trust.flags.command import Command, read_command
-from megatron.trust.flags.repair import WORLD, Broken, Given, candidates, fewest_edits, named
+from megatron.trust.flags.repair import WORLD, BrokenRule, RequestedSetup, candidates, named, smallest_repair
 from tests.unit.trust.bad_configs import BAD, GPT
 
 
@@ -23,7 +23,7 @@ def command(flags: str, ranks: int = 1) -> Command:
     return read_command([*entry, *GPT.split(), *words], ranks=ranks)
 
 
-def setting(flags: str, ranks: int = 1) -> Given:
+def setting(flags: str, ranks: int = 1) -> RequestedSetup:
     found = command(flags, ranks).setting
     assert found is not None, f"{flags} cannot be read"
     return found
@@ -49,7 +49,7 @@ def test_a_bad_configuration_breaks_its_rules_and_is_mended_by_the_fewest_change
     assert found.setting is not None
     broken = (*found.unread, *found.setting.broken())
     assert {one.rule for one in broken} == set(names.split()), broken
-    answer = fewest_edits(found.setting)
+    answer = smallest_repair(found.setting)
     assert answer.edits is not None and answer.fewest
     assert len(answer.edits) == count, list(map(str, answer.edits))
     assert found.setting.with_values({edit.name: edit.after for edit in answer.edits}).broken() == ()
@@ -60,7 +60,7 @@ def test_a_bad_configuration_breaks_its_rules_and_is_mended_by_the_fewest_change
         )
 
 
-def single_changes(start: Given) -> Iterator[dict[str, Any]]:
+def single_changes(start: RequestedSetup) -> Iterator[dict[str, Any]]:
     """Every flag with other values, whether a rule names them or not."""
     sizes = [*range(1, 34), 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192]
     yield from ({WORLD: size} for size in sizes)
@@ -92,7 +92,7 @@ def single_changes(start: Given) -> Iterator[dict[str, Any]]:
 )
 def test_no_single_change_of_any_flag_mends_what_is_said_to_need_two(flags: str, ranks: int) -> None:
     start = setting(flags, ranks)
-    answer = fewest_edits(start)
+    answer = smallest_repair(start)
     assert answer.edits is not None and len(answer.edits) == 2
     enough = [
         change
@@ -104,7 +104,7 @@ def test_no_single_change_of_any_flag_mends_what_is_said_to_need_two(flags: str,
 
 def test_the_nearest_of_equally_few_changes_is_chosen() -> None:
     start = setting("--global-batch-size 100", 8)
-    answer = fewest_edits(start)
+    answer = smallest_repair(start)
     assert [(edit.name, edit.after) for edit in answer.edits] == [("global_batch_size", 96)]
     (one,) = start.broken()
     mending = [
@@ -118,21 +118,21 @@ def test_the_nearest_of_equally_few_changes_is_chosen() -> None:
 
 def test_flags_that_are_fixed_stay() -> None:
     start = setting("--tensor-model-parallel-size 3", 8)
-    assert [edit.name for edit in fewest_edits(start).edits] == ["tensor_model_parallel_size"]
-    answer = fewest_edits(start, fixed=["tensor_model_parallel_size"])
+    assert [edit.name for edit in smallest_repair(start).edits] == ["tensor_model_parallel_size"]
+    answer = smallest_repair(start, fixed=["tensor_model_parallel_size"])
     assert "tensor_model_parallel_size" not in {edit.name for edit in answer.edits}
     assert start.with_values({edit.name: edit.after for edit in answer.edits}).broken() == ()
 
 
 def test_what_cannot_be_mended_is_said_so() -> None:
     start = setting("--fp16 --bf16", 1)
-    answer = fewest_edits(start, fixed=["fp16", "bf16"])
+    answer = smallest_repair(start, fixed=["fp16", "bf16"])
     assert answer.edits is None and not answer.fewest
 
 
 def test_a_search_that_may_look_at_little_does_not_claim_the_fewest() -> None:
     start = setting("--tensor-model-parallel-size 8 --ffn-hidden-size 8190 --global-batch-size 129", 8)
-    assert not fewest_edits(start, tries=2).fewest
+    assert not smallest_repair(start, tries=2).fewest
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_search_that_may_look_at_little_does_not_claim_the_fewest() -> None:
 )
 def test_changes_are_said_as_flags(flags: str, said: str) -> None:
     fixed = ["tensor_model_parallel_size"]
-    assert said in map(str, fewest_edits(setting(flags, 2), fixed=fixed).edits)
+    assert said in map(str, smallest_repair(setting(flags, 2), fixed=fixed).edits)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_changes_are_said_as_flags(flags: str, said: str) -> None:
     ],
 )
 def test_the_flags_that_a_rule_speaks_of_are_found(says: str, names: list[str]) -> None:
-    assert named(Broken("x", says), setting("")) == names
+    assert named(BrokenRule("x", says), setting("")) == names
 
 
 def test_values_that_a_rule_names_are_tried() -> None:

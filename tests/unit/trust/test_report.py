@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.trust.plan.planner import Planned, advised, edits, plan, why
+from megatron.trust.plan.planner import RunPlan, advised, memory_savings, plan, why
 from megatron.trust.plan.report import TALL, memory_picture, page, plain, schedule_picture, text, ticks
 from megatron.trust.simulate.trace import DryRun, Event
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
@@ -27,7 +27,7 @@ def passes(action: Action, place: int) -> Sequence[Event]:
     return [op({"F": 1, "B": 2}[action.op], "")] if action.op in "FB" else []
 
 
-def planned_of(peaks: Sequence[int], flags: str = "--pipeline-model-parallel-size 2") -> Planned:
+def planned_of(peaks: Sequence[int], flags: str = "--pipeline-model-parallel-size 2") -> RunPlan:
     """The plan of a run whose pipeline positions need so many bytes, on a machine of 1 GiB."""
     return plan(
         config_of(flags, 2), 2, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes, peaks=peaks)
@@ -198,7 +198,7 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
 
 def test_changes_that_were_made_already_are_not_advised() -> None:
     flags = "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective"
-    words = [line for line, _ in edits(setting_of(flags, 4), config_of(flags, 4))]
+    words = [line for line, _ in memory_savings(setting_of(flags, 4), config_of(flags, 4))]
     assert words == [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--tensor-model-parallel-size 4 --sequence-parallel",

@@ -20,7 +20,7 @@ from megatron.core.kernels.table import Need, select
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.cli.arguments import config_of, read_args
-from megatron.training.health.bad_steps import Guard
+from megatron.training.health.bad_steps import StepValidator
 from megatron.training.loader import build_data
 from megatron.training.loop import Session
 from megatron.training.trainer import build_trainer
@@ -90,7 +90,7 @@ def session(flags: list[str], folder: Path) -> Iterator[Session]:
     trainer = build_trainer(run, pretrain_gpt.model, pretrain_gpt.forward_step)
     checkpoint = Checkpoint(trainer)
     with closing(build_data(trainer, pretrain_gpt.datasets)) as data:
-        yield Session(trainer, checkpoint, data, Guard(run.config))
+        yield Session(trainer, checkpoint, data, StepValidator(run.config))
         checkpoint.finish()
 
 
