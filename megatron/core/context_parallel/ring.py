@@ -190,7 +190,7 @@ class _Ring(Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)
         parcel, counts = _Parcel(k.shape, v.shape), ring.cut.counts()
         works: list[Any] = []
-        arriving = sent = None
+        arriving: Tensor | None = None
         for step, (source, key, value) in enumerate(_around(k, v, ring)):
             count = counts[source]
             flat = parcel.empty(k, count, lse.dtype).zero_()
@@ -211,11 +211,12 @@ class _Ring(Function):
             _wait(works)
             if arriving is not None:  # what the ranks before found for these keys
                 flat += arriving
-            sent = flat  # left alone until it has arrived
+            sent = flat  # must stay as it is until it has arrived
             following = counts[(ring.axis.rank - step - 1) % ring.axis.size]
             arriving = parcel.empty(k, following, lse.dtype)
             works = collectives.start_shift(arriving, sent, ring.axis)
         _wait(works)
+        assert arriving is not None, "a ring has at least one rank"
         dk, dv = parcel.open(arriving, k.shape[2])
         dsink = None
         if sink is not None:

@@ -204,8 +204,8 @@ def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None)
     """
     if axis.size == 1:
         return tensor
-    options = {"axis": axis, "meanwhile": meanwhile}
-    return _Pair.apply(tensor, partial(all_gather, **options), partial(reduce_scatter, **options))
+    gather, scatter = (partial(move, axis=axis, meanwhile=meanwhile) for move in (all_gather, reduce_scatter))
+    return _Pair.apply(tensor, gather, scatter)
 
 
 def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -215,8 +215,8 @@ def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None)
     """
     if axis.size == 1:
         return tensor
-    options = {"axis": axis, "meanwhile": meanwhile}
-    return _Pair.apply(tensor, partial(reduce_scatter, **options), partial(all_gather, **options))
+    gather, scatter = (partial(move, axis=axis, meanwhile=meanwhile) for move in (all_gather, reduce_scatter))
+    return _Pair.apply(tensor, scatter, gather)
 
 
 def cut_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
@@ -348,13 +348,13 @@ def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> 
     """`gather_then_scatter` of pieces with these numbers of rows. tensor: [sizes[axis.rank], ...]; returns [sum(sizes), ...]."""
     if axis.size == 1:
         return tensor
-    options = {"sizes": sizes, "axis": axis}
-    return _Pair.apply(tensor, partial(_gather_uneven, **options), partial(_scatter_uneven, **options))
+    gather, scatter = (partial(move, sizes=sizes, axis=axis) for move in (_gather_uneven, _scatter_uneven))
+    return _Pair.apply(tensor, gather, scatter)
 
 
 def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     """`scatter_then_gather` into pieces with these numbers of rows. tensor: [sum(sizes), ...]; returns [sizes[axis.rank], ...]."""
     if axis.size == 1:
         return tensor
-    options = {"sizes": sizes, "axis": axis}
-    return _Pair.apply(tensor, partial(_scatter_uneven, **options), partial(_gather_uneven, **options))
+    gather, scatter = (partial(move, sizes=sizes, axis=axis) for move in (_gather_uneven, _scatter_uneven))
+    return _Pair.apply(tensor, scatter, gather)

@@ -132,7 +132,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: object | None = None
+        self._pool: Any = None  # of torch.cuda, which has no public type for it
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -145,7 +145,7 @@ class Graphs:
             work()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+        with torch.cuda.graph(graph, pool=self._pool):
             output = work()
         self._pool = graph.pool()
         return graph.replay, output
@@ -247,7 +247,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
     Unlike an address, it is known of tensors without data too. It means something only while that memory is alive.
     """
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def random_state(device: torch.device) -> torch.Tensor:

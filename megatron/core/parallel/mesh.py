@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,7 @@ class Mesh:
     def single(device: torch.device | None = None) -> Mesh:
         """The mesh of one process, without torch.distributed."""
         flight_recorder, overlap = FlightRecorder(), Overlap()
-        axes = {
+        axes: dict[str, Any] = {
             field.name: Axis(field.name, flight_recorder=flight_recorder, overlap=overlap)
             for field in fields(Mesh)
             if field.name not in ("device", "blocks")

@@ -80,7 +80,7 @@ class _Group:
         storage = tensor.untyped_storage()
         if storage._cdata in self.stay:
             return tensor
-        size, first = tensor.element_size(), tensor.storage_offset()
+        size, first = tensor.element_size(), int(tensor.storage_offset())
         last = (
             first + 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         )

@@ -26,15 +26,15 @@ class _Recompute(Function):
         function: Callable[..., Tensor],
         streams: RandomStreams,
         axis: Axis | None,
-        *tensors: Tensor | None,
+        first: Tensor,
+        *others: Tensor | None,
     ) -> Tensor:
         context.function, context.streams, context.axis = function, streams, axis
         context.states = streams.state()
-        context.shape = tensors[0].shape
-        kept = tensors if axis is None else (_own_piece(tensors[0], axis), *tensors[1:])
-        context.save_for_backward(*kept)
+        context.shape = first.shape
+        context.save_for_backward(first if axis is None else _own_piece(first, axis), *others)
         with torch.no_grad():
-            return function(*tensors)
+            return function(first, *others)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -165,7 +165,7 @@ class _LowLinear(Function):
         flat = x.reshape(-1, x.shape[-1])
         own = scaling.quantise("input", flat, scaling.largest("input", flat))
         largest = scaling.largest("weight", weight) if way.held is None else None
-        whole = _gathered(own, way.axis) if way.gathers else own
+        whole = _gathered(own, way.axis) if way.gathers and way.axis is not None else own
         output = recipe.product(whole, way.held or scaling.quantise("weight", weight, largest), x.dtype)
         context.way, context.bias, context.shape = way, bias, x.shape
         # Of what has one scale, 8 bits are enough for the backward pass; blocks along the tokens are made of the input itself.
@@ -225,7 +225,7 @@ def _weight_gradients(
 
 def _later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
     """The gradients that were left for later; the tokens of other ranks are fetched only now."""
-    if way.gathers:
+    if way.gathers and way.axis is not None:
         kept, gathering = _start_gather(kept, way.axis)
         collectives.wait(gathering)
     return compute(kept)

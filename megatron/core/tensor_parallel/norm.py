@@ -47,9 +47,9 @@ class Norm(nn.Module):
 
     def of_sum(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """x + update and its norm, by one kernel. x, update: [..., size], of the module's own format."""
-        return self.kernels.residual_norm(
-            x, update, scale_of(self.weight, x.dtype, one_plus=self.one_plus), self.bias, self.epsilon
-        )
+        residual_norm = self.kernels.residual_norm
+        assert residual_norm is not None, "layers ask for the sum only where there is a kernel for it"
+        return residual_norm(x, update, scale_of(self.weight, x.dtype, one_plus=self.one_plus), self.bias, self.epsilon)
 
 
 def scale_of(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:

@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
         bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
         """
-        if self.build.sums_in_norms:
+        if self.build.sums_in_norms and self.pre_mlp_layernorm is not None:
             update, _ = self.self_attention(x, self.input_layernorm, context, bias)
             x, normed = self.pre_mlp_layernorm.of_sum(x, self.dropout(update))
             return x + self.dropout(self.mlp(normed, None, context)[0])

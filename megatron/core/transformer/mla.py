@@ -50,12 +50,11 @@ class MultiLatentAttention(nn.Module):
         pair = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
         made: dict[str, Any] = {"init": build.initial(), "mesh": build.mesh, "dtype": build.dtype}
         cut, whole = {**made, "region": region, "bias": False}, {**made, "sum_over": region.outside_sums, "bias": False}
-        compressed = mla.q_lora_rank is not None
-        self.linear_q_proj = None if compressed else ColumnLinear(model.hidden_size, (query,), **cut)
-        self.linear_q_down_proj = Linear(model.hidden_size, mla.q_lora_rank, **whole) if compressed else None
-        normed = model.qk_layernorm
-        self.q_layernorm = build.norm(mla.q_lora_rank, kind="qk_norm") if compressed and normed else None
-        self.linear_q_up_proj = ColumnLinear(mla.q_lora_rank, (query,), **cut) if compressed else None
+        rank, normed = mla.q_lora_rank, model.qk_layernorm
+        self.linear_q_proj = ColumnLinear(model.hidden_size, (query,), **cut) if rank is None else None
+        self.linear_q_down_proj = None if rank is None else Linear(model.hidden_size, rank, **whole)
+        self.q_layernorm = build.norm(rank, kind="qk_norm") if rank is not None and normed else None
+        self.linear_q_up_proj = None if rank is None else ColumnLinear(rank, (query,), **cut)
         self.linear_kv_down_proj = Linear(model.hidden_size, mla.kv_lora_rank + mla.qk_pos_emb_head_dim, **whole)
         self.kv_layernorm = build.norm(mla.kv_lora_rank, kind="qk_norm") if normed else None
         self.linear_kv_up_proj = ColumnLinear(mla.kv_lora_rank, (pair,), **cut)
@@ -127,13 +126,16 @@ class MultiLatentAttention(nn.Module):
             ((own ** (1.0 - alpha)).expand(-1, mla.qk_head_dim), torch.ones_like(own).expand(-1, mla.v_head_dim)), dim=1
         )
         query = self.linear_q_proj if self.linear_q_up_proj is None else self.linear_q_up_proj
+        assert query is not None, "queries have a projection, with or without a latent"
         return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [s or s/tp, b, h]. Returns queries or their latent, the latent [s or s/tp, b, r] of keys and values, and the
         shared key [s, b, 1, d], not yet rotated. Latents are normed if they have norms.
         """
-        query = self.linear_q_down_proj(x) if self.linear_q_proj is None else self.linear_q_proj(x)
+        project = self.linear_q_down_proj if self.linear_q_proj is None else self.linear_q_proj
+        assert project is not None, "queries have a projection, with or without a latent"
+        query = project(x)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         latent, shared = self.linear_kv_down_proj(x).split(
             [self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim], dim=-1

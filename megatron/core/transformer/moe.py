@@ -168,13 +168,14 @@ class MoELayer(nn.Module):
         shared = self._shared(x, context) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
         outputs = self.experts(parcel.arrive())
         routed = region.gather_tokens(self.dispatcher.bring_back(outputs, parcel).view(own.shape), length)
-        if self.shared_experts is None:
-            return routed
-        return routed + (self._shared(x, context) if shared is None else shared)
+        if shared is None:
+            shared = self._shared(x, context)
+        return routed if shared is None else routed + shared
 
     def _shared(self, x: Tensor, context: ForwardContext) -> Tensor | None:
-        if self.shared_experts is None:
+        experts = self.shared_experts
+        if experts is None:
             return None
         if self.build.recomputes("shared_experts"):
-            return recompute(lambda y: self.shared_experts(y, None, context)[0], self.build.streams, x)
-        return self.shared_experts(x, None, context)[0]
+            return recompute(lambda y: experts(y, None, context)[0], self.build.streams, x)
+        return experts(x, None, context)[0]

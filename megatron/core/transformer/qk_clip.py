@@ -17,6 +17,7 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import largest_scores
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.spec import spec_of
 
 
 class Peaks:
@@ -61,5 +62,5 @@ def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, 
     largest = collectives.all_gather(collectives.all_reduce(own, mesh.dp_cp, "max"), mesh.tp)
     factors: dict[str, Tensor] = {}
     for (layer, _), shrink in zip(clipped, (threshold / largest.clamp(min=threshold)).unbind(1), strict=True):
-        factors |= {param.spec.name: rows for param, rows in layer.clip_rows(shrink, alpha).items()}
+        factors |= {spec_of(param).name: rows for param, rows in layer.clip_rows(shrink, alpha).items()}
     return factors

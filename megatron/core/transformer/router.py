@@ -74,7 +74,8 @@ class Router(nn.Module):
         self.bias = parameter(each, build.mesh, build.dtype) if model.add_bias_linear else None
         self.expert_bias: nn.Parameter | None = None
         if self.moe.moe_router_enable_expert_bias:
-            self.expert_bias = parameter(each, build.mesh, torch.float32).requires_grad_(False)
+            self.expert_bias = parameter(each, build.mesh, torch.float32)
+            self.expert_bias.requires_grad_(False)
         repeated = model.mtp.mtp_use_repeated_layer and plan.index >= model.num_layers
         depths = (model.mtp.mtp_num_layers or 1) if repeated else 1
         # Of the step that is under way: choices of this rank's tokens [e] and how many were dropped [1], by the depths that
@@ -121,16 +122,14 @@ class Router(nn.Module):
     @staticmethod
     def after_step(routers: Sequence[Router], *, stepped: bool) -> None:
         """Close a step: expert biases move by the loads of all its tokens, if weights did, and counts begin anew."""
-        biased = [router for router in routers if router.expert_bias is not None]
+        biased = [(router, router.expert_bias) for router in routers if router.expert_bias is not None]
         if biased and stepped:
-            mesh = biased[0].build.mesh
-            loads = torch.stack([router.tally[:, :-1].sum(0) for router in biased])
+            mesh = biased[0][0].build.mesh
+            loads = torch.stack([router.tally[:, :-1].sum(0) for router, _ in biased])
             for axis in (mesh.tp_cp, mesh.dp):
                 collectives.all_reduce(loads, axis)
-            for router, load in zip(biased, loads, strict=True):
-                router.expert_bias.data.copy_(
-                    moved_bias(router.expert_bias.data, load, router.moe.moe_router_bias_update_rate)
-                )
+            for (router, bias), load in zip(biased, loads, strict=True):
+                bias.data.copy_(moved_bias(bias.data, load, router.moe.moe_router_bias_update_rate))
         for router in routers:
             router.tally = torch.zeros_like(router.tally)
             router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
@@ -230,6 +229,7 @@ def choose(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) ->
 
 def _allowed(scores: Tensor, moe: MoEConfig) -> Tensor:
     """Bool [t, e]: the experts of the best groups (DeepSeek-V2 and V3, 2024)."""
+    assert moe.moe_router_group_topk is not None, "with groups comes how many of them a token may use"
     groups = scores.unflatten(-1, (moe.moe_router_num_groups, -1))
     taken = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
     best = groups.topk(taken, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
