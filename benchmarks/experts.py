@@ -27,7 +27,7 @@ from megatron.core.parallel.device import keep_freed_memory, name_of, pick_devic
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.build import Build
-from megatron.core.transformer.dispatch import Parcel, Rows
+from megatron.core.transformer.dispatch import Dispatched, ExpertInputs
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.passing import ForwardContext
@@ -184,9 +184,9 @@ def travel(changes: dict[str, Any], ranks: int, dispatcher: str, tokens: int) ->
     )
     layer = layer_of(changes, device=device, dtype=torch.float32, build=tiny.run_of(settings).build)
     x = torch.randn(tokens, 1, settings.model.hidden_size).requires_grad_()
-    rows = layer.dispatcher.send(
+    rows = layer.dispatcher.dispatch(
         x.detach().flatten(0, 1), layer.router(x.detach(), ForwardContext(MaskSpec())), None
-    ).arrive()
+    ).wait()
     rows = dataclasses.replace(rows, tokens=rows.tokens.detach().requires_grad_(), weights=rows.weights.detach())
     whole, alone = seconds(
         [
@@ -204,17 +204,17 @@ class Stay:
     def __init__(self, here: int) -> None:
         self.here = here
 
-    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
         """As the protocol says."""
         each = routing.experts.numel() // self.here
-        rows = Rows(
+        rows = ExpertInputs(
             tokens.repeat(routing.experts.shape[1], 1), routing.weights.t().reshape(-1), torch.full((self.here,), each)
         )
-        return Parcel(lambda: rows, order=None, way=routing.experts.shape)
+        return Dispatched(lambda: rows, permutation=None, handle=routing.experts.shape)
 
-    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """As the protocol says."""
-        tokens, choices = parcel.way
+        tokens, choices = dispatched.handle
         return outputs.view(choices, tokens, -1).sum(0)
 
 

@@ -23,6 +23,9 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {
         "Trail": "FlightRecorder",
         "Journey": "AsyncExchange",
+        "bring_back": "combine",
+        "ByLibrary": "LibraryDispatcher",
+        "spread_weights": "permute_weights",
         "_Walk": "_ScriptRunner",
         "_Payload": "_Message",
         "dual_batch": "overlap",

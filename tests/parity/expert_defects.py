@@ -20,7 +20,13 @@ from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, local_shards
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer import dispatch, moe
-from megatron.core.transformer.dispatch import AllGather, AllToAll, Order, Parcel, Rows
+from megatron.core.transformer.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Dispatched,
+    ExpertInputs,
+    ExpertPermutation,
+)
 from megatron.core.transformer.moe import Experts, GroupedLinear
 from megatron.core.transformer.router import Routing
 from tests.parity.defect import Defect, collectives_with, sum_replicated_but
@@ -29,11 +35,11 @@ _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
     clip.counted_ranges,
     ddp.make_buckets,
     DataParallel._launch,
-    dispatch.order_of,
+    dispatch.sort_by_expert,
     moe.Shard,
 )
-_forward, _collect, _act = GroupedLinear.forward, dispatch.collect, Experts._act
-_gathered, _sent, _start_async = AllGather.send, AllToAll.send, collectives.start_async
+_forward, _collect, _act = GroupedLinear.forward, dispatch.unpermute_tokens, Experts._act
+_gathered, _sent, _start_async = AllGatherDispatcher.dispatch, AllToAllDispatcher.dispatch, collectives.start_async
 
 
 # The gradient, from the experts on.
@@ -78,21 +84,23 @@ def _one_part(dim: int, axis: str, parts: tuple[FusedSegment, ...]) -> Shard:
 # On the way.
 
 
-def _collect_one_row_off(rows: Tensor, order: Order) -> Tensor:
+def _collect_one_row_off(rows: Tensor, order: ExpertPermutation) -> Tensor:
     return _collect(rows.roll(1, 0), order)
 
 
-def _count_one_expert_off(self: AllToAll, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
-    parcel = _sent(self, tokens, routing, room)
+def _count_one_expert_off(
+    self: AllToAllDispatcher, tokens: Tensor, routing: Routing, capacity: int | None
+) -> Dispatched:
+    dispatched = _sent(self, tokens, routing, capacity)
 
-    def arrive() -> Rows:
-        rows = parcel.arrive()
+    def wait() -> ExpertInputs:
+        rows = dispatched.wait()
         return dataclasses.replace(rows, counts=rows.counts.roll(1))
 
-    return dataclasses.replace(parcel, arrive=arrive)
+    return dataclasses.replace(dispatched, wait=wait)
 
 
-def _all_choices_are_mine(*arguments: Any, first: int = 0, **keywords: Any) -> Order:
+def _all_choices_are_mine(*arguments: Any, first: int = 0, **keywords: Any) -> ExpertPermutation:
     return _order_of(*arguments, first=0, **keywords)
 
 
@@ -104,10 +112,12 @@ def _without_a_way_back(tensor: Tensor, exchange: AsyncExchange) -> Tensor:
     return _start_async(tensor if tensor.shape[-1] > 1 else tensor.detach(), exchange)
 
 
-def _weights_of_this_rank_only(self: AllGather, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+def _weights_of_this_rank_only(
+    self: AllGatherDispatcher, tokens: Tensor, routing: Routing, capacity: int | None
+) -> Dispatched:
     here = self.num_experts // self.ep.size
     mine = (routing.experts // here == self.ep.rank).to(routing.weights.dtype)
-    return _gathered(self, tokens, dataclasses.replace(routing, weights=routing.weights * mine), room)
+    return _gathered(self, tokens, dataclasses.replace(routing, weights=routing.weights * mine), capacity)
 
 
 # In the layer.
@@ -178,17 +188,17 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "rows come back one off",
         (("tp2 etp1 ep2", "moe"), ("ep4 dp4 alltoall grouped", "moe")),
-        ((dispatch, "collect", _collect_one_row_off),),
+        ((dispatch, "unpermute_tokens", _collect_one_row_off),),
     ),
     Defect(
         "rows meet the expert beside their own",
         (("ep2 dp2 overlap-shared", "moe-shared"), ("etp2 dp2 alltoall", "moe-shared-bias")),
-        ((AllToAll, "send", _count_one_expert_off),),
+        ((AllToAllDispatcher, "dispatch", _count_one_expert_off),),
     ),
     Defect(
         "every rank takes the choices of the first experts for its own",
         (("ep2 dp2", "moe"),),
-        ((dispatch, "order_of", _all_choices_are_mine),),
+        ((dispatch, "sort_by_expert", _all_choices_are_mine),),
     ),
     Defect(
         "shares of cut experts are not added up",
@@ -201,7 +211,9 @@ EXPERTS: tuple[Defect, ...] = (
         ((dispatch, "collectives", collectives_with(start_async=_without_a_way_back)),),
     ),
     Defect(
-        "tokens of other ranks weigh nothing", (("ep2 dp2", "moe"),), ((AllGather, "send", _weights_of_this_rank_only),)
+        "tokens of other ranks weigh nothing",
+        (("ep2 dp2", "moe"),),
+        ((AllGatherDispatcher, "dispatch", _weights_of_this_rank_only),),
     ),
     Defect(
         "every tensor rank sends all tokens",

@@ -1,9 +1,10 @@
-"""Tokens to their experts, and back.
+"""Token dispatch: tokens go to the ranks of their experts, outputs come back.
 
-    dispatcher.send(tokens, weights, routing) -> a parcel; parcel.arrive() -> rows of this rank's experts, sorted by expert
-    dispatcher.bring_back(outputs, parcel) -> for each token the sum of what its experts said
+    dispatched = dispatcher.dispatch(tokens, routing, capacity)    starts the exchange
+    inputs = dispatched.wait()                                     inputs of this rank's experts, sorted by expert
+    dispatcher.combine(outputs, dispatched)                        for each token the sum of its experts' outputs
 
-The rows that leave a rank are its choices sorted by expert; their way back is the same way backwards:
+The rows that leave a rank are its choices sorted by expert; combining undoes every step of dispatching:
 
     local       no one else has experts: sort, compute, sum
     alltoall    sort by expert | rows to the ranks of ep that have their experts | gather over etp | sort by own expert
@@ -34,8 +35,8 @@ Permute = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]  # kernels/perm
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """What experts compute on. tokens: [n, h], sorted by expert; weights: [n]; counts: [e of this rank] int64, rows of each."""
+class ExpertInputs:
+    """What this rank's experts compute on. tokens: [n, h], sorted by expert; weights: [n]; counts: [e of this rank] int64, rows of each."""
 
     tokens: Tensor
     weights: Tensor
@@ -43,8 +44,8 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """How choices become rows. Places that hold nothing have an index one past the end.
+class ExpertPermutation:
+    """The permutation that sorts the t * k choices of tokens by expert. Places that hold nothing have an index one past the end.
 
     choices: [n], the choice that row number i is, of all t * k. places: [t, k], the row that a choice is. counts: [experts].
     empties: whether there may be rows without a choice. losses: whether there may be choices without a row. permute: the kernel.
@@ -64,38 +65,45 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """Rows on their way. arrive: waits for them. order: of the choices that were sent. way: what the return needs."""
+class Dispatched:
+    """Tokens that are being exchanged. wait: returns what arrives. permutation: of the choices that were sent. handle: what
+    `combine` needs besides.
+    """
 
-    arrive: Callable[[], Rows]
-    order: Order
-    way: Any = None
+    wait: Callable[[], ExpertInputs]
+    permutation: ExpertPermutation
+    handle: Any = None
 
 
 class Dispatcher(Protocol):
-    """A way to experts and back."""
+    """Exchanges tokens between the ranks of an expert group."""
 
-    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
-        """Start tokens [t, h] on their way. room: rows of each expert, if all are filled up to as many."""
+    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
+        """Start to send tokens, [t, h], to the experts of their routing.
 
-    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
-        """outputs: [n, h], of the rows that arrived. Returns [t, h], the sum of each token's rows."""
+        capacity: rows of each expert, where all are padded or cut to one number.
+        """
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Send the experts' outputs back. outputs: [n, h], of the rows that `wait` returned. Returns [t, h], the sum of each token's
+        rows.
+        """
 
 
-def order_of(
+def sort_by_expert(
     experts: Tensor,
     kept: Tensor | None,
     num_experts: int,
     *,
     first: int = 0,
-    room: int | None = None,
+    capacity: int | None = None,
     all_here: bool = False,
     permute: Permute = permute,
-) -> Order:
-    """The order that sorts choices by expert, and those of one expert by token.
+) -> ExpertPermutation:
+    """Sort choices by expert, and those of one expert by token.
 
-    experts: [t, k]; kept: [t, k] or None. Only choices of `num_experts` experts from `first` on become rows; all_here: there
-    are no others. room: every expert gets so many rows, of which the last may be empty.
+    experts: [t, k], the chosen experts; kept: [t, k], False for a choice that is dropped, or None. Only choices of `num_experts`
+    experts from `first` on become rows; all_here: there are no others. capacity: every expert gets so many rows, of which the last may be empty.
     """
     flat, width = experts.reshape(-1), experts.shape[1]
     key = flat - first
@@ -107,74 +115,82 @@ def order_of(
         0, key, torch.ones_like(key)
     )
     sorted_choices, counts = key.argsort(stable=True), counts[:-1]
-    if room is None:
+    if capacity is None:
         # The number of rows is known without asking the device where no choice is left out.
         choices = sorted_choices if all_here and kept is None else sorted_choices[: int(counts.sum())]
         rows = torch.arange(len(choices), device=flat.device)
     else:
         starts = counts.cumsum(0) - counts
-        inside = torch.arange(room, device=flat.device)
+        inside = torch.arange(capacity, device=flat.device)
         slots = (starts[:, None] + inside).clamp(max=len(flat))
         empty = inside >= counts[:, None]
         padded = torch.cat([sorted_choices, sorted_choices.new_full((1,), len(flat))])  # there may be no choice at all
         choices = padded[slots].masked_fill(empty, len(flat)).reshape(-1)
         rows = torch.arange(len(choices), device=flat.device)
-        counts = torch.full_like(counts, room)
+        counts = torch.full_like(counts, capacity)
     places = torch.full((len(flat) + 1,), len(choices), device=flat.device)  # the last is where empty rows point to
     places = places.scatter(0, choices, rows)
-    return Order(
+    return ExpertPermutation(
         choices,
         places[:-1].view(-1, width),
         counts,
-        empties=room is not None,
+        empties=capacity is not None,
         losses=not all_here or kept is not None,
         permute=permute,
     )
 
 
-def spread(tokens: Tensor, order: Order) -> Tensor:
-    """The row of every choice. tokens: [t, h]; returns [n, h]."""
-    return order.permute(tokens, order.tokens[:, None], order.places, order.empties, order.losses)
+def permute_tokens(tokens: Tensor, permutation: ExpertPermutation) -> Tensor:
+    """Copy each token to the row of every choice. tokens: [t, h]; returns [n, h]."""
+    return permutation.permute(
+        tokens, permutation.tokens[:, None], permutation.places, permutation.empties, permutation.losses
+    )
 
 
-def spread_weights(weights: Tensor, order: Order) -> Tensor:
-    """The weight of every row. weights: [t, k]; returns [n], zero for empty rows."""
-    places = order.places.reshape(-1, 1)
-    return permute(weights.reshape(-1, 1), order.choices[:, None], places, order.empties, order.losses).squeeze(1)
+def permute_weights(weights: Tensor, permutation: ExpertPermutation) -> Tensor:
+    """The routing weight of every row. weights: [t, k]; returns [n], zero for empty rows."""
+    places = permutation.places.reshape(-1, 1)
+    return permute(
+        weights.reshape(-1, 1), permutation.choices[:, None], places, permutation.empties, permutation.losses
+    ).squeeze(1)
 
 
-def collect(rows: Tensor, order: Order) -> Tensor:
-    """Each token's sum over its rows. rows: [n, h]; returns [t, h]."""
-    return order.permute(rows, order.places, order.tokens[:, None], order.losses, order.empties)
+def unpermute_tokens(rows: Tensor, permutation: ExpertPermutation) -> Tensor:
+    """Sum the rows of each token. rows: [n, h]; returns [t, h]."""
+    return permutation.permute(
+        rows, permutation.places, permutation.tokens[:, None], permutation.losses, permutation.empties
+    )
 
 
-def rearranged(rows: Tensor, index: Tensor, back: Tensor, permute: Permute = permute) -> Tensor:
-    """rows[index], where `back` undoes it."""
+def reorder_rows(rows: Tensor, index: Tensor, back: Tensor, permute: Permute = permute) -> Tensor:
+    """rows[index]. rows: [n, h]; index, back: [n], the inverses of each other."""
     return permute(rows, index[:, None], back[:, None], False, False)
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalDispatcher:
     """All experts are here."""
 
     num_experts: int
     permute: Permute = permute
 
-    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
         """As the protocol says."""
-        order = order_of(
-            routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute
+        permutation = sort_by_expert(
+            routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
         )
-        rows = Rows(spread(tokens, order), spread_weights(routing.weights, order), order.counts)
-        return Parcel(lambda: rows, order)
+        rows = ExpertInputs(
+            permute_tokens(tokens, permutation), permute_weights(routing.weights, permutation), permutation.counts
+        )
+        return Dispatched(lambda: rows, permutation)
 
-    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """As the protocol says."""
-        return collect(outputs, parcel.order)
+        return unpermute_tokens(outputs, dispatched.permutation)
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGatherDispatcher:
     """Every rank sees all tokens of its experts' group, and computes on those that chose its own experts."""
 
     num_experts: int
@@ -182,20 +198,24 @@ class AllGather:
     etp: Axis
     permute: Permute = permute
 
-    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
         """As the protocol says."""
         tokens, weights = self._gather(tokens), self._gather(routing.weights)
         experts = self._gather(routing.experts)
         kept = None if routing.kept is None else self._gather(routing.kept.to(torch.uint8)).bool()
         here = self.num_experts // self.ep.size
-        room = None if room is None else room * self.ep.size * self.etp.size
-        order = order_of(experts, kept, here, first=here * self.ep.rank, room=room, permute=self.permute)
-        rows = Rows(spread(tokens, order), spread_weights(weights, order), order.counts)
-        return Parcel(lambda: rows, order)
+        capacity = None if capacity is None else capacity * self.ep.size * self.etp.size
+        permutation = sort_by_expert(
+            experts, kept, here, first=here * self.ep.rank, capacity=capacity, permute=self.permute
+        )
+        rows = ExpertInputs(
+            permute_tokens(tokens, permutation), permute_weights(weights, permutation), permutation.counts
+        )
+        return Dispatched(lambda: rows, permutation)
 
-    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """As the protocol says."""
-        shares = collect(outputs, parcel.order)
+        shares = unpermute_tokens(outputs, dispatched.permutation)
         summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch)
         return collectives.scatter_then_gather(summed, self.etp)
 
@@ -207,7 +227,7 @@ class AllGather:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ExchangeHandle:
     """exchange: over ep. gathered: rows of each etp rank. index, back: to the order of own experts, and from it."""
 
     exchange: AsyncExchange
@@ -217,7 +237,7 @@ class _Way:
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll:
+class AllToAllDispatcher:
     """Rows travel to the ranks that have their experts."""
 
     num_experts: int
@@ -225,49 +245,56 @@ class AllToAll:
     etp: Axis
     permute: Permute = permute
 
-    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
         """As the protocol says."""
-        order = order_of(
-            routing.experts, routing.kept, self.num_experts, room=room, all_here=True, permute=self.permute
+        permutation = sort_by_expert(
+            routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
         )
         here = self.num_experts // self.ep.size
         # [etp, ep, ep, here]: by etp rank and sender, and then by receiver and its expert
-        whole = collectives.all_gather(collectives.all_gather(order.counts, self.ep), self.etp)
+        whole = collectives.all_gather(collectives.all_gather(permutation.counts, self.ep), self.etp)
         table = whole.view(self.etp.size, self.ep.size, self.ep.size, here).cpu()
         arriving = table[:, :, self.ep.rank]
         send = table[self.etp.rank, self.ep.rank].sum(-1).tolist()
-        way = _Way(
+        handle = _ExchangeHandle(
             AsyncExchange(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch),
             arriving.sum((1, 2)).tolist(),
             *(index.to(tokens.device) for index in _by_expert(arriving.reshape(-1, here))),
         )
-        beside = AsyncExchange(send, way.exchange.receive, self.ep)  # its waits follow those of the tokens
-        weights = collectives.start_async(spread_weights(routing.weights, order)[:, None], beside)
-        coming = collectives.start_async(spread(tokens, order), way.exchange)
+        beside = AsyncExchange(send, handle.exchange.receive, self.ep)  # its waits follow those of the tokens
+        weights = collectives.start_async(permute_weights(routing.weights, permutation)[:, None], beside)
+        coming = collectives.start_async(permute_tokens(tokens, permutation), handle.exchange)
         counts = arriving.sum((0, 1)).to(tokens.device)
 
-        def arrive() -> Rows:
-            arrived = self._sorted(collectives.finish_async(coming, way.exchange), way)
-            return Rows(arrived, self._sorted(collectives.finish_async(weights, beside), way).squeeze(1), counts)
+        def wait() -> ExpertInputs:
+            arrived = self._sorted(collectives.finish_async(coming, handle.exchange), handle)
+            return ExpertInputs(
+                arrived, self._sorted(collectives.finish_async(weights, beside), handle).squeeze(1), counts
+            )
 
-        return Parcel(arrive, order, way)
+        return Dispatched(wait, permutation, handle)
 
-    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """As the protocol says."""
-        way: _Way = parcel.way
-        shares = rearranged(outputs, way.back, way.index, self.permute)
-        own = collectives.uneven_scatter_then_gather(shares, way.gathered, self.etp)
-        forth, switch = way.exchange, self.ep.overlap.switch
-        return collect(collectives.exchange(own, forth.receive, forth.send, self.ep, switch), parcel.order)
+        handle: _ExchangeHandle = dispatched.handle
+        shares = reorder_rows(outputs, handle.back, handle.index, self.permute)
+        own = collectives.uneven_scatter_then_gather(shares, handle.gathered, self.etp)
+        forth, switch = handle.exchange, self.ep.overlap.switch
+        return unpermute_tokens(
+            collectives.exchange(own, forth.receive, forth.send, self.ep, switch), dispatched.permutation
+        )
 
-    def _sorted(self, rows: Tensor, way: _Way) -> Tensor:
-        return rearranged(
-            collectives.uneven_gather_then_scatter(rows, way.gathered, self.etp), way.index, way.back, self.permute
+    def _sorted(self, rows: Tensor, handle: _ExchangeHandle) -> Tensor:
+        return reorder_rows(
+            collectives.uneven_gather_then_scatter(rows, handle.gathered, self.etp),
+            handle.index,
+            handle.back,
+            self.permute,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class ByLibrary:
+class LibraryDispatcher:
     """Tokens travel as a library sends them (kernels/external/deep_ep.py). Experts are whole."""
 
     num_experts: int
@@ -275,18 +302,22 @@ class ByLibrary:
     library: Any
     permute: Permute = permute
 
-    def send(self, tokens: Tensor, routing: Routing, room: int | None) -> Parcel:
+    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
         """As the protocol says."""
         experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         arrived, weights, own, handle = self.library.dispatch(tokens, routing.weights, experts, self.num_experts)
-        room = None if room is None else room * self.ep.size
-        order = order_of(own, None, self.num_experts // self.ep.size, room=room, permute=self.permute)
-        rows = Rows(spread(arrived, order), spread_weights(weights, order), order.counts)
-        return Parcel(lambda: rows, order, handle)
+        capacity = None if capacity is None else capacity * self.ep.size
+        permutation = sort_by_expert(
+            own, None, self.num_experts // self.ep.size, capacity=capacity, permute=self.permute
+        )
+        rows = ExpertInputs(
+            permute_tokens(arrived, permutation), permute_weights(weights, permutation), permutation.counts
+        )
+        return Dispatched(lambda: rows, permutation, handle)
 
-    def bring_back(self, outputs: Tensor, parcel: Parcel) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """As the protocol says."""
-        return self.library.combine(collect(outputs, parcel.order), parcel.way)
+        return self.library.combine(unpermute_tokens(outputs, dispatched.permutation), dispatched.handle)
 
 
 def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,7 +334,7 @@ def dispatcher_of(kind: str, num_experts: int, mesh: Mesh, kernels: Kernels = Ke
     """The dispatcher of --moe-token-dispatcher-type for these axes. kernels: with a library for flex, made from the group of ep."""
     library, permute = kernels.moe_flex_dispatcher, kernels.permute
     if mesh.ep.group is None and mesh.etp.group is None:
-        return Local(num_experts, permute)
+        return LocalDispatcher(num_experts, permute)
     if kind == "flex" and library is not None and mesh.ep.group is not None:
-        return ByLibrary(num_experts, mesh.ep, library(mesh.ep.group), permute)
-    return (AllGather if kind == "allgather" else AllToAll)(num_experts, mesh.ep, mesh.etp, permute)
+        return LibraryDispatcher(num_experts, mesh.ep, library(mesh.ep.group), permute)
+    return (AllGatherDispatcher if kind == "allgather" else AllToAllDispatcher)(num_experts, mesh.ep, mesh.etp, permute)

@@ -1,6 +1,6 @@
 """Mixture of experts: an MLP of many parts, of which each token uses a few (Shazeer et al., 2017).
 
-    x -> norm -> own tokens -> router -> send ~~> experts ~~> bring back -> whole -> + -> output
+    x -> norm -> own tokens -> router -> dispatch ~~> experts ~~> combine -> whole -> + -> output
            |                                                                         ^
            +--> shared experts, which every token uses ------------------------------+
 
@@ -25,7 +25,7 @@ from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard,
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
 from megatron.core.transformer.build import Build
-from megatron.core.transformer.dispatch import Rows, dispatcher_of
+from megatron.core.transformer.dispatch import ExpertInputs, dispatcher_of
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.router import Router
@@ -125,7 +125,7 @@ class Experts(nn.Module):
         )
         self.linear_fc2 = GroupedLinear(build, (model.hidden_size, (part,)), cut=2, init=build.initial_output())
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: ExpertInputs) -> Tensor:
         """Returns [n, h], of which the sum over etp is what the experts say."""
         wide = self.linear_fc1(rows.tokens, rows.counts)
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
@@ -162,12 +162,12 @@ class MoELayer(nn.Module):
         moe, region, length = self.build.model.moe, self.build.region, x.shape[0]
         own = region.scatter_tokens(x)
         routing = self.router(own, context)
-        parcel = self.dispatcher.send(
+        dispatched = self.dispatcher.dispatch(
             own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None
         )
         shared = self._shared(x, context) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
-        outputs = self.experts(parcel.arrive())
-        routed = region.gather_tokens(self.dispatcher.bring_back(outputs, parcel).view(own.shape), length)
+        outputs = self.experts(dispatched.wait())
+        routed = region.gather_tokens(self.dispatcher.combine(outputs, dispatched).view(own.shape), length)
         if shared is None:
             shared = self._shared(x, context)
         return routed if shared is None else routed + shared

@@ -23,7 +23,7 @@ from megatron.core.kernels.linear_loss import Words
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, select
-from megatron.core.transformer.dispatch import collect, order_of, spread
+from megatron.core.transformer.dispatch import permute_tokens, sort_by_expert, unpermute_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("triton.norm", "triton.pointwise", "triton.loss", "triton.permute")
@@ -113,21 +113,23 @@ def test_sums_and_their_norms_equal_the_reference(kernels: dict[str, ModuleType]
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, 4)])
+@pytest.mark.parametrize("drops, capacity", [(False, None), (True, None), (True, 4)])
 def test_rows_go_to_experts_and_back_as_by_torch(
-    kernels: dict[str, ModuleType], drops: bool, room: int | None, dtype: torch.dtype
+    kernels: dict[str, ModuleType], drops: bool, capacity: int | None, dtype: torch.dtype
 ) -> None:
     experts = torch.tensor([[0, 2], [3, 2], [0, 4], [2, 4], [2, 0], [0, 3], [4, 0]])  # nobody chooses expert 1
     kept = torch.ones_like(experts, dtype=torch.bool).index_fill_(0, torch.tensor([2, 3]), False) if drops else None
-    order = order_of(experts, kept, 5, room=room, all_here=True, permute=kernels["triton.permute"].permute)
-    for given, go in ((7, spread), (len(order.choices), collect)):
+    order = sort_by_expert(
+        experts, kept, 5, capacity=capacity, all_here=True, permute=kernels["triton.permute"].permute
+    )
+    for given, go in ((7, permute_tokens), (len(order.choices), unpermute_tokens)):
         compare(
             lambda x, go=go: go(x, order),
             lambda x, go=go: go(x, replace(order, permute=permute)),
             (draw("x", given, 1030),),
             dtype,
         )
-    assert collect(torch.empty(len(order.choices), 0), order).shape == (7, 0)
+    assert unpermute_tokens(torch.empty(len(order.choices), 0), order).shape == (7, 0)
 
 
 @needs_triton

@@ -10,16 +10,16 @@ from torch import Tensor
 from megatron.core.kernels.external.deep_ep import DeepEP, unfit
 from megatron.core.kernels.table import Kernels
 from megatron.core.transformer.dispatch import (
-    AllGather,
-    AllToAll,
-    ByLibrary,
+    AllGatherDispatcher,
+    AllToAllDispatcher,
     Dispatcher,
-    Local,
-    collect,
+    LibraryDispatcher,
+    LocalDispatcher,
     dispatcher_of,
-    order_of,
-    spread,
-    spread_weights,
+    permute_tokens,
+    permute_weights,
+    sort_by_expert,
+    unpermute_tokens,
 )
 from megatron.core.transformer.router import Routing
 from tests.helpers import deep_ep_stand_in
@@ -92,7 +92,7 @@ def test_an_order_sorts_choices_by_expert_and_then_by_token(kind: str, drops: bo
         for place, expert in enumerate(row)
         if first <= expert < first + here and (routing.kept is None or routing.kept[token, place])
     )
-    order = order_of(routing.experts, routing.kept, here, first=first)
+    order = sort_by_expert(routing.experts, routing.kept, here, first=first)
     assert order.choices.tolist() == [choice for _, choice in wanted]
     assert order.counts.tolist() == [sum(expert == own for expert, _ in wanted) for own in range(here)]
     rows = {choice: row for row, (_, choice) in enumerate(wanted)}
@@ -101,13 +101,13 @@ def test_an_order_sorts_choices_by_expert_and_then_by_token(kind: str, drops: bo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_room_every_expert_has_as_many_rows_and_the_empty_ones_are_zero(kind: str) -> None:
-    routing, room = routing_of(kind, 0, drops=False), TOKENS
-    order = order_of(routing.experts, None, EXPERTS, room=room)
-    rows, weights = spread(tokens_of(0), order), spread_weights(routing.weights, order)
-    assert order.counts.tolist() == [room] * EXPERTS and len(rows) == room * EXPERTS
+    routing, capacity = routing_of(kind, 0, drops=False), TOKENS
+    order = sort_by_expert(routing.experts, None, EXPERTS, capacity=capacity)
+    rows, weights = permute_tokens(tokens_of(0), order), permute_weights(routing.weights, order)
+    assert order.counts.tolist() == [capacity] * EXPERTS and len(rows) == capacity * EXPERTS
     for expert in range(EXPERTS):
         true = (routing.experts == expert).nonzero()
-        own = slice(expert * room, (expert + 1) * room)
+        own = slice(expert * capacity, (expert + 1) * capacity)
         assert torch.equal(rows[own][: len(true)], tokens_of(0)[true[:, 0]]) and not rows[own][len(true) :].any()
         assert (
             torch.equal(weights[own][: len(true)], routing.weights[true[:, 0], true[:, 1]])
@@ -115,85 +115,88 @@ def test_with_room_every_expert_has_as_many_rows_and_the_empty_ones_are_zero(kin
         )
 
 
-@pytest.mark.parametrize("room", [None, TOKENS])
-def test_spreading_and_collecting_have_each_others_gradients(room: int | None) -> None:
+@pytest.mark.parametrize("capacity", [None, TOKENS])
+def test_spreading_and_collecting_have_each_others_gradients(capacity: int | None) -> None:
     routing = routing_of("random", 0, drops=True)
-    order = order_of(routing.experts, routing.kept, EXPERTS, room=room)
+    order = sort_by_expert(routing.experts, routing.kept, EXPERTS, capacity=capacity)
     rows = torch.randn((len(order.choices), WIDTH), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: spread(x, order), tokens_of(0))
-    assert torch.autograd.gradcheck(lambda x: collect(x, order), rows)
-    assert torch.autograd.gradcheck(lambda x: spread_weights(x, order), routing.weights)
+    assert torch.autograd.gradcheck(lambda x: permute_tokens(x, order), tokens_of(0))
+    assert torch.autograd.gradcheck(lambda x: unpermute_tokens(x, order), rows)
+    assert torch.autograd.gradcheck(lambda x: permute_weights(x, order), routing.weights)
 
 
 def through(
-    dispatcher: Dispatcher, first: int, share: float, kind: str, *, rank: int, drops: bool, room: int | None
+    dispatcher: Dispatcher, first: int, share: float, kind: str, *, rank: int, drops: bool, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A rank's tokens to their experts and back: output, and the gradients of tokens and weights."""
     tokens, routing = tokens_of(rank), routing_of(kind, rank, drops=drops)
-    parcel = dispatcher.send(tokens, routing, room)
-    rows = parcel.arrive()
+    dispatched = dispatcher.dispatch(tokens, routing, capacity)
+    rows = dispatched.wait()
     owners = first + torch.arange(len(rows.counts)).repeat_interleave(rows.counts)
-    output = dispatcher.bring_back(share * say(rows.tokens, owners.double()) * rows.weights[:, None], parcel)
+    output = dispatcher.combine(share * say(rows.tokens, owners.double()) * rows.weights[:, None], dispatched)
     (output * target_of(rank)).sum().backward()
     kept = 1.0 if routing.kept is None else routing.kept
     return output.detach(), tokens.grad, routing.weights.grad * kept
 
 
 def on_a_rank(
-    kind: str, dispatcher: str, sizes: dict[str, Any], drops: bool, room: int | None
+    kind: str, dispatcher: str, sizes: dict[str, Any], drops: bool, capacity: int | None
 ) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
     mesh = mesh_of(**sizes)
     chosen = dispatcher_of(dispatcher, EXPERTS, mesh)
-    assert type(chosen) is {"allgather": AllGather, "alltoall": AllToAll, "flex": AllToAll}[dispatcher]
+    assert (
+        type(chosen)
+        is {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "flex": AllToAllDispatcher}[dispatcher]
+    )
     first = EXPERTS // mesh.ep.size * mesh.ep.rank
     return mesh.world.rank, through(
-        chosen, first, 1.0 / mesh.etp.size, kind, rank=mesh.world.rank, drops=drops, room=room
+        chosen, first, 1.0 / mesh.etp.size, kind, rank=mesh.world.rank, drops=drops, capacity=capacity
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, TOKENS)])
-def test_alone_a_token_gets_the_weighed_sum_of_its_experts(kind: str, drops: bool, room: int | None) -> None:
+@pytest.mark.parametrize("drops, capacity", [(False, None), (True, None), (True, TOKENS)])
+def test_alone_a_token_gets_the_weighed_sum_of_its_experts(kind: str, drops: bool, capacity: int | None) -> None:
     for value, true in zip(
-        through(Local(EXPERTS), 0, 1.0, kind, rank=0, drops=drops, room=room),
+        through(LocalDispatcher(EXPERTS), 0, 1.0, kind, rank=0, drops=drops, capacity=capacity),
         expected(kind, 0, drops=drops),
         strict=True,
     ):
         torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("drops, room", [(False, None), (True, TOKENS)])
+@pytest.mark.parametrize("drops, capacity", [(False, None), (True, TOKENS)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("sizes", [{"ep": 4, "etp": 1}, {"ep": 2, "etp": 2}, {"ep": 1, "etp": 2}], ids=str)
 def test_a_token_gets_the_same_from_experts_that_are_elsewhere(
-    world: Worlds, sizes: dict[str, int], dispatcher: str, kind: str, drops: bool, room: int | None
+    world: Worlds, sizes: dict[str, int], dispatcher: str, kind: str, drops: bool, capacity: int | None
 ) -> None:
     mesh = {"expert_model_parallel_size": sizes["ep"], "expert_tensor_parallel_size": sizes["etp"]}
-    for rank, found in world(4).run(on_a_rank, kind, dispatcher, mesh, drops, room):
+    for rank, found in world(4).run(on_a_rank, kind, dispatcher, mesh, drops, capacity):
         for value, true in zip(found, expected(kind, rank, drops=drops), strict=True):
             torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
 
 
-def by_library_on_a_rank(kind: str, drops: bool, room: int | None) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+def by_library_on_a_rank(kind: str, drops: bool, capacity: int | None) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
     mesh = mesh_of(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
     sys.modules["deep_ep"] = deep_ep_stand_in
     try:
         chosen = dispatcher_of("flex", EXPERTS, mesh, Kernels(moe_flex_dispatcher=DeepEP))
-        assert isinstance(chosen, ByLibrary)
+        assert isinstance(chosen, LibraryDispatcher)
         return mesh.world.rank, through(
-            chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, room=room
+            chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, capacity=capacity
         )
     finally:
         del sys.modules["deep_ep"]
 
 
-@pytest.mark.parametrize("drops, room", [(False, None), (True, None), (True, TOKENS)])
+@pytest.mark.parametrize("drops, capacity", [(False, None), (True, None), (True, TOKENS)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_library_that_sends_each_token_once_brings_the_same(
-    world: Worlds, kind: str, drops: bool, room: int | None
+    world: Worlds, kind: str, drops: bool, capacity: int | None
 ) -> None:
-    for rank, found in world(4).run(by_library_on_a_rank, kind, drops, room):
+    for rank, found in world(4).run(by_library_on_a_rank, kind, drops, capacity):
         # The library's weights are fp32.
         for value, true in zip(found, expected(kind, rank, drops=drops), strict=True):
             torch.testing.assert_close(value, true, rtol=1e-6, atol=1e-6)
