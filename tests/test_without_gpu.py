@@ -70,12 +70,9 @@ def test_a_run_holds_as_much_as_its_plan_says(flags: str) -> None:
                 "tests/gpu/test_decoding.py",
             ],
         ),
-        ("9.0", ["-m", "gpu", "tests/gpu/test_cuda_graphs.py", "-k", "(llama or moe) and not bf16"]),
+        ("9.0", ["-m", "gpu", "tests/gpu/test_graphs.py", "-k", "(llama or moe) and not bf16"]),
         ("10.0", ["-m", "gpu", "tests/gpu/test_low_precision.py", "-k", "products"]),
-        (
-            "9.0",
-            ["tests/parity/test_layout_search.py", "-k", "serial_run and (zero or fsdp or cp2) and llama and fp64"],
-        ),
+        ("9.0", ["tests/parity/test_layouts.py", "-k", "serial_run and (zero or fsdp or cp2) and llama and fp64"]),
     ],
     ids=["gpu", "graphs", "blackwell", "layouts"],
 )

@@ -7,9 +7,9 @@ The code is in megatron/tools/bert_embedding.py; `--help` says how to use it.
 import os
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.realpath(__file__))
 ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
+sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
 from megatron.tools.bert_embedding import main
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 # nothing of speed, of the GPU's own kernels, or of work that overlaps.
 #
 #   bash tests/without_gpu/run.sh                                  tests/gpu, but for what needs a compiler
-#   bash tests/without_gpu/run.sh tests/parity/test_layout_search.py     the table of layouts on stand-ins, over a stand-in for NCCL
+#   bash tests/without_gpu/run.sh tests/parity/test_layouts.py     the table of layouts on stand-ins, over a stand-in for NCCL
 #   MEGATRON_STAND_IN=10.0 bash tests/without_gpu/run.sh tests/gpu/test_low_precision.py -m gpu      as a Blackwell
 #
 #   bash tests/without_gpu/run.sh pretrain_gpt.py FLAGS            a program
@@ -37,6 +37,6 @@ case "${1:-}" in
     *.py) exec "$PYTHON" "$@" ;;
 esac
 if [ $# = 0 ]; then # without torch's compiler, and what takes the interpreter of Triton very long
-    set -- -m gpu tests/gpu --ignore tests/gpu/test_compile.py --deselect "tests/gpu/test_kernels.py::test_the_loss_of_blocks_takes_far_less_memory_than_the_logits[True]"
+    set -- -m gpu tests/gpu --ignore tests/gpu/test_compiling.py --deselect "tests/gpu/test_kernels.py::test_the_loss_of_blocks_takes_far_less_memory_than_the_logits[True]"
 fi
 exec "$PYTHON" -m pytest -n 2 --dist loadfile "$@"

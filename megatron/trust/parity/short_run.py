@@ -2,7 +2,7 @@
 
     run_of(config) -> Run            this process's place, alone or among the ranks of the default group
     batches(run, iteration)          its microbatches of a global batch that is the same in every layout
-    rehearse(config) -> Rehearsal    losses, norms, activations by module, gradients and weights by logical name
+    short_run(config) -> ShortRun  losses, norms, activations by module, gradients and weights by logical name
 
 Weights are drawn by name and text by sample, so two layouts of one config begin alike, and all that differs later is wrong.
 """

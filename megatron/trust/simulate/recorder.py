@@ -30,7 +30,7 @@ from megatron.core.parallel.overlap import DualBatch
 from megatron.trust.simulate.memory import Heap
 from megatron.trust.simulate.trace import TOGETHER, Event, Events
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).parents[3]  # as the frames of this package name it: not resolved
 _OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
 _LOOKS_ON = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/flight_recorder.py")
 _HOST = "megatron/core/parallel/device.py:"  # where room in the host's memory is asked for

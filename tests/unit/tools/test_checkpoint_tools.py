@@ -173,7 +173,7 @@ def test_every_script_starts_the_module_of_its_name() -> None:
     ) in scripts:  # its own folder leaves sys.path: tools/checkpoint would hide the standard library's `inspect`
         text, module = script.read_text(), ".".join(script.relative_to(ROOT).with_suffix("").parts)
         before, found, after = text.partition(f"from megatron.{module} import main\n")
-        assert found and "os.path.abspath(path or " in before and "main()" in after, script
+        assert found and "os.path.realpath(path or " in before and "main()" in after, script
     done = subprocess.run(
         [sys.executable, "tools/checkpoint/verify.py", "--help"], cwd=ROOT, text=True, capture_output=True, timeout=60
     )
