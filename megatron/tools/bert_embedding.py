@@ -36,6 +36,7 @@ from megatron.core.datasets.marks import bare_ids
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
@@ -201,9 +202,7 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     what = parser.add_argument_group("what")
     what.add_argument(
         "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.build import size_before_a_run
+from megatron.tools.parser import ToolParser
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, Command, read_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
@@ -27,9 +28,7 @@ from megatron.trust.flags.rule_page import page
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
     parser.add_argument(
         "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"

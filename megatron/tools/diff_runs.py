@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.training.report.run_log import plain
 from megatron.trust.compare.runs import Difference, History, InputDifference, StepDifference, difference, read_history
@@ -114,7 +115,7 @@ def report(a: History, b: History, found: Difference, tolerance: float) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
     end_in_a_line_when_interrupted()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="RUN_A", help="--save folder or ledger of a run")
     parser.add_argument("b", metavar="RUN_B", help="that of another")
     parser.add_argument(

@@ -23,6 +23,7 @@ from megatron.core.kernels.table import Kernels, Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import claim, pick_device
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
 from megatron.training.cli.device_checks import kernel_need
 from megatron.training.cli.preflight import examine, fitted
@@ -110,9 +111,7 @@ def table(rows: Sequence[CheckResult]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report on rank 0, and exit with its code on all."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script that the flags are for")
     parser.add_argument(
         "--megabytes", type=int, default=16, help="MiB that each rank sums and writes to measure rates (default: 16)"

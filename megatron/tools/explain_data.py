@@ -27,6 +27,7 @@ from megatron.core.datasets.paths import SPLITS
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.data.inspect_samples import Explanation, Microbatch, SampleUse, SpanText, Start
 from megatron.training.data.sample_order import needs_text
@@ -37,7 +38,7 @@ DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # as the entry scripts have i
 
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the flags of the run."""
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -36,6 +36,7 @@ from megatron.inference.engine import Engine
 from megatron.inference.generate import prompt_ids
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import (
     FORMATS,
@@ -67,7 +68,7 @@ AHEAD = 4  # times the requests that are decoded together: how far lines are rea
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what")
     what.add_argument(
         "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"

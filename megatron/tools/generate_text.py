@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.inference.engine import Engine
 from megatron.inference.generate import GenerationFailed, generate_texts
 from megatron.inference.sampling import Sampling
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
@@ -22,7 +23,7 @@ TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what to continue")
     what.add_argument(
         "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"

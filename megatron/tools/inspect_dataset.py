@@ -31,6 +31,7 @@ from megatron.core.datasets.sidecar import tokenizer_name
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 BAR = 50
@@ -39,9 +40,7 @@ SHOWN = 2000
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the files are PREFIX.bin and PREFIX.idx")
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="also say how many documents have more than N tokens"

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import size_before_a_run
+from megatron.tools.parser import ToolParser
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, read_command
 from megatron.trust.flags.repair import RequestedSetup
@@ -38,9 +39,7 @@ from megatron.trust.simulate.collective_matching import match_collectives
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
     parser.add_argument(
         "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"

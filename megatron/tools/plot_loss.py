@@ -21,6 +21,8 @@ if importlib.util.find_spec("matplotlib") is None:
 
 from matplotlib.figure import Figure
 
+from megatron.tools.parser import ToolParser
+
 
 class LogError(Exception):
     """A log that cannot be drawn."""
@@ -107,7 +109,7 @@ def draw(curves: Iterable[Curves], loss: str, lines: Sequence[tuple[str, float]]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="files that --log-jsonl wrote")
     parser.add_argument("--output", type=Path, default=Path("loss.png"), metavar="PNG", help="default: loss.png")
     parser.add_argument("--loss", default="lm loss", metavar="NAME", help="which loss (default: 'lm loss')")

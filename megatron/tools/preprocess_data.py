@@ -27,13 +27,12 @@ from megatron.core.datasets.ingest.inputs import find_sources
 from megatron.core.datasets.ingest.journal import Totals
 from megatron.core.datasets.ingest.pipeline import PreprocessOptions, describe_drops, measure, preprocess
 from megatron.core.datasets.ingest.source import STANDARD_INPUT
+from megatron.tools.parser import ToolParser
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     _add_input(parser)
     _add_sentences(parser)
     add_arguments(parser, TokenizerConfig)

@@ -22,6 +22,7 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.replay import Replayed, replay
 
@@ -57,9 +58,7 @@ def lines(found: Replayed, shown: int) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the options, replay, report."""
     end_in_a_line_when_interrupted()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("bundle", type=Path, help="folder of a bad step")
     parser.add_argument(
         "--weights", type=Path, help="checkpoint to start from, instead of the one in the bundle or named by it"

@@ -24,6 +24,7 @@ from megatron.core.tokenizers.base import Tokenizer, read_text
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.service import Service
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.inference_model import FORMATS, GPT, load_network
 from megatron.training.entry import entry
 from megatron.training.health.watchdog import RankLost
@@ -45,7 +46,7 @@ TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "c
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what")
     what.add_argument(
         "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"

@@ -22,6 +22,7 @@ from megatron.core.parallel.grid import axis_ranks
 from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
 from megatron.core.pipeline_parallel.timeline import picture, play
 from megatron.core.tokenizers.build import size_before_a_run
+from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
 
 CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
@@ -33,7 +34,7 @@ WIDEST = 160
 
 def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     """The tool's own options, and the config of the run it is to show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=1, help="ranks that will run (default: 1)")
     parser.add_argument(
         "--true-vocab-size",

@@ -30,13 +30,14 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.check import check_corpus, check_tokenizer, promises_round_trips
 from megatron.core.tokenizers.engines import num_processors
 from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_all
+from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",

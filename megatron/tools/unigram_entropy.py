@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.core.datasets.indexed import DataError, IndexedDataset
+from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 
@@ -38,7 +39,7 @@ def entropy(counts: np.ndarray) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
     end_in_a_line_when_interrupted()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the token file is PREFIX.bin with PREFIX.idx")
     parser.add_argument("--quiet", action="store_true", help="print the number only")
     args = parser.parse_args(arguments)

@@ -95,6 +95,7 @@ FLAG_READERS = (
     "megatron/training/initialize.py",
     "megatron/training/global_vars.py",
     "megatron/tasks/run.py",
+    "megatron/tools/parser.py",
 )
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
 ENVIRONMENT_READERS = (

@@ -36,6 +36,7 @@ from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_settings, open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
@@ -222,9 +223,7 @@ def shard_size(word: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The tool's flags."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = made.add_argument_group("what is read")
     group.add_argument("--load", "--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
     group.add_argument("--loader", choices=DIALECTS, help="its dialect (default: as it looks)")

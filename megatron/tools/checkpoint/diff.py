@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.saved import Saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import whole
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.checkpoints import Difference, Tolerance, compare_sources, settings_differences
@@ -100,9 +101,7 @@ def compare(args: argparse.Namespace) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
     end_in_a_line_when_interrupted()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("a", metavar="A", help="a checkpoint's folder, or a --save folder")
     parser.add_argument("b", metavar="B", help="the other; values and norms are relative to it")
     parser.add_argument(

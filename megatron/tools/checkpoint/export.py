@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
 from megatron.core.models.names import WORD_EMBEDDING
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint import export as exporting
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
@@ -98,9 +99,7 @@ def export(args: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
     end_in_a_line_when_interrupted()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect"
     )

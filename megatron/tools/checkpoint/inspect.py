@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.store import CheckpointError, walk
+from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.contents import (
     OWN,
@@ -35,9 +36,7 @@ SHOWN = 100  # characters of a value
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("path", metavar="PATH", help="a checkpoint's folder, or a --save folder")
     parser.add_argument(
         "--ckpt-step",

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.rewrite import rewrite
 from megatron.core.dist_checkpointing.saved import Saved, open_saved
 from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, walk
 from megatron.core.parallel.boxes import Box
+from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.contents import fits
 from megatron.trust.state_inventory import Verdict, compared
@@ -254,9 +255,7 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own flags, and those of the run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps before and after the kill (default: 5)"
     )

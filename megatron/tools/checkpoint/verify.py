@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.saved import Saved, open_saved, unknown_fi
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, walk
 from megatron.core.parallel.boxes import whole
+from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.contents import counted, size_words
@@ -98,9 +99,7 @@ def report(finding: Finding, seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
     end_in_a_line_when_interrupted()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder, or a --save folder")
     parser.add_argument(
         "--all", action="store_true", help="verify every checkpoint of a --save folder, not only the newest"

@@ -82,7 +82,7 @@ def test_a_question_that_cannot_be_read_ends_with_two(tool: ModuleType, capsys: 
     assert said == "" and "tools/check_config.py says what to change" in beside
     assert "2 ranks are not a multiple of --tensor-model-parallel-size 3" in beside
     assert "--no-such-flag is not a flag" in report(tool, capsys, f"{FLAGS} --no-such-flag", 2)[1]
-    assert report(tool, capsys, "", 2)[1].endswith("give the flags of a run\n")
+    assert report(tool, capsys, "", 2)[1].endswith("give the flags of a run\n--help says what each option takes\n")
 
 
 def test_a_refusal_does_not_wait_for_torch() -> None:
