@@ -85,7 +85,16 @@ LOCALS: Mapping[str, str] = MappingProxyType(
 )
 
 # Packages whose variables have names that say what they hold.
-PACKAGES: Sequence[str] = ("megatron/core/tokenizers", "megatron/core/datasets", "megatron/core/dist_checkpointing")
+PACKAGES: Sequence[str] = (
+    "megatron/core/tokenizers",
+    "megatron/core/datasets",
+    "megatron/core/dist_checkpointing",
+    "megatron/core/parallel",
+    "megatron/core/pipeline_parallel",
+    "megatron/core/tensor_parallel",
+    "megatron/core/context_parallel",
+    "megatron/core/transformer",
+)
 
 
 @cache

@@ -169,8 +169,10 @@ class _Ring(Function):
         lse = output.new_full(rows, float("-inf"))
         for source, key, value in _around(k, v, ring):
             for own, theirs, block in ring.blocks(source, q):
-                found = blockwise_attention.forward(q[:, :, own], key[:, :, theirs], value[:, :, theirs], block)
-                output[:, :, own], lse[:, :, own] = blockwise_attention.merge(output[:, :, own], lse[:, :, own], *found)
+                result = blockwise_attention.forward(q[:, :, own], key[:, :, theirs], value[:, :, theirs], block)
+                output[:, :, own], lse[:, :, own] = blockwise_attention.merge(
+                    output[:, :, own], lse[:, :, own], *result
+                )
         if (
             sink is not None
         ):  # one more score, which takes weight and gives nothing; those who see nothing keep their zero
@@ -196,7 +198,7 @@ class _Ring(Function):
             flat = parcel.empty(k, count, lse.dtype).zero_()
             dk, dv = parcel.open(flat, count)
             for own, theirs, block in ring.blocks(source, q):
-                found = blockwise_attention.backward(
+                gradients = blockwise_attention.backward(
                     gradient[:, :, own],
                     q[:, :, own],
                     key[:, :, theirs],
@@ -205,9 +207,9 @@ class _Ring(Function):
                     lse[:, :, own],
                     block,
                 )
-                dq[:, :, own] += found[0]
-                dk[:, :, theirs] += found[1]
-                dv[:, :, theirs] += found[2]
+                dq[:, :, own] += gradients[0]
+                dk[:, :, theirs] += gradients[1]
+                dv[:, :, theirs] += gradients[2]
             _wait(works)
             if arriving is not None:  # what the ranks before found for these keys
                 flat += arriving

@@ -63,13 +63,13 @@ def flat(shape: tuple[int, ...], low: int, high: int) -> list[tuple[Box, int, in
             (Box((first, *box.offset), (1, *box.shape)), first * row + start, first * row + stop)
             for box, start, stop in flat(shape[1:], low - first * row, high - first * row)
         ]
-    found = []
+    result = []
     middle_low, middle_high = -(-low // row), high // row
     if low % row:
-        found += flat(shape, low, middle_low * row)
+        result += flat(shape, low, middle_low * row)
     if middle_high > middle_low:
         box = Box((middle_low, *(0 for _ in shape[1:])), (middle_high - middle_low, *shape[1:]))
-        found.append((box, middle_low * row, middle_high * row))
+        result.append((box, middle_low * row, middle_high * row))
     if high % row:
-        found += flat(shape, middle_high * row, high)
-    return found
+        result += flat(shape, middle_high * row, high)
+    return result

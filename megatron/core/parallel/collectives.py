@@ -144,9 +144,9 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [value]
     _note("gathering of values", axis)
-    found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, value, group=axis.group)
-    return found
+    result: list[Any] = [None] * axis.size
+    dist.all_gather_object(result, value, group=axis.group)
+    return result
 
 
 def barrier(axis: Axis) -> None:

@@ -40,10 +40,10 @@ def keep_freed_memory(device: torch.device) -> None:
     virtual machine. Processes then hold what they held at their peak. Only glibc can be told, and who has told it something by
     variables of the environment is not contradicted.
     """
-    told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    tuned = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     mallopt = (
         getattr(ctypes.CDLL(None), "mallopt", None)
-        if device.type == "cpu" and sys.platform == "linux" and not told
+        if device.type == "cpu" and sys.platform == "linux" and not tuned
         else None
     )
     if mallopt is not None:

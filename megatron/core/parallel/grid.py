@@ -54,15 +54,15 @@ def block_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankList
 
     None without --hybrid-context-parallel.
     """
-    found: dict[str, RankLists] = {}
+    result: dict[str, RankLists] = {}
     lines = axis_ranks(parallel, world_size)["dp_cp"]
     size = 2
     while parallel.hybrid_context_parallel and size <= len(lines[0]):
-        found[f"block{size}"] = tuple(
+        result[f"block{size}"] = tuple(
             line[first : first + size] for line in lines for first in range(0, len(line) - size + 1, size)
         )
         size *= 2
-    return found
+    return result
 
 
 def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
@@ -91,7 +91,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     dense_order = ("tp", "cp_inner", "cp_outer", *last)
     context = ("cp_inner", "cp_outer")
     pipelines = rank_lists(dense, dense_order, ("pp",))
-    found = {
+    result = {
         name: rank_lists(dense, dense_order, along)
         for name, along in {
             "tp": ("tp",),
@@ -105,13 +105,13 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
             "world": dense_order,
         }.items()
     }
-    found["pp"] = pipelines
+    result["pp"] = pipelines
     end = home(2 * pp - 1, pp, parallel.placement)[0]
     again = _place_of_m(parallel, end)
-    found["embed"] = tuple(tuple(dict.fromkeys((line[0], line[again], line[end]))) for line in pipelines)
-    found["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[again]))) for line in pipelines)
+    result["embed"] = tuple(tuple(dict.fromkeys((line[0], line[again], line[end]))) for line in pipelines)
+    result["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[again]))) for line in pipelines)
     stages = rank_lists(dense, dense_order, ("tp", *context, "dp"))
-    found |= {
+    result |= {
         name: tuple(
             sorted(
                 tuple(stage[place] for place in places)
@@ -121,7 +121,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
         )
         for name in expert
     }
-    return found
+    return result
 
 
 def _place_of_m(parallel: ParallelConfig, end: int) -> int:

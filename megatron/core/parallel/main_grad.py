@@ -51,5 +51,5 @@ class MainGrad:
 
 def sum_of(parameter: Tensor) -> MainGrad | None:
     """The main gradient of a parameter while a step is under way; None at other times, when autograd returns gradients."""
-    found = getattr(parameter, "main_grad", None)
-    return found if found is not None and found.open else None
+    result = getattr(parameter, "main_grad", None)
+    return result if result is not None and result.open else None

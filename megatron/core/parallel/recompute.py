@@ -132,10 +132,10 @@ class _MadeAgain:
             if not self.made:
                 with torch.no_grad():
                     self.made, self.open = self.make(*self.tensors), self.promised
-            found = self.made[index].as_strided(*shape)
+            result = self.made[index].as_strided(*shape)
             self.open -= 1
             if not self.open:
                 self.made = ()
-            return found
+            return result
 
         return keep

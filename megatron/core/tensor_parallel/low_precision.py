@@ -70,14 +70,14 @@ class Scaling(nn.Module):
         """
         if not self.recipe.needs_largest:
             return None
-        found, place = largest_of(x), OPERANDS.index(operand)
+        result, place = largest_of(x), OPERANDS.index(operand)
         if self.recipe.history:
             if self.training:
-                self.seen[place] = torch.maximum(self.seen[place], found.float())
+                self.seen[place] = torch.maximum(self.seen[place], result.float())
             if self.knows_steps:
                 past = self.history[place]
-                return (past.amax() if self.recipe.by_largest else past[0]).to(found.dtype)
-        return collectives.all_reduce(found, self.axes[operand], "max")
+                return (past.amax() if self.recipe.by_largest else past[0]).to(result.dtype)
+        return collectives.all_reduce(result, self.axes[operand], "max")
 
     def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None) -> Quantised:
         """x [m, k] for a sum over k."""
@@ -98,11 +98,11 @@ class Scaling(nn.Module):
             for scaling in delayed:
                 scaling.seen = torch.zeros_like(scaling.seen)
             return
-        found, mesh = torch.stack([scaling.seen for scaling in delayed]), delayed[0].mesh
-        found = found.where(found.isfinite(), 0.0)
+        result, mesh = torch.stack([scaling.seen for scaling in delayed]), delayed[0].mesh
+        result = result.where(result.isfinite(), 0.0)
         for axis in (mesh.tp_cp, mesh.dp):
-            collectives.all_reduce(found, axis, "max")
-        for scaling, own in zip(delayed, found, strict=True):
+            collectives.all_reduce(result, axis, "max")
+        for scaling, own in zip(delayed, result, strict=True):
             scaling.remember(own)
 
     def remember(self, largest: Tensor) -> None:
@@ -214,13 +214,13 @@ def _weight_gradients(
     """dW, and db if there is a bias. gradient: [t, out], and as it was rounded; kept: [t, in], the input, or values of its scale."""
     recipe = scaling.recipe
     if not recipe.wgrad:
-        found = gradient.t().matmul(kept)
+        result = gradient.t().matmul(kept)
     elif kept_scale is not None:
-        found = recipe.product(rounded.t(), Quantised(kept, kept_scale).t(), gradient.dtype)
+        result = recipe.product(rounded.t(), Quantised(kept, kept_scale).t(), gradient.dtype)
     else:
         left, right = scaling.quantise_tokens("gradient", gradient), scaling.quantise_tokens("input", kept)
-        found = recipe.product(left, right, gradient.dtype)
-    return (found, gradient.sum(0)) if bias else (found,)
+        result = recipe.product(left, right, gradient.dtype)
+    return (result, gradient.sum(0)) if bias else (result,)
 
 
 def _later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:

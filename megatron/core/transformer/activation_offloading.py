@@ -50,17 +50,17 @@ def _begun(offload: Offload) -> AbstractContextManager[None]:
 def _parts(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a layer that have names, and those inside them whose activations are not theirs."""
     mixer, experts = layer.self_attention, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
-    found: list[tuple[str, nn.Module | None]] = [
+    result: list[tuple[str, nn.Module | None]] = [
         ("attn_norm", layer.input_layernorm),
         ("core_attn", mixer),
         ("mlp_norm", layer.pre_mlp_layernorm),
         ("attn_proj", mixer.get_submodule("linear_proj")),
     ]
-    found += [
+    result += [
         ("qkv_linear", part)
         for name, part in mixer.named_children()
         if name.startswith("linear_") and name != "linear_proj"
     ]
     if experts is not None:
-        found += [("moe_act", experts), ("expert_fc1", experts.linear_fc1), ("", experts.linear_fc2)]
-    yield from ((name, part) for name, part in found if part is not None)
+        result += [("moe_act", experts), ("expert_fc1", experts.linear_fc1), ("", experts.linear_fc2)]
+    yield from ((name, part) for name, part in result if part is not None)

@@ -61,10 +61,10 @@ class Layer(nn.Module):
             assert memory is not None and context.memory_mask is not None, (
                 "a layer with cross attention has something to look at"
             )
-            found, normed = self.cross_attention(
+            update, normed = self.cross_attention(
                 x, self.pre_cross_attn_layernorm, memory, context.memory_mask, context.cache
             )
-            x = self._sum(x, normed, found, None)
+            x = self._sum(x, normed, update, None)
         if self.recomputes_mlp:
             return recompute(partial(self.mlp_block, context=context), self.build.streams, x)
         return self.mlp_block(x, context=context)

@@ -81,8 +81,10 @@ class MultiLatentAttention(nn.Module):
         mask = context.mask.within(self.plan.window)
         if context.cache is not None:
             kept = torch.cat((self.build.region.copy_to_region(latent), self._turn(shared, table)[:, :, 0]), dim=-1)
-            found = self.absorbed(self._query(query, table), kept, mask, context.attention(self.build, self.plan.index))
-            return self.linear_proj(found), normed
+            result = self.absorbed(
+                self._query(query, table), kept, mask, context.attention(self.build, self.plan.index)
+            )
+            return self.linear_proj(result), normed
 
         def up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
             return self._query(query, table), *self._key_and_value(latent, shared, table)
@@ -109,10 +111,10 @@ class MultiLatentAttention(nn.Module):
         still, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat((torch.einsum("sbnk,nkr->sbnr", still, of_key), turned), dim=-1)
         key = kept[:, :, None]
-        found = attend(
+        result = attend(
             self.build, query, key, key[..., : mla.kv_lora_rank], mask, training=self.training, kernel=kernel
         )
-        return torch.einsum("sbnr,nvr->sbnv", found.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
+        return torch.einsum("sbnr,nvr->sbnv", result.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
 
     def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`.

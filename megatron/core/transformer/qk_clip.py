@@ -29,13 +29,13 @@ class Peaks:
     @torch.no_grad()
     def see(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None) -> None:
         """q: [queries, b, n/tp, d]; k: [keys, b, g/tp, d]."""
-        found = largest_scores(q, k, mask, scale)
-        self._largest = found if self._largest is None else torch.maximum(self._largest, found)
+        scores = largest_scores(q, k, mask, scale)
+        self._largest = scores if self._largest is None else torch.maximum(self._largest, scores)
 
     def take(self, heads: int, device: torch.device) -> Tensor:
         """[heads] in fp32 or wider, -inf where nothing was seen; forgets them."""
-        found, self._largest = self._largest, None
-        return torch.full((heads,), float("-inf"), device=device) if found is None else found
+        largest, self._largest = self._largest, None
+        return torch.full((heads,), float("-inf"), device=device) if largest is None else largest
 
 
 @runtime_checkable

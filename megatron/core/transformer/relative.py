@@ -44,8 +44,8 @@ class RelativePositions(nn.Module):
 def score_bias(table: Tensor, length: int, config: RopeConfig, *, causal: bool) -> Tensor:
     """What is added to the scores of a sequence. table: [buckets, n/tp]. Returns [1, n/tp, length, length]."""
     places = torch.arange(length, device=table.device)
-    found = buckets(places[None, :] - places[:, None], config, causal=causal)
-    return F.embedding(found, table).permute(2, 0, 1)[None]
+    index = buckets(places[None, :] - places[:, None], config, causal=causal)
+    return F.embedding(index, table).permute(2, 0, 1)[None]
 
 
 def buckets(offset: Tensor, config: RopeConfig, *, causal: bool) -> Tensor:

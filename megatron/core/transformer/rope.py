@@ -29,24 +29,24 @@ def frequencies(config: RopeConfig, head_size: int, device: torch.device, dtype:
     """Angle per position of each pair, [r/2] (Su et al., 2021)."""
     size = int(head_size * config.rotary_percent) // 2 * 2
     steps = torch.arange(0, size, 2, device=device, dtype=dtype) / size
-    found = 1.0 / config.rotary_base**steps  # rounded as the published networks round it
+    result = 1.0 / config.rotary_base**steps  # rounded as the published networks round it
     if config.is_yarn:
-        return _yarn(found, config)
-    return _llama3(found, config) if config.use_rope_scaling else found
+        return _yarn(result, config)
+    return _llama3(result, config) if config.use_rope_scaling else result
 
 
-def _llama3(found: Tensor, config: RopeConfig) -> Tensor:
+def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
     """Slow turns are slowed by a factor, fast ones kept, those between blended (Llama 3.1)."""
-    turns = config.rope_scaling_original_length * found / (2 * math.pi)
+    turns = config.rope_scaling_original_length * frequencies / (2 * math.pi)
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * found / config.rope_scaling_factor + blend * found
+    return (1 - blend) * frequencies / config.rope_scaling_factor + blend * frequencies
 
 
-def _yarn(found: Tensor, config: RopeConfig) -> Tensor:
+def _yarn(frequencies: Tensor, config: RopeConfig) -> Tensor:
     """Pairs that turn seldom over the original length are slowed by the factor, fast ones kept, those between blended by their
     number (YaRN; Peng et al., 2023)."""
-    size = 2 * len(found)
+    size = 2 * len(frequencies)
 
     def number(turns: float) -> float:  # of the pair that turns so often over the original length
         length = config.yarn_original_max_position_embeddings
@@ -56,9 +56,9 @@ def _yarn(found: Tensor, config: RopeConfig) -> Tensor:
     if config.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
-    pairs = torch.arange(len(found), device=found.device, dtype=found.dtype)
+    pairs = torch.arange(len(frequencies), device=frequencies.device, dtype=frequencies.dtype)
     slowed = ((pairs - first) / (last - first if last != first else 0.001)).clamp(0.0, 1.0)
-    return slowed * found / config.rotary_scaling_factor + (1 - slowed) * found
+    return slowed * frequencies / config.rotary_scaling_factor + (1 - slowed) * frequencies
 
 
 def yarn_growth(config: RopeConfig, share: float) -> float:

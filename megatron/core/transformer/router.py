@@ -66,8 +66,8 @@ class Router(nn.Module):
         super().__init__()
         model, self.moe = build.model, build.model.moe
         self.build, self.layer, self.num_experts = build, plan.index, self.moe.experts
-        asked = self.moe.moe_router_dtype or ("fp64" if build.dtype == torch.float64 else "fp32")
-        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[asked]
+        requested = self.moe.moe_router_dtype or ("fp64" if build.dtype == torch.float64 else "fp32")
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[requested]
         shape = (self.num_experts, model.hidden_size)
         self.weight = parameter(ParamSpec(shape, build.initial(), "matrix", sum_over=("tp",)), build.mesh, build.dtype)
         each = ParamSpec((self.num_experts,), constant(0.0), "vector", sum_over=("tp",))
@@ -137,28 +137,28 @@ class Router(nn.Module):
     def _experts(self, scores: Tensor, microbatch_context: MicrobatchContext | None, depth: int) -> Tensor:
         """The choice, or in training that of an earlier step that is replayed."""
         if microbatch_context is not None and self.replayed is not None:
-            found = self.replayed.get((microbatch_context.sample, depth))
-            assert found is not None, (
+            result = self.replayed.get((microbatch_context.sample, depth))
+            assert result is not None, (
                 f"no choice was recorded for the microbatch from sample {microbatch_context.sample} on"
             )
-            assert len(found) == len(scores), "a choice is replayed for as many tokens as it was made for"
-            return found
+            assert len(result) == len(scores), "a choice is replayed for as many tokens as it was made for"
+            return result
         with torch.no_grad():
             if "sinkhorn" in self.moe.moe_router_load_balancing_type and self.training:
-                found = evened(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
+                result = evened(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
             else:
-                found = choose(scores, self.moe, self.expert_bias)
+                result = choose(scores, self.moe, self.expert_bias)
         if microbatch_context is not None and self.moe.moe_enable_routing_replay:
-            self.recorded[microbatch_context.sample, depth] = found
-        return found
+            self.recorded[microbatch_context.sample, depth] = result
+        return result
 
     def _balanced(self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int) -> Tensor:
         """The weights, whose backward pass also brings the gradients of the balancing losses and of the z-loss."""
         moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
         assert microbatch_context is not None, "somebody listens"
         num_tokens = scores.shape[0] * axis.size
-        wanted = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
-        if wanted:
+        requested = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
+        if requested:
             shares = affinities(scores, moe.moe_router_score_function)
             by_sequence = microbatch_context.compute_once(
                 (self, context.depth, "chosen"),
@@ -167,7 +167,7 @@ class Router(nn.Module):
                     axis,
                 ),
             )
-            for kind, coefficient in wanted:
+            for kind, coefficient in requested:
                 chosen = by_sequence if kind == "seq_aux_loss" else by_sequence.sum(0, keepdim=True)
                 if kind == "global_aux_loss":
                     chosen = microbatch_context.compute_once(
@@ -257,8 +257,8 @@ def affinities(scores: Tensor, function: str) -> Tensor:
     """What balancing losses look at: each token's shares among all experts, which add up to 1. scores: [t, e]."""
     if function == "softmax":
         return scores.softmax(-1)
-    found = _positive(scores, function)
-    return found / (found.sum(-1, keepdim=True) + _TINY)
+    result = _positive(scores, function)
+    return result / (result.sum(-1, keepdim=True) + _TINY)
 
 
 def _positive(scores: Tensor, function: str) -> Tensor:
