@@ -94,6 +94,15 @@ PACKAGES: Sequence[str] = (
     "megatron/core/tensor_parallel",
     "megatron/core/context_parallel",
     "megatron/core/transformer",
+    "megatron/core/config",
+    "megatron/core/families",
+    "megatron/core/models",
+    "megatron/training/checkpoint",
+    "megatron/training/cli",
+    "megatron/training/data",
+    "megatron/training/launch",
+    "megatron/training/report",
+    "megatron/inference",
 )
 
 

@@ -98,9 +98,9 @@ class BlockAllocator:
 
     def cached_prefix(self, ids: Sequence[int]) -> list[int]:
         """The longest cached prefix of `ids`, as blocks that are now shared with it. At least the last token is left to compute."""
-        found: list[int] = []
+        blocks: list[int] = []
         if not self.sharing:
-            return found
+            return blocks
         content = b""
         for start in range(0, len(ids) - self.size, self.size):
             content = _mark(content, ids[start : start + self.size])
@@ -109,8 +109,8 @@ class BlockAllocator:
                 break
             self._users[block], self._unused[block] = self._users.get(block, 0) + 1, False
             self._cached.pop(block, None)
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def publish(self, blocks: Sequence[int], ids: Sequence[int], *, known: int, content: bytes) -> bytes:
         """Make the full blocks of a sequence available as a cached prefix.

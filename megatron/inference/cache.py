@@ -209,10 +209,10 @@ class StepCache:
                 stored, (k, v), strict=False
             ):  # latent attention stores what its values are the beginning of
                 pool.index_copy_(0, self._new, new[:, 0].flatten(1))
-            found = [_attend(group, stored, kernel, q, v, mask, scores) for group in self._groups]
+            outputs = [_attend(group, stored, kernel, q, v, mask, scores) for group in self._groups]
             if self._filling:
-                found.append(v.new_zeros(self._filling, 1, q.shape[2] * v.shape[3]))
-            return found[0] if len(found) == 1 else torch.cat(found)
+                outputs.append(v.new_zeros(self._filling, 1, q.shape[2] * v.shape[3]))
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return attend
 
@@ -227,7 +227,7 @@ def step_cache(
     depth: int = 0,
 ) -> StepCache:
     """The cache of a pass over `total` tokens, those of the spans, as `ordered` says, and what fills the shape behind them."""
-    found: list[CacheGroup | _View] = []
+    step_groups: list[CacheGroup | _View] = []
     new, first = [], 0
     for spans in groups:
         slots, padding = slots_of(spans, block_size)
@@ -236,9 +236,9 @@ def step_cache(
         views = _views(slots, padding, first, count)
         copied = slots.size * pool.width if pool.device.type == "cpu" else 0
         if views and (len(views) == 1 or len(views) * _CALL < copied):
-            found += views
+            step_groups += views
         else:
-            found.append(
+            step_groups.append(
                 CacheGroup(
                     first,
                     count,
@@ -250,7 +250,7 @@ def step_cache(
     new.append(np.zeros(total - first, np.int64))
     return StepCache(
         pool,
-        found,
+        step_groups,
         new=torch.from_numpy(np.concatenate(new)).to(pool.device),
         logit_positions=logit_positions,
         filling=total - first,

@@ -85,13 +85,13 @@ class CapturedGraphs:
                 self._kept.popitem(last=False)
             self._kept[shape] = self._recorded([tensor.to(self._pool.device) for tensor in inputs])
         self._kept.move_to_end(shape)
-        found = self._kept[shape]
+        graph = self._kept[shape]
         for tensor, values in zip(
-            (found.ids, found.positions, found.new, found.slots, found.padding), inputs, strict=True
+            (graph.ids, graph.positions, graph.new, graph.slots, graph.padding), inputs, strict=True
         ):
             tensor.copy_(values)
-        found.repeat()
-        return found.logits[: len(spans)]
+        graph.repeat()
+        return graph.logits[: len(spans)]
 
     def _recorded(self, inputs: Sequence[Tensor]) -> _CapturedGraph:
         ids, positions, new, slots, padding = inputs

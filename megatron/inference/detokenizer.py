@@ -52,21 +52,21 @@ class Detokenizer:
     def _decode(self, *, finishing: bool) -> None:
         """Decode all ids, without an incomplete character at the end."""
         context = self._tokenizer.detokenize(self._ids[self._first : self._settled])
-        found = self._tokenizer.detokenize(self._ids[self._first :])[len(context) :]
-        whole = finishing or not found.endswith(_UNFINISHED)
-        self._text = self._before + (found if whole else found[:-1])
+        text = self._tokenizer.detokenize(self._ids[self._first :])[len(context) :]
+        whole = finishing or not text.endswith(_UNFINISHED)
+        self._text = self._before + (text if whole else text[:-1])
         if whole or len(self._ids) - self._settled > _PATIENCE:
-            self._before, self._settled = self._before + found, len(self._ids)
+            self._before, self._settled = self._before + text, len(self._ids)
             self._first = max(self._first, self._settled - _CONTEXT)
 
     def _stop(self) -> None:
         """Cut the text at the first stop word, if there is one in what is new."""
         longest = max(map(len, self._stop_words), default=0)
         first = max(0, self._searched - longest + 1)
-        found = [(place, len(word)) for word in self._stop_words if (place := self._text.find(word, first)) >= 0]
+        matches = [(place, len(word)) for word in self._stop_words if (place := self._text.find(word, first)) >= 0]
         self._searched = len(self._text)
-        if found:
-            place, length = min(found)
+        if matches:
+            place, length = min(matches)
             self._text = self._text[: place + length if self._keep_stop else place]
             self.ended = True
 
@@ -78,6 +78,6 @@ class Detokenizer:
         )
 
     def _say(self, end: int) -> str:
-        said = self._text[self._said : end] if end > self._said else ""
+        text = self._text[self._said : end] if end > self._said else ""
         self._said = max(self._said, end)
-        return said
+        return text

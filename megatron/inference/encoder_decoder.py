@@ -182,8 +182,8 @@ class EncoderDecoder:
         """The replies to all requests, of which each copy of the network answers its share; on all ranks."""
         copies, mine = self.mesh.dp.size, self.mesh.dp.rank
         replies = self._decode(requests[mine::copies]) if requests[mine::copies] else []
-        said = dict(collectives.gather_objects((mine, replies), self.mesh.world))
-        return [said[number % copies][number // copies] for number in range(len(requests))]
+        gathered = dict(collectives.gather_objects((mine, replies), self.mesh.world))
+        return [gathered[number % copies][number // copies] for number in range(len(requests))]
 
     def _decode(self, requests: Sequence[Request]) -> list[Reply]:
         """The replies to requests that are decoded together."""
@@ -226,8 +226,10 @@ class EncoderDecoder:
             rows = [one.row(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
             numbers = [number for number, row in enumerate(rows) if row.num_logits]
             rows = [rows[number] for number in numbers]
-            found = sample_outputs(rows, logits[:, numbers].transpose(0, 1), self._stage.build)
-            for number, row, what in zip(numbers, rows, collectives.broadcast_object(found, self.mesh.tp), strict=True):
+            outputs = sample_outputs(rows, logits[:, numbers].transpose(0, 1), self._stage.build)
+            for number, row, what in zip(
+                numbers, rows, collectives.broadcast_object(outputs, self.mesh.tp), strict=True
+            ):
                 texts[number].take(row, what, time.monotonic())
                 texts[number].emit()
             if all(one.reason is not None for one in texts):

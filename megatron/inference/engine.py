@@ -127,9 +127,9 @@ class Engine:
         if self._draft is not None:
             self._counts["proposed_tokens"] += self._draft.propose(chosen)
         rows = tuple(tuple(one.row(count, self._after) for one, count in shares) for shares in chosen)
-        found = self.runner.run(StepInput(0, rows))
+        outputs = self.runner.run(StepInput(0, rows))
         self._counts["steps"] += 1
-        for blocks, *replica in zip(self.allocators, chosen, rows, found, strict=True):
+        for blocks, *replica in zip(self.allocators, chosen, rows, outputs, strict=True):
             for (one, _), row, what in zip(*replica, strict=True):
                 self._append_tokens(one, row, what, blocks)
         for one in (one for shares in chosen for one, _ in shares):
@@ -188,7 +188,7 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """Counters and gauges of the engine. May be called from any thread."""
-        capacity, available, kept = (
+        capacity, available, cached = (
             sum(getattr(blocks, name) for blocks in self.allocators) for name in ("capacity", "available", "cached")
         )
         return Metrics(
@@ -196,7 +196,7 @@ class Engine:
             running=len(self._running),
             blocks=capacity,
             blocks_used=capacity - available,
-            blocks_kept=kept,
+            blocks_kept=cached,
             bytes_per_token=self._bytes,
             finished=dict(self._finished),
             tokens_per_second=self._throughput.now(),
@@ -223,8 +223,8 @@ class Engine:
         capacity = self.allocators[0].capacity * self.allocators[0].size
         # The last token is never read, so that it needs neither a position nor a place in the cache.
         return [
-            said
-            for broken, said in (
+            message
+            for broken, message in (
                 (
                     total - (request.num_tokens > 0) > self.max_length,
                     f"a prompt of {len(request.prompt)} tokens and {request.num_tokens} new "
@@ -338,11 +338,11 @@ class Engine:
         return True
 
     def _append_tokens(
-        self, one: SequenceState, row: SequenceInput, found: SequenceOutput, blocks: BlockAllocator
+        self, one: SequenceState, row: SequenceInput, output: SequenceOutput, blocks: BlockAllocator
     ) -> None:
         """Append the output of a step to a request."""
         guesses, read = len(one.drafts), len(row.ids) - len(one.drafts)
-        made = one.take(row, found, time.monotonic())
+        made = one.take(row, output, time.monotonic())
         self._counts["accepted_tokens"] += max(0, made - 1) if guesses else 0
         self._counts["generated_tokens"] += made
         self._counts["prompt_tokens"] += read if row.start < len(one.request.prompt) else 0
@@ -383,60 +383,60 @@ class ThroughputMeter:
 
 def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
     build = stages[0].build
-    found = []
+    problems = []
     if build.mesh.cp.size > 1:
-        found.append(
+        problems.append(
             "text is generated without --context-parallel-size; leave it out, since sequences are not cut then"
         )
     if build.model.rope.position_embedding_type == "relative":
-        found.append("text is not generated with --position-embedding-type relative")
-    found += _speculation_problems(build, config, draft)
-    asked = config.inference_dynamic_batching_num_cuda_graphs
-    if asked and (reason := cuda_graphs.unfit(stages)):
-        found.append(f"--inference-dynamic-batching-num-cuda-graphs {asked} cannot be had: {reason}; leave it out")
-    return found
+        problems.append("text is not generated with --position-embedding-type relative")
+    problems += _speculation_problems(build, config, draft)
+    graphs = config.inference_dynamic_batching_num_cuda_graphs
+    if graphs and (reason := cuda_graphs.unfit(stages)):
+        problems.append(f"--inference-dynamic-batching-num-cuda-graphs {graphs} cannot be had: {reason}; leave it out")
+    return problems
 
 
 def _speculation_problems(build: Build, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
     """What speaks against speculative decoding as it is asked for. draft: the stages of the draft model, if there is one."""
-    found = []
+    problems = []
     guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
     if draft and not guesses or guesses and not (draft or depths):
-        found.append(
+        problems.append(
             "--num-speculative-tokens needs a draft model or multi-token prediction, and a draft model needs "
             "--num-speculative-tokens"
         )
     elif not draft and guesses > depths:
-        found.append(
+        problems.append(
             f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
             f"give {depths} or fewer, or a draft"
         )
     if guesses and not draft and build.region.sequence_parallel:
-        found.append("multi-token prediction guesses without --sequence-parallel; leave it out")
-    return found + _draft_problems(draft[0].build.model, build.model, config) if draft else found
+        problems.append("multi-token prediction guesses without --sequence-parallel; leave it out")
+    return problems + _draft_problems(draft[0].build.model, build.model, config) if draft else problems
 
 
 def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceConfig) -> list[str]:
     """How a draft model does not fit the network."""
-    found = []
+    problems = []
     if draft.true_vocab_size != network.true_vocab_size:
-        found.append(
+        problems.append(
             f"the draft knows {draft.true_vocab_size} ids and the network {network.true_vocab_size}; give a draft "
             "with the same tokenizer"
         )
     longest = config.inference_max_seq_length or network.max_position_embeddings
     if draft.max_position_embeddings < longest:
-        found.append(
+        problems.append(
             f"the draft has {draft.max_position_embeddings} positions, fewer than the {longest} of a text; give "
             f"--inference-max-seq-length {draft.max_position_embeddings} or another draft"
         )
-    return found
+    return problems
 
 
 def _max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
     """Most shapes of a step that are kept as CUDA graphs: those requested, or a few where that is possible."""
-    asked = config.inference_dynamic_batching_num_cuda_graphs
-    return asked if asked is not None else 0 if cuda_graphs.unfit(stages) else _RECORDINGS
+    graphs = config.inference_dynamic_batching_num_cuda_graphs
+    return graphs if graphs is not None else 0 if cuda_graphs.unfit(stages) else _RECORDINGS
 
 
 def _block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:

@@ -45,16 +45,16 @@ def generate_texts(
 ) -> list[str]:
     """Each prompt and what follows it. Those that fit into the network's positions are decoded together."""
     tokenizer = engine.tokenizer
-    asked = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    fits = [len(ids) + num_tokens - 1 <= engine.max_length for ids in asked]
+    prompts_ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    fits = [len(ids) + num_tokens - 1 <= engine.max_length for ids in prompts_ids]
     requests = [
         Request(tuple(ids), num_tokens, sampling, seed)
-        for ids, fit in zip(asked, fits, strict=True)
+        for ids, fit in zip(prompts_ids, fits, strict=True)
         if fit and num_tokens
     ]
     together = iter(engine.run(requests))
     texts = []
-    for prompt, ids, fit in zip(prompts, asked, fits, strict=True):
+    for prompt, ids, fit in zip(prompts, prompts_ids, fits, strict=True):
         if fit and num_tokens:
             reply = next(together)
             if reply.reason == "error":
@@ -80,13 +80,13 @@ def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _segments(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    first, said = 0, 0  # ids from `first` on are decoded together; `said` characters of them have been given
+    first, emitted = 0, 0  # ids from `first` on are decoded together; `said` characters of them have been given
     for place in range(len(ids)):
         text = tokenizer.detokenize(ids[first : place + 1])
         whole = place + 1 == len(ids) or not text.endswith("\ufffd")
-        piece = text[said:] if whole else text[said:-1]
-        said += len(piece)
+        piece = text[emitted:] if whole else text[emitted:-1]
+        emitted += len(piece)
         yield piece
         if whole and place - first >= 16:  # a few ids of context are enough
             first = place - 8
-            said = len(tokenizer.detokenize(ids[first : place + 1]))
+            emitted = len(tokenizer.detokenize(ids[first : place + 1]))

@@ -67,7 +67,7 @@ def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
         return
     with ExitStack() as stack:
         if axis.is_first:
-            ranks = gathered(axis.size, lambda told: collectives.broadcast_object(told, axis), stack)
+            ranks = gathered(axis.size, lambda line: collectives.broadcast_object(line, axis), stack)
             here, there = (stack.enter_context(end) for end in socket.socketpair())
             watching = threading.Thread(target=liveness.watch, args=(ranks, there), name="rank liveness", daemon=True)
             watching.start()
@@ -99,9 +99,9 @@ def gathered(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitSt
                     f"connect to port {door.getsockname()[1]} of its machine?"
                 ) from None
             stack.enter_context(connection)
-            said = _line(connection).split(" ", 1)
-            if secrets.compare_digest(said[0].encode(), secret.encode()) and len(said) == 2:  # and no stranger
-                ranks[connection] = said[1].strip()
+            words = _line(connection).split(" ", 1)
+            if secrets.compare_digest(words[0].encode(), secret.encode()) and len(words) == 2:  # and no stranger
+                ranks[connection] = words[1].strip()
     return ranks
 
 

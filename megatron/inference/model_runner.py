@@ -142,10 +142,10 @@ class CachedNetwork:
                 forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
             )
         run(self._scripts[parts], work=work, axis=axis, backward_axis=self.mesh.pp_backward)
-        found: list[SequenceOutput] = [SequenceOutput()] * len(rows)
+        outputs: list[SequenceOutput] = [SequenceOutput()] * len(rows)
         for part, step in enumerate(work.steps):
-            found[part::parts] = step.found
-        return found
+            outputs[part::parts] = step.outputs
+        return outputs
 
     def look(self, rows_of_all: Sequence[Sequence[SequenceInput]], depth: int) -> list[SequenceOutput]:
         """Run the rows of this rank's replica through one depth of multi-token prediction; outputs as those of `run`."""
@@ -157,7 +157,7 @@ class CachedNetwork:
         _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
             step.sample(self, logits)
-        return step.found
+        return step.outputs
 
     def _length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
         """Tokens of a pass with its padding. With experts all replicas pad to the same number, since they exchange tokens."""
@@ -199,15 +199,15 @@ class _Step:
             total=length,
             depth=depth,
         )
-        self.found: list[SequenceOutput] = [SequenceOutput()] * len(rows)
+        self.outputs: list[SequenceOutput] = [SequenceOutput()] * len(rows)
 
     def sample(self, network: CachedNetwork, logits: Tensor) -> None:
         """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
-        for number, found in zip(
+        for number, output in zip(
             self.row_order,
             sample_outputs(self.rows, logits[self.logit_positions] if self._cut else logits, network.build),
         ):
-            self.found[number] = found
+            self.outputs[number] = output
 
 
 def sample_outputs(rows: Sequence[SequenceInput], logits: Tensor, build: Build) -> list[SequenceOutput]:
@@ -216,13 +216,13 @@ def sample_outputs(rows: Sequence[SequenceInput], logits: Tensor, build: Build) 
     whole = collectives.all_gather(logits[:, 0][None], axis).movedim(0, 1).flatten(1)[:, :size]
     if not axis.is_first:
         return []
-    found, start = [], 0
+    outputs, start = [], 0
     for row, picked in zip(
         rows, _sampled_ids(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True
     ):
-        found.append(_output_of(row, picked, whole[start : start + row.num_logits] if row.scored else None))
+        outputs.append(_output_of(row, picked, whole[start : start + row.num_logits] if row.scored else None))
         start += row.num_logits
-    return found
+    return outputs
 
 
 def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[int, ...]]:
@@ -364,8 +364,8 @@ class ModelRunner:
     def _execute(self, step: StepInput) -> list[list[SequenceOutput]]:
         network = self.networks[step.network]
         with self._mode():
-            found = network.look(step.rows, step.depth) if step.depth else network.run(step.rows)
+            outputs = network.look(step.rows, step.depth) if step.depth else network.run(step.rows)
         speaks = network.stages[-1].stage.has_output and self.mesh.tp.is_first and self.mesh.cp.is_first
-        everyone = collectives.gather_objects((self.mesh.dp.rank, found) if speaks else None, self.mesh.world)
-        by_copy = dict(said for said in everyone if said is not None)
+        everyone = collectives.gather_objects((self.mesh.dp.rank, outputs) if speaks else None, self.mesh.world)
+        by_copy = dict(replies for replies in everyone if replies is not None)
         return [by_copy[replica] for replica in range(len(step.rows))]

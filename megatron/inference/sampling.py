@@ -88,17 +88,19 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < smallest, float("-inf"))
-    found = scaled.softmax(dim=-1)
+    probabilities = scaled.softmax(dim=-1)
     if 0.0 < sampling.top_p < 1.0:
-        ordered, places = found.sort(dim=-1, descending=True)
+        ordered, places = probabilities.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered
         ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
-        found = torch.zeros_like(found).scatter_(-1, places, ordered)
-        found = found / found.sum(dim=-1, keepdim=True)
+        probabilities = torch.zeros_like(probabilities).scatter_(-1, places, ordered)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
     if sampling.min_p > 0.0:
-        found = found.masked_fill(found < sampling.min_p * found.amax(dim=-1, keepdim=True), 0.0)
-        found = found / found.sum(dim=-1, keepdim=True)
-    return found
+        probabilities = probabilities.masked_fill(
+            probabilities < sampling.min_p * probabilities.amax(dim=-1, keepdim=True), 0.0
+        )
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
 
 
 def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -120,19 +120,19 @@ class SequenceState:
         if self.scores_prompt:
             self._prompt_scores.clear()
 
-    def take(self, row: SequenceInput, found: SequenceOutput, now: float) -> int:
+    def take(self, row: SequenceInput, output: SequenceOutput, now: float) -> int:
         """Append the output of a step; returns the number of new tokens."""
         count = len(row.ids) - len(self.drafts)
         drafts, self.drafts = self.drafts, ()
         self.computed += count
-        told = [Token(token, *_scores(found, place)) for place, token in enumerate(found.ids)]
-        self._prompt_scores += told[: len(row.targets)]
+        tokens = [Token(token, *_scores(output, place)) for place, token in enumerate(output.ids)]
+        self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
         if self.num_uncomputed == 0:
             if self.request.num_tokens == 0:
                 self.end("length")
                 return 0
-            accepted = self._accept(told[len(row.targets) :], drafts, now)
+            accepted = self._accept(tokens[len(row.targets) :], drafts, now)
             self.computed += max(0, accepted - 1)
         self.drafted = min(self.drafted, self.computed)
         return accepted
@@ -194,6 +194,6 @@ class SequenceState:
         )
 
 
-def _scores(found: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+def _scores(output: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
     """(log-probability, likeliest tokens) at a position, as far as they were requested."""
-    return found.logprobs[place] if found.logprobs else None, found.top[place] if found.top else ()
+    return output.logprobs[place] if output.logprobs else None, output.top[place] if output.top else ()

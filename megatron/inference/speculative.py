@@ -55,8 +55,8 @@ class DraftNetwork:
     ) -> None:
         """One pass of the draft over a row of each sequence; its proposals are appended to `guesses`."""
         rows = tuple(tuple(make(one, count, guesses[one.ticket]) for one, count in shares) for shares in chosen)
-        for shares, found in zip(chosen, self._runner.run(StepInput(_DRAFT, rows)), strict=True):
-            for (one, _), what in zip(shares, found, strict=True):
+        for shares, outputs in zip(chosen, self._runner.run(StepInput(_DRAFT, rows)), strict=True):
+            for (one, _), what in zip(shares, outputs, strict=True):
                 guesses[one.ticket] += [
                     max(0, token) for token in what.ids
                 ]  # logits that are not finite give -1; any id will do
@@ -103,8 +103,8 @@ class MTPDraft:
             ]
             if not any(rows):
                 continue
-            found = self._runner.run(StepInput(0, tuple(tuple(row for _, row in replica) for replica in rows), depth))
-            for replica, whats in zip(rows, found, strict=True):
+            outputs = self._runner.run(StepInput(0, tuple(tuple(row for _, row in replica) for replica in rows), depth))
+            for replica, whats in zip(rows, outputs, strict=True):
                 for (one, _), what in zip(replica, whats, strict=True):
                     guesses[one.ticket] += [max(0, token) for token in what.ids]
         for shares in chosen:

@@ -252,7 +252,7 @@ def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
             )
     elif asked.pretrained_checkpoint:
         source = encoder_of(asked.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size})
-        checkpoint.adopt_weights(source, own=_HEADS, unused=_UNUSED)
+        checkpoint.adopt_weights(source, initial=_HEADS, unused=_UNUSED)
     elif task.epochs:
         run.say("neither --pretrained-checkpoint nor --load is given: the encoder begins with random weights")
     else:

@@ -79,8 +79,8 @@ class FailureReporter:
                 return
             failed = None if self._board is None else self._board.read(FIRST_FAILURE)
             if failed is not None:
-                said = "\n  ".join(failed.splitlines()[:_SHOWN])
-                _say(f"{name_of_rank(self.place.rank)} ends, since this failed first: {said}")
+                message = "\n  ".join(failed.splitlines()[:_SHOWN])
+                _say(f"{name_of_rank(self.place.rank)} ends, since this failed first: {message}")
                 # Long enough for this rank's own error, if it has one, and for the launcher to see who was first.
                 if not self._over.wait(_GRACE):
                     os._exit(1)

@@ -29,7 +29,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
 from megatron.training.cli.device_checks import kernel_need
 from megatron.training.cli.preflight import fitted, preflight
-from megatron.training.launch.elastic import told
+from megatron.training.launch.elastic import layout_change
 from megatron.training.launch.launch_info import launcher_place, world_size
 from megatron.training.launch.rendezvous import join_ranks, lacks_board
 from megatron.training.launch.spare_ranks import stand_by, tell_done
@@ -88,22 +88,22 @@ def shut_down() -> None:
 
 def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """The checked config with its vocabulary, and the tokenizer."""
-    found = preflight(from_namespace(RequestedRun, args), world_size())
-    refuse(line for _, line in found.problems)
-    assert found.tokenizer is not None, "a run whose tokenizer cannot be read is refused"
-    args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *found.notes]))
-    config = found.config
+    checked = preflight(from_namespace(RequestedRun, args), world_size())
+    refuse(line for _, line in checked.problems)
+    assert checked.tokenizer is not None, "a run whose tokenizer cannot be read is refused"
+    args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *checked.notes]))
+    config = checked.config
     _ranks_that_train(args)
     if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
         check_writable(config.checkpoint.save)
-    return config, found.tokenizer
+    return config, checked.tokenizer
 
 
 def _ranks_that_train(args: argparse.Namespace) -> int:
     """How many ranks the layout has a place for. With --elastic, the others stand by and end here, and it is said what changed."""
     given, place = from_namespace(RequestedRun, args), launcher_place()
     chosen, ranks = fitted(given, place.size)
-    if line := told(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
+    if line := layout_change(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
     if ranks == place.size:
         return ranks

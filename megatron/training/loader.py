@@ -88,11 +88,11 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
     """The microbatches that come next, from the counters alone."""
     run, progress, train = trainer.run, trainer.progress, trainer.run.config.train
     reads = needs_text(run.config, trainer.specs)
-    found = _in_waves(run, provider, samples_needed(run.config, trainer.batches))
-    if found[0] is None and not train.skip_train:
+    datasets = _in_waves(run, provider, samples_needed(run.config, trainer.batches))
+    if datasets[0] is None and not train.skip_train:
         raise DataError("the training split holds no data; give it a share in --split")
     if run.config.data.dataloader_type == "external":
-        for dataset in found:
+        for dataset in datasets:
             if dataset is not None:
                 check_external(dataset)
 
@@ -110,11 +110,13 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
             once=lambda: all_once(run, dataset, split=split, full_batch=full, reads=reads),
         )
 
-    training = microbatches(run, found[0], consumed_samples=progress.consumed_train_samples, reads=reads)
+    training = microbatches(run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads)
     # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
     seen = 0 if train.skip_train else progress.consumed_valid_samples
     return Data(
-        None if found[0] is None else training, evaluations(found[1], "valid", seen), evaluations(found[2], "test", 0)
+        None if datasets[0] is None else training,
+        evaluations(datasets[1], "valid", seen),
+        evaluations(datasets[2], "test", 0),
     )
 
 
@@ -124,12 +126,12 @@ def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None
     """
     world = run.mesh.world
     wave = 0 if world.is_first else 1 if launcher_place().local_rank == 0 else 2
-    found: Datasets = (None, None, None)
+    datasets: Datasets = (None, None, None)
     for turn in range(3):
         if turn == wave:
-            found = provider(run, counts)
+            datasets = provider(run, counts)
         collectives.barrier(world)
-    return found
+    return datasets
 
 
 def microbatches(

@@ -112,16 +112,16 @@ class StepWork:
 
     def notes(self) -> dict[str, Tensor]:
         """[sum, count] of every figure that layers noted: this rank's share. All ranks learn all names in the first step."""
-        found: dict[str, Tensor] = {}
+        notes: dict[str, Tensor] = {}
         for microbatch_context in self._contexts.values():
             for name, pair in microbatch_context.metrics.items():
-                found[name] = found[name] + pair if name in found else pair
+                notes[name] = notes[name] + pair if name in notes else pair
         if isinstance(self._batches, RebalancedBatches) and self._batches.plan is not None:
-            found["context balance"] = self.count.new_tensor([self._batches.plan.balance, 1.0])
+            notes["context balance"] = self.count.new_tensor([self._batches.plan.balance, 1.0])
         if self.trainer.note_names is None:
-            names = collectives.gather_objects(tuple(found), self.trainer.run.mesh.world)
+            names = collectives.gather_objects(tuple(notes), self.trainer.run.mesh.world)
             self.trainer.note_names = tuple(dict.fromkeys(name for theirs in names for name in theirs))
-        return {name: found.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
+        return {name: notes.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
 
     def missing_factor(self) -> float | Tensor:
         """What gradients still lack once all microbatches are in: expected over true number of tokens."""

@@ -36,10 +36,10 @@ class ConfigError(Exception):
 
 def refuse(problems: Iterable[str]) -> None:
     """Raise one `ConfigError` that lists all `problems`; do nothing when there is none."""
-    found = list(dict.fromkeys(problems))
-    if found:
-        noun = "setting cannot" if len(found) == 1 else "settings cannot"
-        raise ConfigError("\n".join([f"{len(found)} {noun} be used as given", *(f"  {line}" for line in found)]))
+    distinct = list(dict.fromkeys(problems))
+    if distinct:
+        noun = "setting cannot" if len(distinct) == 1 else "settings cannot"
+        raise ConfigError("\n".join([f"{len(distinct)} {noun} be used as given", *(f"  {line}" for line in distinct)]))
 
 
 def flag(
@@ -72,13 +72,13 @@ def plain(default: Any, *, role: Role) -> Any:
 def roles_of(config_class: type) -> Mapping[str, Role | None]:
     """Field name -> role, of a config class and of the parts it holds; None where a field was not given one."""
     hints = _types(config_class)
-    found: dict[str, Role | None] = {}
+    roles: dict[str, Role | None] = {}
     for field in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(hints[field.name]):
-            found |= roles_of(hints[field.name])
+            roles |= roles_of(hints[field.name])
         else:
-            found[field.name] = field.metadata.get("role")
-    return found
+            roles[field.name] = field.metadata.get("role")
+    return roles
 
 
 def spelling(name: str) -> str:
@@ -89,14 +89,14 @@ def spelling(name: str) -> str:
 def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
     """All flags of a config class and of the parts it holds, with their types."""
     hints = _types(config_class)
-    found: list[tuple[dataclasses.Field, Any]] = []
+    fields: list[tuple[dataclasses.Field, Any]] = []
     for field in dataclasses.fields(config_class):
         kind = hints[field.name]
         if "help" in field.metadata:
-            found.append((field, kind))
+            fields.append((field, kind))
         elif dataclasses.is_dataclass(kind):
-            found += flag_fields(kind)
-    return found
+            fields += flag_fields(kind)
+    return fields
 
 
 def words_of(field: dataclasses.Field, kind: Any) -> list[str]:

@@ -10,18 +10,18 @@ from megatron.core.config.flags import ConfigError
 def read_pattern(text: str | int, length: int, flag: str) -> int | tuple[int, ...]:
     """`4` as a number; `([0]*1+[1]*26)` as a tuple of `length` zeros and ones. `ConfigError` names the flag."""
     try:
-        found = _value(ast.parse(str(text).strip(), mode="eval").body)
+        pattern = _value(ast.parse(str(text).strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         raise ConfigError(
             f"{flag} {text} cannot be read; write a number, or a list such as [0]*1+[1]*{length - 1}"
         ) from None
-    if isinstance(found, int):
-        if found < 1:
+    if isinstance(pattern, int):
+        if pattern < 1:
             raise ConfigError(f"{flag} {text}: a number of layers is at least 1")
-        return found
-    if len(found) != length or set(found) - {0, 1}:
-        raise ConfigError(f"{flag} {text} is a list of {len(found)}; write {length} zeros and ones, one a layer")
-    return tuple(found)
+        return pattern
+    if len(pattern) != length or set(pattern) - {0, 1}:
+        raise ConfigError(f"{flag} {text} is a list of {len(pattern)}; write {length} zeros and ones, one a layer")
+    return tuple(pattern)
 
 
 def _value(node: ast.expr) -> int | list[int]:

@@ -94,20 +94,20 @@ def layer_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
 
 def _windowed(model: ModelConfig) -> list[bool]:
     """Layers that see a window: all but every n-th, counted from one, or those with a 1 in the list."""
-    found = _pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
+    flags = _pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
     if model.window_size is None:
         return [False] * model.num_layers
     return [
-        not found or bool(found[i]) if not isinstance(found, int) else (i + 1) % found != 0
+        not flags or bool(flags[i]) if not isinstance(flags, int) else (i + 1) % flags != 0
         for i in range(model.num_layers)
     ]
 
 
 def _rotated(model: ModelConfig) -> list[bool]:
     """Layers whose queries and keys are rotated: all but every n-th, counted from one, or those with a 0 in the list."""
-    found = _pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
+    flags = _pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
     return [
-        not found or not found[i] if not isinstance(found, int) else (i + 1) % found != 0
+        not flags or not flags[i] if not isinstance(flags, int) else (i + 1) % flags != 0
         for i in range(model.num_layers)
     ]
 
@@ -116,8 +116,8 @@ def _with_experts(model: ModelConfig) -> list[bool]:
     """Layers with experts: every n-th from the first on, or those with a 1 in the list."""
     if not model.moe.num_experts:
         return [False] * model.num_layers
-    found = _pattern(model, model.moe.moe_layer_freq, "--moe-layer-freq")
-    return [i % found == 0 if isinstance(found, int) else bool(found[i]) for i in range(model.num_layers)]
+    flags = _pattern(model, model.moe.moe_layer_freq, "--moe-layer-freq")
+    return [i % flags == 0 if isinstance(flags, int) else bool(flags[i]) for i in range(model.num_layers)]
 
 
 def _pattern(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
@@ -290,14 +290,14 @@ def _uneven(
 
 def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int) -> list[str]:
     """Why these stages are not a cut of the network."""
-    letters, found = "".join(stages), []
+    letters, sections = "".join(stages), []
     if letters.count("E") != 1 or not stages[0].startswith("E"):
-        found.append("E must stand once, at the very beginning")
+        sections.append("E must stand once, at the very beginning")
     if letters.count("L") != 1 or not stages[-1].endswith("L"):
-        found.append("L must stand once, at the very end")
+        sections.append("L must stand once, at the very end")
     if letters.count("t") != num_layers:
-        found.append(f"it has {letters.count('t')} t, but --num-layers is {num_layers}")
-    problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in found]
+        sections.append(f"it has {letters.count('t')} t, but --num-layers is {num_layers}")
+    problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in sections]
     if len(stages) != pp * vpp:
         problems += _multiple_problem(len(stages), pp) or [
             f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_ranks(pp, vpp)} make {pp * vpp}"

@@ -92,7 +92,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters, in the order in which transformers has them."""
     ours, theirs, after = "encoder.layers.{i}.", "bert.encoder.layer.{i}.", model.norm_after_residual
-    found = [
+    rows = [
         Row(f"embedding.{name}.weight", (f"bert.embeddings.{there}.weight",), same)
         for name, there in (
             ("word_embeddings", "word_embeddings"),
@@ -101,11 +101,11 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
         )
     ]
     if model.embedding_layernorm:
-        found += _both("embedding.layernorm", "bert.embeddings.LayerNorm")
+        rows += _both("embedding.layernorm", "bert.embeddings.LayerNorm")
     if not after:
-        found += _both(f"{ours}input_layernorm", f"{theirs}attention.ln")
+        rows += _both(f"{ours}input_layernorm", f"{theirs}attention.ln")
     heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
-    found += [
+    rows += [
         Row(
             f"{ours}self_attention.linear_qkv.{kind}",
             tuple(f"{name}.{kind}" for name in heads),
@@ -113,25 +113,25 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
         )
         for kind in ("weight", "bias")
     ]
-    found += _both(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
-    found += (
+    rows += _both(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
+    rows += (
         _both(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm")
         if after
         else _both(f"{ours}pre_mlp_layernorm", f"{theirs}ln")
     )
-    found += _both(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense")
-    found += _both(f"{ours}mlp.linear_fc2", f"{theirs}output.dense")
-    found += (
+    rows += _both(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense")
+    rows += _both(f"{ours}mlp.linear_fc2", f"{theirs}output.dense")
+    rows += (
         _both(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm")
         if after
         else _both("encoder.final_layernorm", "bert.encoder.ln")
     )
     if model.bert_binary_head:
-        found += _both("pooler.dense", "bert.pooler.dense")
-    found.append(Row("output_layer.bias", ("cls.predictions.bias",), same))
-    found += _both("lm_head.dense", "cls.predictions.transform.dense")
-    found += _both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
-    return tuple(found + (_both("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
+        rows += _both("pooler.dense", "bert.pooler.dense")
+    rows.append(Row("output_layer.bias", ("cls.predictions.bias",), same))
+    rows += _both("lm_head.dense", "cls.predictions.transform.dense")
+    rows += _both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
+    return tuple(rows + (_both("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
 
 
 def _both(ours: str, theirs: str) -> list[Row]:

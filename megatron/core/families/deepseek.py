@@ -53,26 +53,26 @@ def _common_in(keys: Keys) -> dict[str, Any]:
         keys.one_of(name, (False,), False)
     keys.one_of("moe_layer_freq", (1,), 1)
     keys.one_of("rope_interleave", (True,), True)
-    found = common_in(keys, latent=True)
-    if found["norm_epsilon"] != _EPSILON:
+    settings = common_in(keys, latent=True)
+    if settings["norm_epsilon"] != _EPSILON:
         keys.problems.append(
-            f"rms_norm_eps: {found['norm_epsilon']:g} has no counterpart here; {_EPSILON:g}, which the norms of latent "
+            f"rms_norm_eps: {settings['norm_epsilon']:g} has no counterpart here; {_EPSILON:g}, which the norms of latent "
             "vectors have, has"
         )
-    if found["group_query_attention"]:
+    if settings["group_query_attention"]:
         keys.problems.append(
-            f"num_key_value_heads: {found['num_query_groups']} has no counterpart here; num_attention_heads has"
+            f"num_key_value_heads: {settings['num_query_groups']} has no counterpart here; num_attention_heads has"
         )
     dense, layers, width = (
         keys.pop("first_k_dense_replace") or 0,
-        found["num_layers"],
+        settings["num_layers"],
         keys.whole("moe_intermediate_size"),
     )
     if not isinstance(dense, int) or not 0 <= dense < layers:
         keys.problems.append(f"first_k_dense_replace: {dense} is no number of layers from 0 to {layers - 1}")
         dense = 0
     return {
-        **found,
+        **settings,
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": keys.whole_or_none("q_lora_rank"),
@@ -93,8 +93,8 @@ def _common_in(keys: Keys) -> dict[str, Any]:
 
 def _groups_in(keys: Keys, score: str, *, used: bool) -> dict[str, Any]:
     groups, chosen = keys.whole("n_group", 1), keys.whole("topk_group", 1)
-    found = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": score}
-    return found if used and groups > 1 else {}
+    settings = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": score}
+    return settings if used and groups > 1 else {}
 
 
 def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _v3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
     keys.one_of("norm_topk_prob", (True,), True)
-    found = {**_common_in(keys), **_groups_in(keys, "sum", used=True)}
-    used, groups = found["moe_router_topk"], found.get("moe_router_group_topk")
+    settings = {**_common_in(keys), **_groups_in(keys, "sum", used=True)}
+    used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
         keys.problems.append(
             f"topk_group: {groups} of num_experts_per_tok: {used}; here a group's score is the sum of its best "
@@ -153,7 +153,7 @@ def _v3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys.problems.append(
             "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
         )
-    return {**found, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, keys.finish()
+    return {**settings, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, keys.finish()
 
 
 def _v3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,15 +167,15 @@ def _v3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters; layers that predict further follow the last."""
     mlps = {"dense": mlp_rows, "moe": _experts}
-    found = decoder_rows(model, _attention, mlps)
+    rows = decoder_rows(model, _attention, mlps)
     for depth in range(mtp_depths(model)):
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
-        found += [
+        rows += [
             Row(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), same) for name in ("enorm", "hnorm", "eh_proj")
         ]
-        found += layer(model, f"{ours}mtp_model_layer.", theirs, _attention, mlps[layer_rows(model)[-1].mlp])
-        found.append(Row(f"{ours}final_layernorm.weight", (f"{theirs}shared_head.norm.weight",), same))
-    return tuple(found)
+        rows += layer(model, f"{ours}mtp_model_layer.", theirs, _attention, mlps[layer_rows(model)[-1].mlp])
+        rows.append(Row(f"{ours}final_layernorm.weight", (f"{theirs}shared_head.norm.weight",), same))
+    return tuple(rows)
 
 
 def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
@@ -195,10 +195,10 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
 
 
 def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
-    found = expert_rows(model, ours, theirs)
+    rows = expert_rows(model, ours, theirs)
     if model.moe.moe_router_enable_expert_bias:
-        found.append(Row(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same))
-    return found + gated_rows(
+        rows.append(Row(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same))
+    return rows + gated_rows(
         f"{ours}shared_experts.", f"{theirs}shared_experts.", model.moe.moe_shared_expert_intermediate_size or 0
     )
 

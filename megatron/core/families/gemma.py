@@ -59,8 +59,8 @@ def _shared_out(model: ModelConfig, like: Mapping[str, Any], activation: str) ->
 
 
 def _gemma_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, found = _shared_in(config)
-    return found, keys.finish()
+    keys, settings = _shared_in(config)
+    return settings, keys.finish()
 
 
 def _gemma_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def _gemma_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, found = _shared_in(config)
-    layers, window = found["num_layers"], keys.whole("sliding_window", 4096)
+    keys, settings = _shared_in(config)
+    layers, window = settings["num_layers"], keys.whole("sliding_window", 4096)
     for name in _SAYS_NOTHING:
         keys.pop(name)
     kinds = keys.pop("layer_types")
@@ -83,11 +83,11 @@ def _gemma2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     }
     return {
-        **found,
+        **settings,
         **windows_in(window, seen),
         **caps,
         "sandwich_norm": True,
-        "softmax_scale": None if scalar == found["kv_channels"] else scalar**-0.5,
+        "softmax_scale": None if scalar == settings["kv_channels"] else scalar**-0.5,
     }, keys.finish()
 
 
@@ -115,14 +115,14 @@ def _gemma2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma2_rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters, in the order in which transformers has them."""
-    found = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
     for plan in layer_rows(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
-        found += attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
-        found += mlp_rows(model, f"{ours}mlp.", f"{theirs}mlp.")
-        found += [Row(f"{ours}{name}.weight", (f"{theirs}{there}.weight",), same) for name, there in _NORMS.items()]
-    found.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
-    return (*found, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+        rows += attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+        rows += mlp_rows(model, f"{ours}mlp.", f"{theirs}mlp.")
+        rows += [Row(f"{ours}{name}.weight", (f"{theirs}{there}.weight",), same) for name, there in _NORMS.items()]
+    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
+    return (*rows, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
 
 
 GEMMA = Family(

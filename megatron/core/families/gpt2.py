@@ -74,7 +74,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters."""
-    found = [
+    rows = [
         Row("embedding.word_embeddings.weight", ("transformer.wte.weight",), same),
         Row("embedding.position_embeddings.weight", ("transformer.wpe.weight",), same),
     ]
@@ -87,16 +87,14 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
         ("mlp.linear_fc2", "mlp.c_proj"),
     ):
         op = transpose if ".c_" in theirs else same
-        found += [
+        rows += [
             Row(f"decoder.layers.{{i}}.{ours}.weight", (f"transformer.h.{{i}}.{theirs}.weight",), op),
             Row(f"decoder.layers.{{i}}.{ours}.bias", (f"transformer.h.{{i}}.{theirs}.bias",), same),
         ]
-    found += [
-        Row(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), same) for kind in ("weight", "bias")
-    ]
+    rows += [Row(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), same) for kind in ("weight", "bias")]
     if not model.ties_embeddings:
-        found.append(Row("output_layer.weight", ("lm_head.weight",), same))
-    return tuple(found)
+        rows.append(Row("output_layer.weight", ("lm_head.weight",), same))
+    return tuple(rows)
 
 
 GPT2 = Family(

@@ -43,13 +43,13 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys.pop(name)
     keys.one_of("attention_bias", (True,), True)
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
-    found, used = common_in(keys, base=150000.0), keys.whole("num_experts_per_tok", 4)
+    settings, used = common_in(keys, base=150000.0), keys.whole("num_experts_per_tok", 4)
     keys.one_of("experts_per_token", (used,), used)  # the same by another name
-    layers = found["num_layers"]
+    layers = settings["num_layers"]
     kinds = keys.pop("layer_types") or [("sliding_attention", "full_attention")[place % 2] for place in range(layers)]
     window = keys.whole("sliding_window", 128)
     return {
-        **found,
+        **settings,
         "swiglu": False,
         "quick_geglu": True,
         "activation_func_clamp_value": keys.real("swiglu_limit", 7.0, positive=True),
@@ -58,7 +58,7 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "softmax_type": "learnable",
         **windows_in(window, layer_kinds(keys, kinds, layers)),
         "num_experts": keys.whole("num_local_experts"),
-        "moe_ffn_hidden_size": found["ffn_hidden_size"],
+        "moe_ffn_hidden_size": settings["ffn_hidden_size"],
         "moe_router_topk": used,
     }, keys.finish()
 
@@ -66,7 +66,7 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     window, layers = windows_out(model)
-    found = {
+    config = {
         **passed_through(like, *_SAYS_NOTHING),
         **common_out(model, like),
         "head_dim": model.kv_channels,
@@ -79,7 +79,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts_per_tok": model.moe.moe_router_topk,
     }
     alike = {"swiglu_alpha": 1.702, "experts_per_token": model.moe.moe_router_topk}
-    return {**found, **{name: value for name, value in alike.items() if name in like}}
+    return {**config, **{name: value for name, value in alike.items() if name in like}}
 
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:

@@ -247,7 +247,7 @@ def _tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
     else:
         promised, problems = _weight_map(path / f"{kind}.index.json")
         names = sorted(set(promised.values()))
-    found: dict[str, Readable] = {}
+    tensors: dict[str, Readable] = {}
     for name in names:
         if not (path / name).is_file():
             problems.append(f"{path / name} is missing")
@@ -257,14 +257,14 @@ def _tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        problems += [f"{one} is in {name} and in another file" for one in inside if one in found]
+        problems += [f"{one} is in {name} and in another file" for one in inside if one in tensors]
         problems += [
             f"{name} lacks {one}, which the index promises"
             for one, file in promised.items()
             if file == name and one not in inside
         ]
-        found |= inside
-    return found, problems
+        tensors |= inside
+    return tensors, problems
 
 
 def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
@@ -290,13 +290,13 @@ def _named_today(files: Mapping[str, Readable], family: Family) -> dict[str, Rea
     """The tensors by the names that rows have: with the family's base, and as names end today."""
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
-    found = dict(files)
+    renamed = dict(files)
     for name, stored in files.items():
         for old, new in family.renamed:
             now = f"{name.removesuffix(old)}{new}"
-            if name.endswith(old) and now not in found:
-                found[now] = found.pop(name)
-    return found
+            if name.endswith(old) and now not in renamed:
+                renamed[now] = renamed.pop(name)
+    return renamed
 
 
 def _matched(
@@ -502,13 +502,13 @@ def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> dic
 
 def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
     """Write a generation_config.json of the config's ids, if it has some: what generates looks there first."""
-    found = {
+    generation = {
         name: config[name]
         for name in ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
         if name in config
     }
-    if found.get("eos_token_id") is not None:
-        _write_json(folder / "generation_config.json", found)
+    if generation.get("eos_token_id") is not None:
+        _write_json(folder / "generation_config.json", generation)
 
 
 def _carry(like: str | Path | None, folder: Path) -> None:

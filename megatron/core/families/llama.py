@@ -79,13 +79,13 @@ def decoder_rows(model: ModelConfig, attention: Part, mlps: Mapping[str, Part]) 
 
     They stand in the order in which transformers has them: its files are cut in that order.
     """
-    found = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
     for plan in layer_rows(model):
-        found += layer(model, f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}.", attention, mlps[plan.mlp])
-    found.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
+        rows += layer(model, f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}.", attention, mlps[plan.mlp])
+    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
     if not model.ties_embeddings:
-        found.append(Row("output_layer.weight", ("lm_head.weight",), same))
-    return found
+        rows.append(Row("output_layer.weight", ("lm_head.weight",), same))
+    return rows
 
 
 def layer(model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part) -> list[Row]:
@@ -101,16 +101,16 @@ def layer(model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part
 def attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     """Queries, keys and values are three matrices there and one here."""
     heads = concat(model.query_size, model.key_size, model.key_size)
-    found = _linear(
+    rows = _linear(
         f"{ours}linear_qkv",
         [f"{theirs}{part}_proj" for part in "qkv"],
         heads,
         model.add_bias_linear or model.add_qkv_bias,
     )
-    found += _linear(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
+    rows += _linear(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
     if model.qk_layernorm:
-        found += [Row(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"]
-    return found
+        rows += [Row(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"]
+    return rows
 
 
 def mlp_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
@@ -156,10 +156,10 @@ def _llama_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def window_in(keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
+def window_in(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`sliding_window` of all layers. One that covers every position is none."""
-    window = keys.whole("sliding_window", found["max_position_embeddings"])
-    return windows_in(window, [window < found["max_position_embeddings"]] * found["num_layers"])
+    window = keys.whole("sliding_window", settings["max_position_embeddings"])
+    return windows_in(window, [window < settings["max_position_embeddings"]] * settings["num_layers"])
 
 
 def window_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,8 +173,8 @@ def window_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mistral_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
-    found = common_in(keys)
-    return {**found, **window_in(keys, found)}, keys.finish()
+    settings = common_in(keys)
+    return {**settings, **window_in(keys, settings)}, keys.finish()
 
 
 def _mistral_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:

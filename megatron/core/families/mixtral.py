@@ -54,14 +54,14 @@ def expert_rows(
 def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings of a config.json, and what cannot be expressed."""
     keys = Keys(config)
-    found = common_in(keys, base=1e6)
+    settings = common_in(keys, base=1e6)
     for name in BALANCE:
         keys.pop(name)
     return {
-        **found,
-        **window_in(keys, found),
+        **settings,
+        **window_in(keys, settings),
         "num_experts": keys.whole("num_local_experts", 8),
-        "moe_ffn_hidden_size": found["ffn_hidden_size"],
+        "moe_ffn_hidden_size": settings["ffn_hidden_size"],
         "moe_router_topk": keys.whole("num_experts_per_tok", 2),
     }, keys.finish()
 

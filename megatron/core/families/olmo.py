@@ -17,9 +17,9 @@ _NORMS = {"post_attention_layernorm": "post_attention_layernorm", "post_mlp_laye
 def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys({"rms_norm_eps": 1e-5, **config})
     keys.one_of("attention_bias", (False,), False)
-    found = common_in(keys)
+    settings = common_in(keys)
     return {
-        **found,
+        **settings,
         "norm_after_sublayer": True,
         "qk_layernorm": True,
         "qk_layernorm_across_heads": True,
@@ -32,14 +32,14 @@ def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters, in the order in which transformers has them."""
-    found = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
     for plan in layer_rows(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
-        found += attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
-        found += mlp_rows(model, f"{ours}mlp.", f"{theirs}mlp.")
-        found += [Row(f"{ours}{name}.weight", (f"{theirs}{there}.weight",), same) for name, there in _NORMS.items()]
-    found.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
-    return (*found, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+        rows += attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+        rows += mlp_rows(model, f"{ours}mlp.", f"{theirs}mlp.")
+        rows += [Row(f"{ours}{name}.weight", (f"{theirs}{there}.weight",), same) for name, there in _NORMS.items()]
+    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
+    return (*rows, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
 
 
 OLMO2 = Family(

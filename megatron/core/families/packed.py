@@ -69,28 +69,28 @@ def plain(
 ) -> dict[str, Readable]:
     """The tensors as rows name them. quantised: `quantization_config`; fused: see `Family`."""
     block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
-    found = dict(files)
+    tensors = dict(files)
     for name in files:
         if name.endswith("_blocks"):
             whole = name.removesuffix("_blocks")
-            _widen(found, name, f"{whole}_scales", whole, _four_bits)
+            _widen(tensors, name, f"{whole}_scales", whole, _four_bits)
         elif name.endswith("_scale_inv"):
             whole = name.removesuffix("_scale_inv")
-            _widen(found, whole, name, whole, partial(_squares, block=tuple(block or _SQUARE)))
+            _widen(tensors, whole, name, whole, partial(_squares, block=tuple(block or _SQUARE)))
     for pattern, names in fused:
-        for name in [name for name in found if re.fullmatch(pattern, name)]:
-            _part(found, name, [re.sub(pattern, one, name) for one in names])
-    return found
+        for name in [name for name in tensors if re.fullmatch(pattern, name)]:
+            _part(tensors, name, [re.sub(pattern, one, name) for one in names])
+    return tensors
 
 
 def _widen(
-    found: dict[str, Readable], packed: str, scales: str, whole: str, one: Callable[[Readable, Readable], Made | None]
+    tensors: dict[str, Readable], packed: str, scales: str, whole: str, one: Callable[[Readable, Readable], Made | None]
 ) -> None:
     """Put the tensor in the place of what it is packed in; where that does not fit together it stays, and is refused later."""
-    made = one(found[packed], found[scales]) if packed in found and scales in found else None
+    made = one(tensors[packed], tensors[scales]) if packed in tensors and scales in tensors else None
     if made is not None:
-        del found[packed], found[scales]
-        found[whole] = made
+        del tensors[packed], tensors[scales]
+        tensors[whole] = made
 
 
 def _four_bits(blocks: Readable, scales: Readable) -> Made | None:
@@ -138,16 +138,16 @@ def _from_squares(parts: Sequence[Tensor], block: tuple[int, int]) -> Tensor:
     return (weight.float() * wide).bfloat16()
 
 
-def _part(found: dict[str, Readable], name: str, names: Sequence[str]) -> None:
+def _part(tensors: dict[str, Readable], name: str, names: Sequence[str]) -> None:
     """Put each expert's parts, which stand row below row, in the place of a fused tensor [e, rows, columns]."""
-    shape = found[name].format.shape
+    shape = tensors[name].format.shape
     if len(shape) != 3 or shape[1] % len(names):
         return
-    whole, rows = found.pop(name), shape[1] // len(names)
+    whole, rows = tensors.pop(name), shape[1] // len(names)
     for expert in range(shape[0]):
         for place, one in enumerate(names):
             cut = partial(_cut, expert=expert, start=place * rows, rows=rows)
-            found[one.replace("{e}", str(expert))] = Made(Format((rows, shape[2]), whole.format.dtype), (whole,), cut)
+            tensors[one.replace("{e}", str(expert))] = Made(Format((rows, shape[2]), whole.format.dtype), (whole,), cut)
 
 
 def _cut(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:

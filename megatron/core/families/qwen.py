@@ -86,19 +86,19 @@ def _windows_out(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed
     if window is None:
         silent = () if "sliding_attention" in (like.get("layer_types") or ()) else _WINDOWS
         return {**{name: like[name] for name in silent if name in like}, "use_sliding_window": False}
-    found: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
+    config: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
     first = like.get("max_window_layers", layers.index(True))
     if windowed is _all:
-        return {**found, **({"max_window_layers": like["max_window_layers"]} if "max_window_layers" in like else {})}
+        return {**config, **({"max_window_layers": like["max_window_layers"]} if "max_window_layers" in like else {})}
     if "layer_types" in like or layers != [windowed(layer, first) for layer in range(len(layers))]:
-        found["layer_types"] = [("full_attention", "sliding_attention")[seen] for seen in layers]
-    return {**found, "max_window_layers": first}
+        config["layer_types"] = [("full_attention", "sliding_attention")[seen] for seen in layers]
+    return {**config, "max_window_layers": first}
 
 
 def _qwen2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
-    found = common_in(keys)
-    return {**found, **_windows_in(keys, found["num_layers"], _late), "add_qkv_bias": True}, keys.finish()
+    settings = common_in(keys)
+    return {**settings, **_windows_in(keys, settings["num_layers"], _late), "add_qkv_bias": True}, keys.finish()
 
 
 def _qwen2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def _head_size(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 def _qwen3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     keys.one_of("attention_bias", (False,), False)
-    found = common_in(keys)
-    return {**found, **_windows_in(keys, found["num_layers"], _late), "qk_layernorm": True}, keys.finish()
+    settings = common_in(keys)
+    return {**settings, **_windows_in(keys, settings["num_layers"], _late), "qk_layernorm": True}, keys.finish()
 
 
 def _qwen3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
         )
     fewer, more = keys.pop("num_local_experts"), keys.pop("num_experts")  # one setting by two names
     inner = Keys({"num_experts": more if fewer is None else fewer})
-    found = {
+    settings = {
         "num_experts": inner.whole("num_experts"),
         "moe_layer_freq": "1" if all(sparse) else pattern(sparse),
         "moe_ffn_hidden_size": keys.whole("moe_intermediate_size"),
@@ -152,7 +152,7 @@ def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
     keys.problems += inner.problems
     for name in BALANCE:
         keys.pop(name)
-    return found
+    return settings
 
 
 def _experts_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,11 +180,11 @@ def _sparse_layers_out(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[
 
 def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
-    found = common_in(keys)
+    settings = common_in(keys)
     return {
-        **found,
-        **_windows_in(keys, found["num_layers"], _every_other),
-        **_experts_in(keys, found["num_layers"]),
+        **settings,
+        **_windows_in(keys, settings["num_layers"], _every_other),
+        **_experts_in(keys, settings["num_layers"]),
         "add_qkv_bias": keys.switch("qkv_bias", True),
         "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": keys.whole("shared_expert_intermediate_size"),
@@ -192,7 +192,7 @@ def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def _qwen2_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
+    config = {
         **passed_through(like),
         **common_out(model, like),
         **_windows_out(model, like, _every_other),
@@ -200,17 +200,17 @@ def _qwen2_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any
         **_head_size(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
-    return found if model.add_qkv_bias and "qkv_bias" not in like else {**found, "qkv_bias": model.add_qkv_bias}
+    return config if model.add_qkv_bias and "qkv_bias" not in like else {**config, "qkv_bias": model.add_qkv_bias}
 
 
 def _qwen3_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     keys.one_of("attention_bias", (False,), False)
-    found = common_in(keys)
+    settings = common_in(keys)
     return {
-        **found,
-        **_windows_in(keys, found["num_layers"], _all),
-        **_experts_in(keys, found["num_layers"]),
+        **settings,
+        **_windows_in(keys, settings["num_layers"], _all),
+        **_experts_in(keys, settings["num_layers"]),
         "qk_layernorm": True,
     }, keys.finish()
 
@@ -232,12 +232,12 @@ def moe_rows(model: ModelConfig) -> tuple[Row, ...]:
 
 
 def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
-    found, shared = expert_rows(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
+    rows, shared = expert_rows(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
     if shared:
-        found += gated_rows(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)
+        rows += gated_rows(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)
     if shared and model.moe.moe_shared_expert_gate:
-        found.append(Row(f"{ours}shared_experts.gate_weight", (f"{theirs}shared_expert_gate.weight",), same))
-    return found
+        rows.append(Row(f"{ours}shared_experts.gate_weight", (f"{theirs}shared_expert_gate.weight",), same))
+    return rows
 
 
 QWEN2 = Family(

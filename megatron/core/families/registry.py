@@ -69,14 +69,14 @@ def model_of(settings: Mapping[str, Any]) -> ModelConfig:
     return from_values(RequestedModel, settings).resolve()
 
 
-def fitting_family(model: ModelConfig, asked: str | None = None) -> Family:
+def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
     """The family whose config.json can say all that this network is; `asked`: this one, or an error.
 
     Raises `CheckpointError` that says, family by family, which settings it has no word for.
     """
-    if asked is not None and asked not in FAMILIES:
-        raise CheckpointError(f"the family {asked} is not known here; known are {', '.join(FAMILIES)}")
-    tried = [FAMILIES[asked]] if asked else list(FAMILIES.values())
+    if name is not None and name not in FAMILIES:
+        raise CheckpointError(f"the family {name} is not known here; known are {', '.join(FAMILIES)}")
+    tried = [FAMILIES[name]] if name else list(FAMILIES.values())
     problems = []
     for family in tried:
         unsaid = differences(model, family)
@@ -85,17 +85,17 @@ def fitting_family(model: ModelConfig, asked: str | None = None) -> Family:
         problems.append(f"{family.name}: {'; '.join(unsaid)}")
     raise CheckpointError(
         "no published architecture known here computes what this network does"
-        if asked is None
-        else f"{asked} does not compute what this network does",
+        if name is None
+        else f"{name} does not compute what this network does",
         problems,
     )
 
 
 def differences(model: ModelConfig, family: Family) -> list[str]:
     """Which settings of a network get lost in the family's config.json, a line each; nothing when it can be published so."""
-    found, problems = family.config_in(family.config_out(model, {}))
-    found["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
-    again = model_of(found)
+    restored, problems = family.config_in(family.config_out(model, {}))
+    restored["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
+    again = model_of(restored)
     mine, back, silent = to_values(model), to_values(again), _silent(model)
     types = {model.rope.position_embedding_type, again.rope.position_embedding_type}
     if types <= {"rope", "yarn"} and model.rope.is_yarn == again.rope.is_yarn:

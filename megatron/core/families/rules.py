@@ -150,28 +150,28 @@ def expanded(rows: Sequence[Row], *, layers: int, experts: int = 0) -> tuple[Row
 
     Names of theirs with `{e}` are written out for every expert, expert by expert.
     """
-    found: list[Row] = []
+    concrete: list[Row] = []
     place = 0
     while place < len(rows):
         stop = place
         while stop < len(rows) and "{i}" in rows[stop].ours:
             stop += 1
         for layer in range(layers if stop > place else 0):
-            found += [_of_layer(row, layer, experts) for row in rows[place:stop]]
+            concrete += [_of_layer(row, layer, experts) for row in rows[place:stop]]
         if stop == place:
-            found.append(_of_layer(rows[place], 0, experts))
+            concrete.append(_of_layer(rows[place], 0, experts))
             stop += 1
         place = stop
-    return tuple(found)
+    return tuple(concrete)
 
 
 def their_shapes(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Shapes of their parameters, in the order of the (expanded) rows. shapes: of ours. Nothing is computed."""
-    found: dict[str, Shape] = {}
+    result_shapes: dict[str, Shape] = {}
     for row in rows:
         parts = row.op.theirs(torch.empty(shapes[row.ours], device="meta"))
-        found |= {name: tuple(part.shape) for name, part in zip(row.theirs, parts, strict=True)}
-    return found
+        result_shapes |= {name: tuple(part.shape) for name, part in zip(row.theirs, parts, strict=True)}
+    return result_shapes
 
 
 def faults(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str]:

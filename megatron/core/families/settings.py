@@ -179,31 +179,31 @@ def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     inner = Keys({"rope_theta": given_base, **given})
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": inner.real("rope_theta", base, positive=True),
         **({"rope_type": "rope"} if latent else {}),
     }
     inner.one_of("partial_rotary_factor", (1.0,), 1.0)
     if kind == "linear":
-        found["rotary_seq_len_interpolation_factor"] = inner.real("factor", positive=True)
+        settings["rotary_seq_len_interpolation_factor"] = inner.real("factor", positive=True)
     elif kind == "llama3":
-        found |= {
+        settings |= {
             "use_rope_scaling": True,
             "rope_scaling_factor": inner.real("factor", positive=True),
             "rope_scaling_low_freq_factor": inner.real("low_freq_factor"),
             "rope_scaling_high_freq_factor": inner.real("high_freq_factor"),
             "rope_scaling_original_length": inner.whole("original_max_position_embeddings"),
         }
-        if found["rope_scaling_high_freq_factor"] <= found["rope_scaling_low_freq_factor"]:
+        if settings["rope_scaling_high_freq_factor"] <= settings["rope_scaling_low_freq_factor"]:
             inner.problems.append("high_freq_factor must be larger than low_freq_factor")
     elif kind == "yarn":
-        found |= {"position_embedding_type": "rope" if latent else "yarn", "rope_type": "yarn", **_yarn_in(inner)}
+        settings |= {"position_embedding_type": "rope" if latent else "yarn", "rope_type": "yarn", **_yarn_in(inner)}
     elif kind != "default":
         keys.problems.append(f"rope_type: {_formatted(kind)} is not built here; default, linear, llama3 and yarn are")
-        return found
+        return settings
     keys.problems += [f"rotary positions: {problem}" for problem in inner.finish()]
-    return found
+    return settings
 
 
 def _yarn_in(keys: Keys) -> dict[str, Any]:

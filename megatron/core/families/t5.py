@@ -105,34 +105,34 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters, in the order in which transformers has them; layers are written out, since both halves have their own."""
-    found = [Row("embedding.word_embeddings.weight", ("shared.weight",), same)]
+    rows = [Row("embedding.word_embeddings.weight", ("shared.weight",), same)]
     for half, depth in (("encoder", model.num_layers), ("decoder", model.decoder_num_layers or 0)):
         for layer in range(depth):
-            found += _layer(model, half, layer)
-        found.append(Row(f"{half}.final_layernorm.weight", (f"{half}.final_layer_norm.weight",), same))
+            rows += _layer(model, half, layer)
+        rows.append(Row(f"{half}.final_layernorm.weight", (f"{half}.final_layer_norm.weight",), same))
     if not model.ties_embeddings:
-        found.append(Row("output_layer.weight", (_HEAD,), same))
-    return tuple(found)
+        rows.append(Row("output_layer.weight", (_HEAD,), same))
+    return tuple(rows)
 
 
 def _layer(model: ModelConfig, half: str, layer: int) -> list[Row]:
     ours, theirs, size = f"{half}.layers.{layer}", f"{half}.block.{layer}.layer", model.query_size
     last = 2 if half == "decoder" else 1
-    found = [
+    rows = [
         _row(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
         _row(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",)),
     ]
     if layer == 0:
-        found.append(
+        rows.append(
             _row(
                 f"{half}_relative_pos_emb.relative_attention_bias",
                 f"{theirs}.0.SelfAttention",
                 ("relative_attention_bias",),
             )
         )
-    found.append(_row(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
+    rows.append(_row(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
     if half == "decoder":
-        found += [
+        rows += [
             _row(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
             _row(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
             _row(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
@@ -140,7 +140,7 @@ def _layer(model: ModelConfig, half: str, layer: int) -> list[Row]:
         ]
     wide = ("wi_0", "wi_1") if model.gated else ("wi",)
     return [
-        *found,
+        *rows,
         _row(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
         _row(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
         _row(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",)),

@@ -93,11 +93,11 @@ def read_header(path: Path) -> dict[str, Stored]:
         if not isinstance(header, dict):
             raise ValueError("it is no object")
         header.pop("__metadata__", None)
-        found = {name: _stored(name, entry, path, 8 + length) for name, entry in header.items()}
+        tensors = {name: _stored(name, entry, path, 8 + length) for name, entry in header.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header cannot be read: {error}") from None
     end = 8 + length
-    for stored in sorted(found.values(), key=lambda one: (one.start, one.length)):
+    for stored in sorted(tensors.values(), key=lambda one: (one.start, one.length)):
         if stored.start != end:
             raise CheckpointError(f"{path} is damaged: its tensors overlap or leave bytes between them at {end}")
         end += stored.length
@@ -105,7 +105,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise CheckpointError(
             f"{path} is {'cut short' if size < end else 'damaged'}: it has {size} bytes, its header promises {end}"
         )
-    return found
+    return tensors
 
 
 def create(path: Path, formats: Mapping[str, Format]) -> dict[str, Stored]:
@@ -167,7 +167,7 @@ def _whole_numbers(value: Any) -> bool:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("it names a tensor twice")
-    return found
+    return members

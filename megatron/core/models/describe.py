@@ -89,10 +89,10 @@ def mtp_depths(model: ModelConfig) -> int:
 @lru_cache(maxsize=64)
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """The parameters of the whole network."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name, shape in _shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
-        found[_place(name)] += math.prod(shape)
-    return ParameterCount(**{place: found[place] for place in ("embedding", "block", "final_norm", "head", "ahead")})
+        counts[_place(name)] += math.prod(shape)
+    return ParameterCount(**{place: counts[place] for place in ("embedding", "block", "final_norm", "head", "ahead")})
 
 
 def active_parameters(model: ModelConfig) -> int:

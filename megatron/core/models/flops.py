@@ -140,11 +140,11 @@ def rank_memory(
     config: RunConfig, stages: Sequence[StageSpec], *, data_parallel_size: int, num_microbatches: int
 ) -> tuple[RankMemory, ...]:
     """What the ranks of each pipeline position hold; `stages` are those of all positions."""
-    parallel, found = config.parallel, []
+    parallel, stages_memory = config.parallel, []
     for position in range(parallel.pp):
-        own = [stage for stage in stages if stage.rank == position]
+        local_stages = [stage for stage in stages if stage.rank == position]
         split, copies = Split.of(parallel), parallel.context_parallel_size * data_parallel_size
-        held = rank_parameters(config.model, own, split)
+        held = rank_parameters(config.model, local_stages, split)
         alike = max(1, copies * parallel.tp // (split.experts * split.widths))  # ranks with the same experts
         state, update, away = (
             (held.total - held.experts) * count(config, copies) + held.experts * count(config, alike)
@@ -153,10 +153,12 @@ def rank_memory(
         if config.optimizer.is_muon and config.optimizer.elementwise == "adam":  # what is no matrix has two moments
             cut = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
             state += held.rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
-        found.append(
-            RankMemory(held.total, state - away, _activation_bytes(config, own, position, num_microbatches), update)
+        stages_memory.append(
+            RankMemory(
+                held.total, state - away, _activation_bytes(config, local_stages, position, num_microbatches), update
+            )
         )
-    return tuple(found)
+    return tuple(stages_memory)
 
 
 def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: str = "dense") -> float:
@@ -197,29 +199,35 @@ def _latent_bytes(config: RunConfig) -> float:
         2 if config.model.qk_layernorm else 1
     )  # before and after their norms
     # Values are a part of what keys are made of, and keep it alive.
-    query, found = (width // t for width in _head_widths(config.model))
+    query, query_bytes = (width // t for width in _head_widths(config.model))
     made = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
-    kept = latents / (t if config.parallel.sequence_parallel else 1) + found + (0 if "mla_up_proj" in again else made)
-    return BYTES[config.precision.dtype] * kept
+    saved = (
+        latents / (t if config.parallel.sequence_parallel else 1)
+        + query_bytes
+        + (0 if "mla_up_proj" in again else made)
+    )
+    return BYTES[config.precision.dtype] * saved
 
 
-def _activation_bytes(config: RunConfig, own: Sequence[StageSpec], position: int, num_microbatches: int) -> float:
+def _activation_bytes(
+    config: RunConfig, local_stages: Sequence[StageSpec], position: int, num_microbatches: int
+) -> float:
     """Activations at the peak of a step on a rank at this pipeline position."""
     model, parallel, train = config.model, config.parallel, config.train
     tokens, t = train.seq_length * train.micro_batch_size // parallel.context_parallel_size, parallel.tp
     saved_cut = t if parallel.sequence_parallel else 1
-    alive = _chunks_alive(config, position, len(own), num_microbatches)
-    chunk, at_work = _chunk_bytes(config, own)
+    alive = _chunks_alive(config, position, len(local_stages), num_microbatches)
+    chunk, at_work = _chunk_bytes(config, local_stages)
     held = alive * chunk + at_work
-    if any(stage.has_embedding for stage in own):
-        held += alive / len(own) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
+    if any(stage.has_embedding for stage in local_stages):
+        held += alive / len(local_stages) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
     depths = model.mtp.mtp_num_layers or 0
-    if depths and any(stage.has_mtp for stage in own):
+    if depths and any(stage.has_mtp for stage in local_stages):
         joined = (
             4 * BYTES[config.precision.dtype] * model.hidden_size / saved_cut
         )  # both norms' inputs, and what they made
-        held += alive / len(own) * depths * (layer_activation_bytes(config) + joined)
-    if any(stage.has_output for stage in own):
+        held += alive / len(local_stages) * depths * (layer_activation_bytes(config) + joined)
+    if any(stage.has_output for stage in local_stages):
         held += 4 * (1 + depths) * model.hidden_size / saved_cut + _logit_bytes(model, t, tokens, 1 + depths)
     return held * tokens
 

@@ -108,12 +108,12 @@ class GPTModel(nn.Module):
         if self.output_layer is None:
             return x if self.mtp is None else self._message(x, ahead)
         x = (x if cache is None else cache.for_logits(x)).to(self.build.dtype)
-        found = self.output_layer(x, self.output_weight(), labels)
+        output = self.output_layer(x, self.output_weight(), labels)
         if labels is None or ahead is None:
-            return found
+            return output
         weight = self.output_weight().detach() if self.build.model.mtp.mtp_detach_heads else self.output_weight()
         return Losses(
-            found,
+            output,
             tuple(
                 self.output_layer(state.to(self.build.dtype), weight, own)
                 for state, own in zip(ahead.states, ahead.labels, strict=True)

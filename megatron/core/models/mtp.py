@@ -71,13 +71,13 @@ class MultiTokenPrediction(nn.Module):
         x: [s or s/tp, b, h], after the network's final norm. ids: of the tokens ahead, [b, s] a depth. positions: of the tokens
         themselves, [b or 1, s]. embed: the network's embedding.
         """
-        apart, found = self.build.model.mtp.mtp_detach_heads, []
+        apart, outputs = self.build.model.mtp.mtp_detach_heads, []
         # A leaf that asks for a gradient, since a recomputed layer trains only if one of its inputs does.
         x = x.detach().requires_grad_(torch.is_grad_enabled()) if apart else x
         for depth, own in enumerate(ids, start=1):
             x = self.look(depth, x, own, positions, embed, context)
-            found.append(x)
-        return tuple(found)
+            outputs.append(x)
+        return tuple(outputs)
 
     def look(
         self,

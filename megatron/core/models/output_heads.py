@@ -55,8 +55,8 @@ class LanguageModelHead(nn.Module):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x: [s or s/tp, b, h]. Returns [s, b, v/tp], padded columns included."""
         cap = self.build.model.final_logit_softcap
-        found = enter_linear(x if self.scale is None else x * self.scale, weight, self.bias, self.build.region)
-        return found if cap is None else cap * torch.tanh(found / cap)
+        logits = enter_linear(x if self.scale is None else x * self.scale, weight, self.bias, self.build.region)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """labels: [b, s], below 0 where a token takes no part. Returns the loss of every token, [b, s]."""

@@ -184,11 +184,11 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
         body = await body_of(request, serving)
         return json_answer(await until_disconnected(put_api.generate(body, serving, searches), request.receive))
 
-    async def answer(request: Request, asked: openai.CompletionRequest) -> Response:
-        call = PendingRequests(serving.service, asked.requests)
-        if asked.streams:
-            return Chunks(call, awake(openai.chunks(asked, call, serving), serving.limits.silence_seconds))
-        return json_answer(await until_disconnected(openai.whole(asked, call, serving), request.receive))
+    async def answer(request: Request, completion: openai.CompletionRequest) -> Response:
+        call = PendingRequests(serving.service, completion.requests)
+        if completion.streams:
+            return Chunks(call, awake(openai.chunks(completion, call, serving), serving.limits.silence_seconds))
+        return json_answer(await until_disconnected(openai.whole(completion, call, serving), request.receive))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -268,8 +268,8 @@ def json_answer(content: dict[str, Any], status: int = 200) -> Response:
 
 def error_answer(path: str, error: Refused) -> Response:
     """An error as the clients of a path read it."""
-    said = {"message": str(error)} if path == "/api" else openai.error_body(str(error), error.status)
-    return Response(json.dumps(said), error.status, error.headers, "application/json")
+    body = {"message": str(error)} if path == "/api" else openai.error_body(str(error), error.status)
+    return Response(json.dumps(body), error.status, error.headers, "application/json")
 
 
 def _model(serving: Serving, begun: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def messages_of(value: Any) -> list[dict[str, str]]:
     """Roles and texts; contents in parts are joined. Raises `Refused`."""
     if not isinstance(value, list) or not value:
         raise Refused("messages must be a list of messages, of which there is one at least")
-    found = []
+    messages = []
     for place, message in enumerate(value):
         where = f"messages[{place}]"
         if not isinstance(message, dict):
@@ -64,8 +64,8 @@ def messages_of(value: Any) -> list[dict[str, str]]:
             raise Refused(f"{where} has {unknown[0][:100]!r}, which is not served; it may have role, content and name")
         if message.get("role") not in _ROLES:
             raise Refused(f"{where}: role must be one of {', '.join(_ROLES)}")
-        found.append({"role": message["role"], "content": _content(message.get("content"), where)})
-    return found
+        messages.append({"role": message["role"], "content": _content(message.get("content"), where)})
+    return messages
 
 
 def _content(value: Any, where: str) -> str:

@@ -78,13 +78,13 @@ class Connection(H11Protocol):
             min(waiting, key=waiting.__getitem__)._too_slow()
         return bool(waiting)
 
-    def _close(self, said: bytes) -> None:
+    def _close(self, response: bytes) -> None:
         """Say this and close; some time later also if the client has not read what it was told."""
         self._wait_no_longer()
         self.connections.discard(self)  # at once, and not when the system has closed it
         if self.transport.is_closing():
             self.transport.abort()
         else:
-            self.transport.write(said)
+            self.transport.write(response)
             self.transport.close()
             self.loop.call_later(self._limits.header_seconds, self.transport.abort)

@@ -39,30 +39,30 @@ class Field:
 
 def read(fields: Sequence[Field], body: bytes, retired: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The value of every field. retired: fields of old, and what to say of them. Raises `Refused` with all that is wrong."""
-    asked = parse(body)
+    body_fields = parse(body)
     known = {field.name: field for field in fields}
-    wrong = [message for name, message in (retired or {}).items() if name in asked]
-    wrong += [unknown(name, known) for name in asked if name not in known and name not in (retired or {})]
-    found = {}
+    wrong = [message for name, message in (retired or {}).items() if name in body_fields]
+    wrong += [unknown(name, known) for name in body_fields if name not in known and name not in (retired or {})]
+    values = {}
     for field in fields:
-        value = asked.get(field.name)
+        value = body_fields.get(field.name)
         if value is None and not field.needed:
-            found[field.name] = field.default
-        elif field.name not in asked:
+            values[field.name] = field.default
+        elif field.name not in body_fields:
             wrong.append(f"{field.name} argument required")
         else:
-            found[field.name] = value
-            said = field.check(value)
-            wrong += [f"{field.name} {said}"] if said else []
+            values[field.name] = value
+            problem = field.check(value)
+            wrong += [f"{field.name} {problem}"] if problem else []
     refuse(wrong)
-    return found
+    return values
 
 
 def refuse(problems: Iterable[str]) -> None:
     """Raise one `Refused` that lists all problems, if there are any."""
-    found = [problem for problem in problems if problem]
-    if found:
-        raise Refused("; ".join(found))
+    stated = [problem for problem in problems if problem]
+    if stated:
+        raise Refused("; ".join(stated))
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -72,12 +72,12 @@ def parse(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{word} is no number")
 
     try:
-        asked = json.loads(body, parse_constant=no_number)
+        fields = json.loads(body, parse_constant=no_number)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Refused(f"the body is not JSON: {error}") from None
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         raise Refused("the body must be a JSON object")
-    return asked
+    return fields
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
@@ -120,18 +120,18 @@ def only(*values: Any) -> Check:
     )
 
 
-def integer(low: int | None = None, high: int | None = None, *, said: str = "") -> Check:
+def integer(low: int | None = None, high: int | None = None, *, rule: str = "") -> Check:
     """A check for whole numbers. said: in words."""
-    said = said or "must be an integer" + _limits(low, high)
+    rule = rule or "must be an integer" + _limits(low, high)
     return lambda value: (
-        "" if is_integer(value) and (low is None or value >= low) and (high is None or value <= high) else said
+        "" if is_integer(value) and (low is None or value >= low) and (high is None or value <= high) else rule
     )
 
 
-def number(low: float, high: float, *, above: bool = False, said: str = "") -> Check:
+def number(low: float, high: float, *, above: bool = False, rule: str = "") -> Check:
     """A check for numbers from low, or from above it, to high."""
-    said = said or "must be a number" + _limits(low, high)
-    return lambda value: "" if is_number(value) and (low < value if above else low <= value) and value <= high else said
+    rule = rule or "must be a number" + _limits(low, high)
+    return lambda value: "" if is_number(value) and (low < value if above else low <= value) and value <= high else rule
 
 
 def _limits(low: float | None, high: float | None) -> str:

@@ -31,8 +31,8 @@ _ROWS = (
 def exposition(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
     """The text. answers: number of HTTP answers by (path, status)."""
     lines = []
-    for field, name, kind, told in _ROWS:
-        lines += [*_head(name, kind, told), f"{_PREFIX}{name} {getattr(metrics, field)}"]
+    for field, name, kind, description in _ROWS:
+        lines += [*_head(name, kind, description), f"{_PREFIX}{name} {getattr(metrics, field)}"]
     lines += _head("finished_total", "counter", "requests that ended, by the reason")
     lines += [
         f'{_PREFIX}finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())
@@ -45,5 +45,5 @@ def exposition(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(name: str, kind: str, told: str) -> list[str]:
-    return [f"# HELP {_PREFIX}{name} {told}", f"# TYPE {_PREFIX}{name} {kind}"]
+def _head(name: str, kind: str, description: str) -> list[str]:
+    return [f"# HELP {_PREFIX}{name} {description}", f"# TYPE {_PREFIX}{name} {kind}"]

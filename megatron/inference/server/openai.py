@@ -31,7 +31,7 @@ from megatron.inference.server.fields import (
     text,
 )
 from megatron.inference.server.request_handling import PendingRequests
-from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, cooled, told
+from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, cooled, raw_logprob
 
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
 
@@ -141,62 +141,64 @@ class CompletionRequest:
 
 def completion(body: bytes, serving: Serving) -> CompletionRequest:
     """What a body of /v1/completions asks for. Raises `Refused`."""
-    asked = read(COMPLETION, body)
-    _demand_model(asked, serving)
-    _demand_known_combination(asked)
-    prompt = asked["prompt"]
+    fields = read(COMPLETION, body)
+    _demand_model(fields, serving)
+    _demand_known_combination(fields)
+    prompt = fields["prompt"]
     several = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
-    if len(several) * asked["n"] > serving.limits.prompts:
+    if len(several) * fields["n"] > serving.limits.prompts:
         raise Refused(
-            f"{len(several)} prompts with n={asked['n']} are more than the {serving.limits.prompts} texts of one call"
+            f"{len(several)} prompts with n={fields['n']} are more than the {serving.limits.prompts} texts of one call"
         )
     ids = [tuple(part if isinstance(part, list) else serving.read(part) or [serving.tokenizer.eod]) for part in several]
     texts = (part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several)
-    echo = tuple(texts) if asked["echo"] else ()
-    scored, top = asked["logprobs"] is not None, asked["logprobs"] or 0
+    echo = tuple(texts) if fields["echo"] else ()
+    scored, top = fields["logprobs"] is not None, fields["logprobs"] or 0
     return CompletionRequest(
-        asked, _requests(asked, serving, ids, asked["max_tokens"], scored, top), chat=False, echo=echo
+        fields, _requests(fields, serving, ids, fields["max_tokens"], scored, top), chat=False, echo=echo
     )
 
 
-def _demand_known_combination(asked: dict[str, Any]) -> None:
-    if asked["best_of"] not in (None, asked["n"]):
+def _demand_known_combination(fields: dict[str, Any]) -> None:
+    if fields["best_of"] not in (None, fields["n"]):
         raise Refused("best_of must be n: of several texts, all are given")
-    scored = asked["logprobs"] is not None
-    if asked["max_tokens"] == 0 and not (asked["echo"] and scored):
+    scored = fields["logprobs"] is not None
+    if fields["max_tokens"] == 0 and not (fields["echo"] and scored):
         raise Refused("max_tokens=0 only scores the prompt; it needs echo and logprobs")
-    if asked["echo"] and scored and asked["stream"]:
+    if fields["echo"] and scored and fields["stream"]:
         raise Refused("echo with logprobs is not streamed; leave one of the three out")
 
 
 def conversation(body: bytes, serving: Serving, chat: Chat | None) -> CompletionRequest:
     """What a body of /v1/chat/completions asks for. Raises `Refused`."""
-    asked = read(CHAT, body)
-    _demand_model(asked, serving)
+    fields = read(CHAT, body)
+    _demand_model(fields, serving)
     if chat is None:
         raise Refused(
             "the tokenizer of this network has no chat template; use /v1/completions, or start the server with --chat-format"
         )
-    if asked["top_logprobs"] and not asked["logprobs"]:
+    if fields["top_logprobs"] and not fields["logprobs"]:
         raise Refused("top_logprobs needs logprobs to be true")
-    if None not in (asked["max_tokens"], asked["max_completion_tokens"]):
+    if None not in (fields["max_tokens"], fields["max_completion_tokens"]):
         raise Refused("max_tokens is the old name of max_completion_tokens; give one of them")
-    if asked["n"] > serving.limits.prompts:
-        raise Refused(f"n={asked['n']} is more than the {serving.limits.prompts} texts of one call")
-    ids = tuple(chat.ids(messages_of(asked["messages"])))
+    if fields["n"] > serving.limits.prompts:
+        raise Refused(f"n={fields['n']} is more than the {serving.limits.prompts} texts of one call")
+    ids = tuple(chat.ids(messages_of(fields["messages"])))
     room = serving.positions - len(ids) + 1
     count = (
-        asked["max_completion_tokens"] or asked["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
+        fields["max_completion_tokens"] or fields["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
     )
     return CompletionRequest(
-        asked, _requests(asked, serving, [ids], count, asked["logprobs"], asked["top_logprobs"] or 0, chat), chat=True
+        fields,
+        _requests(fields, serving, [ids], count, fields["logprobs"], fields["top_logprobs"] or 0, chat),
+        chat=True,
     )
 
 
-def _demand_model(asked: dict[str, Any], serving: Serving) -> None:
-    if asked["model"] not in (None, serving.model):
-        raise Refused(f"there is no model {asked['model'][:100]!r} here; this server has {serving.model!r}", 404)
-    if asked["stream_options"] is not None and not asked["stream"]:
+def _demand_model(fields: dict[str, Any], serving: Serving) -> None:
+    if fields["model"] not in (None, serving.model):
+        raise Refused(f"there is no model {fields['model'][:100]!r} here; this server has {serving.model!r}", 404)
+    if fields["stream_options"] is not None and not fields["stream"]:
         raise Refused("stream_options needs stream to be true")
 
 
@@ -207,7 +209,7 @@ def _known(ids: Sequence[int], serving: Serving) -> Sequence[int]:
 
 
 def _requests(
-    asked: dict[str, Any],
+    fields: dict[str, Any],
     serving: Serving,
     prompts: Sequence[tuple[int, ...]],
     count: int,
@@ -216,65 +218,74 @@ def _requests(
     chat: Chat | None = None,
 ) -> tuple[Request, ...]:
     # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
-    temperature = cooled(asked["temperature"]) if asked["top_p"] > 0.0 else 0.0
+    temperature = cooled(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
     sampling = Sampling(
-        temperature, asked["top_k"], float(asked["top_p"]), float(asked["min_p"]), float(asked["repetition_penalty"])
+        temperature,
+        fields["top_k"],
+        float(fields["top_p"]),
+        float(fields["min_p"]),
+        float(fields["repetition_penalty"]),
     )
-    stop = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"]
-    found = []
+    stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
+    requests = []
     for ids in prompts:
         serving.demand(_known(ids, serving), count)
-        for number_of_choice in range(asked["n"]):
-            seed = None if asked["seed"] is None else (asked["seed"] + number_of_choice) % 2**63
-            found.append(
+        for number_of_choice in range(fields["n"]):
+            seed = None if fields["seed"] is None else (fields["seed"] + number_of_choice) % 2**63
+            requests.append(
                 Request(
                     ids,
                     count,
                     sampling,
                     seed,
-                    stop_ids=chat.stop_ids if chat and not asked["ignore_eos"] else (),
-                    stop_words=(*stop, *(chat.stop_words if chat and not asked["ignore_eos"] else ())),
-                    ignore_eod=asked["ignore_eos"],
+                    stop_ids=chat.stop_ids if chat and not fields["ignore_eos"] else (),
+                    stop_words=(*stop, *(chat.stop_words if chat and not fields["ignore_eos"] else ())),
+                    ignore_eod=fields["ignore_eos"],
                     logprobs=scored,
-                    prompt_logprobs=scored and asked.get("echo", False),
+                    prompt_logprobs=scored and fields.get("echo", False),
                     top_logprobs=top,
                 )
             )
-    return tuple(found)
+    return tuple(requests)
 
 
-async def whole(asked: CompletionRequest, call: PendingRequests, serving: Serving) -> dict[str, Any]:
+async def whole(completion: CompletionRequest, call: PendingRequests, serving: Serving) -> dict[str, Any]:
     """The answer, when it is there."""
     replies = await call.replies()
     choices = []
     for place, reply in enumerate(replies):
-        tokens = [*reply.prompt, *reply.tokens] if asked.requests[place].prompt_logprobs else list(reply.tokens)
-        spelling = Spelling(serving.tokenizer, () if reply.prompt else asked.requests[place].prompt)
-        scores = _Scores(serving, asked.chat, spelling)
-        content = asked.prefix(place) + reply.text
-        said: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": content, "refusal": None}} if asked.chat else {"text": content}
+        tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
+        spelling = Spelling(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
+        scores = _Scores(serving, completion.chat, spelling)
+        content = completion.prefix(place) + reply.text
+        choice: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": content, "refusal": None}}
+            if completion.chat
+            else {"text": content}
         )
         choices.append(
             {
                 "index": place,
-                **said,
-                "logprobs": scores.of(tokens) if asked.scored else None,
+                **choice,
+                "logprobs": scores.of(tokens) if completion.scored else None,
                 "finish_reason": reply.reason,
             }
         )
-    kind = "chat.completion" if asked.chat else "text_completion"
-    return {**_head(asked, serving, kind), "choices": choices, "usage": _usage(asked, replies)}
+    kind = "chat.completion" if completion.chat else "text_completion"
+    return {**_head(completion, serving, kind), "choices": choices, "usage": _usage(completion, replies)}
 
 
-async def chunks(asked: CompletionRequest, call: PendingRequests, serving: Serving) -> AsyncIterator[str]:
+async def chunks(completion: CompletionRequest, call: PendingRequests, serving: Serving) -> AsyncIterator[str]:
     """The answer as server-sent events, the last of which is [DONE]."""
-    head = _head(asked, serving, "chat.completion.chunk" if asked.chat else "text_completion")
-    usage = {"usage": None} if (asked.fields["stream_options"] or {}).get("include_usage") else {}
-    scores = [_Scores(serving, asked.chat, Spelling(serving.tokenizer, request.prompt)) for request in asked.requests]
+    head = _head(completion, serving, "chat.completion.chunk" if completion.chat else "text_completion")
+    usage = {"usage": None} if (completion.fields["stream_options"] or {}).get("include_usage") else {}
+    scores = [
+        _Scores(serving, completion.chat, Spelling(serving.tokenizer, request.prompt))
+        for request in completion.requests
+    ]
     replies: dict[int, Reply] = {}
     try:
-        for choice in _opening(asked):
+        for choice in _opening(completion):
             yield _event({**head, "choices": [choice], **usage})
         async for place, event in call.events():
             if event.reply is not None and event.reply.reason == "error":
@@ -282,37 +293,39 @@ async def chunks(asked: CompletionRequest, call: PendingRequests, serving: Servi
                 return
             if event.reply is not None:
                 replies[place] = event.reply
-            yield _event({**head, "choices": [_delta(asked, place, event, scores[place])], **usage})
+            yield _event({**head, "choices": [_delta(completion, place, event, scores[place])], **usage})
         if usage:
-            yield _event({**head, "choices": [], "usage": _usage(asked, [replies[place] for place in sorted(replies)])})
+            yield _event(
+                {**head, "choices": [], "usage": _usage(completion, [replies[place] for place in sorted(replies)])}
+            )
         yield "data: [DONE]\n\n"
     finally:
         call.cancel()
 
 
-def _opening(asked: CompletionRequest) -> list[dict[str, Any]]:
+def _opening(completion: CompletionRequest) -> list[dict[str, Any]]:
     """What is said before the first token."""
-    places = range(len(asked.requests))
-    if asked.chat:
+    places = range(len(completion.requests))
+    if completion.chat:
         return [
             {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             for place in places
         ]
     return [
-        {"index": place, "text": asked.prefix(place), "logprobs": None, "finish_reason": None}
+        {"index": place, "text": completion.prefix(place), "logprobs": None, "finish_reason": None}
         for place in places
-        if asked.prefix(place)
+        if completion.prefix(place)
     ]
 
 
-def _delta(asked: CompletionRequest, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
-    said: dict[str, Any] = (
-        {"delta": {"content": event.text} if event.text else {}} if asked.chat else {"text": event.text}
+def _delta(completion: CompletionRequest, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
+    delta: dict[str, Any] = (
+        {"delta": {"content": event.text} if event.text else {}} if completion.chat else {"text": event.text}
     )
-    told_scores = scores.of(event.tokens, last=event.reply is not None) if asked.scored and event.tokens else None
+    told_scores = scores.of(event.tokens, last=event.reply is not None) if completion.scored and event.tokens else None
     return {
         "index": place,
-        **said,
+        **delta,
         "logprobs": told_scores,
         "finish_reason": None if event.reply is None else event.reply.reason,
     }
@@ -331,7 +344,7 @@ class _Scores:
             return {
                 "content": [
                     {
-                        **_named(piece, told(token)),
+                        **_named(piece, raw_logprob(token)),
                         "top_logprobs": [
                             _named(self._name(number), max(score, LEAST_LOGPROB)) for number, score in token.top
                         ],
@@ -352,37 +365,39 @@ class _Scores:
         ]
         return {
             "tokens": texts,
-            "token_logprobs": [told(token) for token in tokens],
+            "token_logprobs": [raw_logprob(token) for token in tokens],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
     def _name(self, token: int) -> str:
-        said = self._serving.tokenizer.detokenize([token])
-        return said if said and "\ufffd" not in said else self._serving.tokenizer.id_to_token(token)
+        text = self._serving.tokenizer.detokenize([token])
+        return text if text and "\ufffd" not in text else self._serving.tokenizer.id_to_token(token)
 
 
 def _named(piece: str, logprob: float | None) -> dict[str, Any]:
     return {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace"))}
 
 
-def _head(asked: CompletionRequest, serving: Serving, kind: str) -> dict[str, Any]:
+def _head(completion: CompletionRequest, serving: Serving, kind: str) -> dict[str, Any]:
     return {
-        "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": serving.model,
     }
 
 
-def _usage(asked: CompletionRequest, replies: Sequence[Reply]) -> dict[str, Any]:
-    prompt = sum(len(request.prompt) for request in asked.requests[:: asked.fields["n"]])
+def _usage(completion: CompletionRequest, replies: Sequence[Reply]) -> dict[str, Any]:
+    prompt = sum(len(request.prompt) for request in completion.requests[:: completion.fields["n"]])
     new = sum(len(reply.tokens) for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(reply.cached_tokens for reply in replies[:: asked.fields["n"]])},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(reply.cached_tokens for reply in replies[:: completion.fields["n"]])
+        },
     }
 
 

@@ -20,7 +20,7 @@ from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.server.fields import Field, Refused, boolean, integer, number, read, refuse
 from megatron.inference.server.request_handling import PendingRequests, Searches
-from megatron.inference.server.serving import Serving, cooled, told
+from megatron.inference.server.serving import Serving, cooled, raw_logprob
 
 _WIDEST = 64
 _SWITCHES = ("add_BOS", "stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon", "no_log")
@@ -38,56 +38,56 @@ def _prompts(value: Any) -> str:
 
 FIELDS = (
     Field("prompts", _prompts, needed=True),
-    Field("tokens_to_generate", integer(0, said="must be an integer greater than or equal to 0"), 64),
+    Field("tokens_to_generate", integer(0, rule="must be an integer greater than or equal to 0"), 64),
     Field("logprobs", boolean, False),
     Field(
-        "temperature", number(0.0, 100.0, above=True, said="must be a positive number less than or equal to 100.0"), 1.0
+        "temperature", number(0.0, 100.0, above=True, rule="must be a positive number less than or equal to 100.0"), 1.0
     ),
     Field(
         "top_k",
-        integer(0, 1000, said="must be an integer equal to or greater than 0 and less than or equal to 1000"),
+        integer(0, 1000, rule="must be an integer equal to or greater than 0 and less than or equal to 1000"),
         0,
     ),
-    Field("top_p", number(0.0, 1.0, said="must be a positive float less than or equal to 1.0"), 0.0),
-    Field("top_p_decay", number(0.0, 1.0, said="must be a positive float less than or equal to 1.0"), 0.0),
+    Field("top_p", number(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
+    Field("top_p_decay", number(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
     Field(
-        "top_p_bound", number(0.0, 1.0, above=True, said="must be a positive float less than or equal to top_p"), 0.0
+        "top_p_bound", number(0.0, 1.0, above=True, rule="must be a positive float less than or equal to top_p"), 0.0
     ),
     *(Field(name, boolean, False) for name in _SWITCHES),
-    Field("random_seed", integer(0, said="must be a positive integer")),
-    Field("beam_width", integer(1, _WIDEST, said=f"must be an integer from 1 to {_WIDEST}")),
-    Field("stop_token", integer(0, said="must be an integer, an id of the vocabulary")),
-    Field("length_penalty", number(-10.0, 10.0, said="must be a float from -10 to 10"), 1.0),
+    Field("random_seed", integer(0, rule="must be a positive integer")),
+    Field("beam_width", integer(1, _WIDEST, rule=f"must be an integer from 1 to {_WIDEST}")),
+    Field("stop_token", integer(0, rule="must be an integer, an id of the vocabulary")),
+    Field("length_penalty", number(-10.0, 10.0, rule="must be a float from -10 to 10"), 1.0),
 )
 
 
-def _across(asked: dict[str, Any], serving: Serving) -> list[str]:
+def _across(fields: dict[str, Any], serving: Serving) -> list[str]:
     """What is wrong between fields that are right by themselves."""
-    width, most = asked["beam_width"], serving.limits.prompts
+    width, most = fields["beam_width"], serving.limits.prompts
     return [
-        said
-        for broken, said in (
-            (len(asked["prompts"]) > most, f"Maximum number of prompts is {most}"),
-            (not all(asked["prompts"]) and not asked["add_BOS"], "Empty prompts require add_BOS=true"),
+        problem
+        for broken, problem in (
+            (len(fields["prompts"]) > most, f"Maximum number of prompts is {most}"),
+            (not all(fields["prompts"]) and not fields["add_BOS"], "Empty prompts require add_BOS=true"),
             (
-                asked["tokens_to_generate"] == 0 and not asked["logprobs"],
+                fields["tokens_to_generate"] == 0 and not fields["logprobs"],
                 "tokens_to_generate=0 implies logprobs should be True",
             ),
-            (asked["top_k"] > 0 and asked["top_p"] > 0.0, "cannot set both top-k and top-p samplings."),
-            (asked["top_p_decay"] > 0.0 and asked["top_p"] == 0.0, "top_p_decay cannot be set without top_p"),
-            (asked["top_p_bound"] > 0.0 and asked["top_p"] == 0.0, "top_p_bound cannot be set without top_p"),
+            (fields["top_k"] > 0 and fields["top_p"] > 0.0, "cannot set both top-k and top-p samplings."),
+            (fields["top_p_decay"] > 0.0 and fields["top_p"] == 0.0, "top_p_decay cannot be set without top_p"),
+            (fields["top_p_bound"] > 0.0 and fields["top_p"] == 0.0, "top_p_bound cannot be set without top_p"),
             (
-                asked["top_p_bound"] > asked["top_p"] > 0.0,
+                fields["top_p_bound"] > fields["top_p"] > 0.0,
                 "top_p_bound must be a positive float less than or equal to top_p",
             ),
-            (width is not None and len(asked["prompts"]) > 1, "When doing beam_search, batch size must be 1"),
-            (width is not None and asked["tokens_to_generate"] == 0, "beam_width needs tokens_to_generate above 0"),
+            (width is not None and len(fields["prompts"]) > 1, "When doing beam_search, batch size must be 1"),
+            (width is not None and fields["tokens_to_generate"] == 0, "beam_width needs tokens_to_generate above 0"),
             (
                 width is not None and 2 * width > serving.ids,
                 f"beam_width must be at most half of the {serving.ids} ids",
             ),
             (
-                asked["stop_token"] is not None and asked["stop_token"] >= serving.ids,
+                fields["stop_token"] is not None and fields["stop_token"] >= serving.ids,
                 f"stop_token must be below {serving.ids}",
             ),
         )
@@ -97,20 +97,20 @@ def _across(asked: dict[str, Any], serving: Serving) -> list[str]:
 
 def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Request]]:
     """The fields of a body and what is asked of the engine; `Refused` says all that is wrong."""
-    asked = read(FIELDS, body, _RETIRED)
-    refuse(_across(asked, serving))
-    tokenizer, count = serving.tokenizer, asked["tokens_to_generate"]
-    begin = [] if not asked["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    fields = read(FIELDS, body, _RETIRED)
+    refuse(_across(fields, serving))
+    tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]
+    begin = [] if not fields["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     sampling = Sampling(
-        cooled(asked["temperature"]),
-        asked["top_k"],
-        float(asked["top_p"]),
-        top_p_decay=float(asked["top_p_decay"]),
-        top_p_bound=float(asked["top_p_bound"]),
+        cooled(fields["temperature"]),
+        fields["top_k"],
+        float(fields["top_p"]),
+        top_p_decay=float(fields["top_p_decay"]),
+        top_p_bound=float(fields["top_p_bound"]),
     )
-    stops = ["\n"] * asked["stop_on_eol"] + ["\n\n"] * asked["stop_on_double_eol"]
+    stops = ["\n"] * fields["stop_on_eol"] + ["\n\n"] * fields["stop_on_double_eol"]
     requests = []
-    for place, prompt in enumerate(asked["prompts"]):
+    for place, prompt in enumerate(fields["prompts"]):
         ids = begin + serving.read(prompt)
         if not ids:
             raise Refused("a prompt has no tokens; give some text, or add_BOS=true")
@@ -120,41 +120,41 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
                 tuple(ids),
                 count,
                 sampling,
-                None if asked["random_seed"] is None else asked["random_seed"] + place,
-                stop_ids=() if asked["stop_token"] is None else (asked["stop_token"],),
-                ignore_eod=asked["stop_token"] is not None,
+                None if fields["random_seed"] is None else fields["random_seed"] + place,
+                stop_ids=() if fields["stop_token"] is None else (fields["stop_token"],),
+                ignore_eod=fields["stop_token"] is not None,
                 stop_words=tuple(stops),
                 keep_stop=True,
-                newline_after_colon=not asked["prevent_newline_after_colon"],
-                logprobs=asked["logprobs"],
-                prompt_logprobs=asked["logprobs"],
+                newline_after_colon=not fields["prevent_newline_after_colon"],
+                logprobs=fields["logprobs"],
+                prompt_logprobs=fields["logprobs"],
             )
         )
-    return asked, requests
+    return fields, requests
 
 
 async def generate(body: bytes, serving: Serving, searches: Searches) -> dict[str, Any]:
     """The answer to a body."""
-    asked, requests = await asyncio.to_thread(requests_of, body, serving)
-    if asked["beam_width"] is not None:
-        beams = await searches.run(_search(asked, requests[0], serving))
+    fields, requests = await asyncio.to_thread(requests_of, body, serving)
+    if fields["beam_width"] is not None:
+        beams = await searches.run(_search(fields, requests[0], serving))
         return {
             "text": [
-                asked["prompts"][0] + following(serving.tokenizer, requests[0].prompt, beam.ids) for beam in beams
+                fields["prompts"][0] + following(serving.tokenizer, requests[0].prompt, beam.ids) for beam in beams
             ],
             "segments": [_segments(serving, requests[0], beam.ids) for beam in beams],
             "scores": [beam.score for beam in beams],
         }
     replies = await PendingRequests(serving.service, requests).replies()
     return {
-        "text": [prompt + reply.text for prompt, reply in zip(asked["prompts"], replies, strict=True)],
+        "text": [prompt + reply.text for prompt, reply in zip(fields["prompts"], replies, strict=True)],
         "segments": [_segments(serving, request, reply.ids) for request, reply in zip(requests, replies, strict=True)],
-        "logprobs": [_logprobs(reply) for reply in replies] if asked["logprobs"] else None,
+        "logprobs": [_logprobs(reply) for reply in replies] if fields["logprobs"] else None,
         "reasons": [reply.reason for reply in replies],
     }
 
 
-def _search(asked: dict[str, Any], request: Request, serving: Serving) -> Callable[[Ask], list[Beam]]:
+def _search(fields: dict[str, Any], request: Request, serving: Serving) -> Callable[[Ask], list[Beam]]:
     ends = request.stop_ids or (serving.tokenizer.eod,)
 
     def search(ask: Ask) -> list[Beam]:
@@ -162,10 +162,10 @@ def _search(asked: dict[str, Any], request: Request, serving: Serving) -> Callab
             return beam_search(
                 ask,
                 request.prompt,
-                width=asked["beam_width"],
+                width=fields["beam_width"],
                 num_tokens=request.num_tokens,
                 ends=ends,
-                length_penalty=float(asked["length_penalty"]),
+                length_penalty=float(fields["length_penalty"]),
             )
         except BeamFailed as error:
             raise Refused(str(error), 503) from error
@@ -179,4 +179,4 @@ def _segments(serving: Serving, request: Request, ids: Sequence[int]) -> list[st
 
 def _logprobs(reply: Reply) -> list[float | None]:
     """Of every token but the first, which stands after nothing."""
-    return [told(token) for token in (*reply.prompt[1:], *reply.tokens)]
+    return [raw_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)]

@@ -53,17 +53,17 @@ class PendingRequests:
 
     async def replies(self) -> list[Reply]:
         """All replies, in the order of the requests. Raises `Refused` if the engine fails."""
-        found: dict[int, Reply] = {}
+        replies: dict[int, Reply] = {}
         try:
             async for place, event in self.events():
                 if event.reply is not None:
-                    found[place] = event.reply
+                    replies[place] = event.reply
         finally:
             self.cancel()  # a task that is cancelled leaves `events` to the garbage collector
-        for reply in found.values():
+        for reply in replies.values():
             if reply.reason == "error":
                 raise Refused(reply.problem, 500)
-        return [found[place] for place in sorted(found)]
+        return [replies[place] for place in sorted(replies)]
 
     def cancel(self) -> None:
         """Cancel the requests that have not ended."""

@@ -89,20 +89,20 @@ class Spelling:
 
     def add(self, ids: Sequence[int], *, last: bool) -> list[str]:
         """The texts of the ids that come next. last: no more come, so that half a character is all there will be of it."""
-        found = []
+        pieces = []
         for place, token in enumerate(ids, start=1):
             self._ids.append(token)
             text = self._tokenizer.detokenize(self._ids)
             whole = not text.endswith("\ufffd") or last and place == len(ids)
-            found.append(text[self._said :] if whole else text[self._said : -1])
-            self._said += len(found[-1])
+            pieces.append(text[self._said :] if whole else text[self._said : -1])
+            self._said += len(pieces[-1])
             if whole and len(self._ids) > 2 * _CONTEXT:
                 self._ids = self._ids[-_CONTEXT:]
                 self._said = len(self._tokenizer.detokenize(self._ids))
-        return found
+        return pieces
 
 
-def told(token: Token) -> float | None:
+def raw_logprob(token: Token) -> float | None:
     """A token's log-probability as JSON can say it."""
     return None if token.logprob is None else max(token.logprob, LEAST_LOGPROB)
 

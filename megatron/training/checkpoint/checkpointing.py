@@ -58,11 +58,11 @@ Slot = tuple[str, Segment, Tensor]
 @contextmanager
 def owning(run: Run) -> Iterator[FolderLock | None]:
     """Own the `--save` folder of a run that trains. Raises `CheckpointError` on all ranks when another job writes there."""
-    asked = run.config.checkpoint
-    if not asked.save or run.config.train.skip_train:
+    options = run.config.checkpoint
+    if not options.save or run.config.train.skip_train:
         yield None
         return
-    lock = FolderLock(asked.save, job=launcher_place().launch)
+    lock = FolderLock(options.save, job=launcher_place().launch)
     if note := decided(run.mesh.world, lock.acquire):
         run.say(f"WARNING: {note}")
     try:
@@ -153,14 +153,14 @@ class Checkpoint:
     def resume(self) -> bool:
         """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
         started = time.perf_counter()
-        wanted = decided(self.mesh.world, lambda: find_wanted(self.config))
-        if wanted is None:
+        request = decided(self.mesh.world, lambda: find_wanted(self.config))
+        if request is None:
             if self.config.checkpoint.load:
                 self._say(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
             return False
-        for note in wanted.notes:
+        for note in request.notes:
             self._warn(note)
-        opened = open_wanted(wanted, self.config, self.mesh.world)
+        opened = open_wanted(request, self.config, self.mesh.world)
         if opened.refused and opened.step is not None:
             self._warn(
                 "\n".join(
@@ -180,7 +180,7 @@ class Checkpoint:
         self.finish()
         if self.last_saved is None:
             raise CheckpointError(f"there is no checkpoint to go back to: {why}") from why
-        asked = dataclasses.replace(
+        options = dataclasses.replace(
             self.config.checkpoint,
             load=self.config.checkpoint.save,
             ckpt_step=None,
@@ -189,22 +189,22 @@ class Checkpoint:
             load_optim=True,
             load_rng=True,
         )
-        Checkpoint(self.trainer, dataclasses.replace(self.config, checkpoint=asked)).resume()
+        Checkpoint(self.trainer, dataclasses.replace(self.config, checkpoint=options)).resume()
 
     def load(self, opened: Opened, started: float) -> None:
         """Load a checkpoint that was opened. What does not fit is refused before any tensor is changed.
 
         started: `time.perf_counter()` when the work on it began.
         """
-        source, formats, asked, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
+        source, formats, options, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
         note = decided(
-            axis, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=asked.allow_other_tokenizer)
+            axis, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=options.allow_other_tokenizer)
         )
         if note:
             self._warn(note)
-        continues = asked.load_optim and not opened.weights_only
+        continues = options.load_optim and not opened.weights_only
         if opened.step is not None:
-            _check_contents(opened, optimizer=continues, streams=asked.load_rng and not opened.weights_only)
+            _check_contents(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
         elif continues and not any(name.startswith("optimizer.") for name in formats):
             continues = False
             why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
@@ -224,7 +224,7 @@ class Checkpoint:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._adopt(values)
         self.trainer.schedule = schedule
-        if values and asked.save and opened.step is not None and same_folder(asked.save, opened.step.folder.parent):
+        if values and options.save and opened.step is not None and same_folder(options.save, opened.step.folder.parent):
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
         self._say(f"loaded {what} {source.where}: {_speed(opened.size, time.perf_counter() - started)}")
@@ -235,10 +235,10 @@ class Checkpoint:
             if (history := histories.get(f"run.amax.{name}")) is not None:
                 scaling.load(history)
 
-    def adopt_weights(self, source: Source, *, own: tuple[str, ...], unused: tuple[str, ...]) -> None:
+    def adopt_weights(self, source: Source, *, initial: tuple[str, ...], unused: tuple[str, ...]) -> None:
         """Take over the weights of a network that this one continues, with heads of its own.
 
-        own: beginnings of names (`model.<name>`) that keep their initial values; unused: of those that are left behind.
+        initial: beginnings of names (`model.<name>`) that keep their initial values; unused: of those that are left behind.
         """
         started, formats = time.perf_counter(), source.formats
         note = decided(
@@ -253,21 +253,21 @@ class Checkpoint:
         state = {
             name: value
             for name, value in self._tensors(formats, slots, optimizer=False).items()
-            if not name.startswith(own)
+            if not name.startswith(initial)
         }
-        kept = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
-        load(state, source, self.mesh.world, complete=kept, instead=self._instead(formats))
+        adopted = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
+        load(state, source, self.mesh.world, complete=adopted, instead=self._instead(formats))
         self._settle(slots)
         self._say(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state(self) -> Tree:
         """Everything that a save holds: this rank's part."""
-        asked, trainer = self.config.checkpoint, self.trainer
+        options, trainer = self.config.checkpoint, self.trainer
         state: Tree = self.weights(rounded=True)
         state["run.config"] = to_values(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None
-        if asked.save_optim:
+        if options.save_optim:
             for slot, segment, tensor in trainer.optimizer.slots():
                 put(state, f"optimizer.{slot}.{segment.name}", placed_segment(segment, tensor, self.mesh))
             # A rank whose share of a bucket is padding counts no steps.
@@ -275,7 +275,7 @@ class Checkpoint:
             state["run.loss_scale"] = trainer.optimizer.scaler.state()
             state["run.schedule"] = None if trainer.schedule is None else trainer.schedule.state()
             state |= {f"run.amax.{name}": scaling.history for name, scaling in histories_of(trainer.stages).items()}
-        if asked.save_rng:
+        if options.save_rng:
             state |= self._streams()
         return state
 
@@ -308,13 +308,13 @@ class Checkpoint:
 
     def _instead(self, formats: Formats) -> dict[str, str]:
         """Weights to read from their masters: those saved in another format than this run's, so as to round only once."""
-        found = {}
+        replacements = {}
         for stage in self.trainer.stages:
             for param in stage.parameters():
                 name, master = f"model.{spec_of(param).name}", f"optimizer.master.{spec_of(param).name}"
                 if master in formats and name in formats and formats[name].dtype != param.dtype:
-                    found[name] = master
-        return found
+                    replacements[name] = master
+        return replacements
 
     def _settle(self, slots: Sequence[Slot]) -> None:
         """Let everybody know that weights and slots were written."""
@@ -340,14 +340,16 @@ class Checkpoint:
 
     def _fitting_histories(self, formats: Formats) -> Tree:
         """Tensors to load the histories of delayed scales into: all that the checkpoint has of this rank's layers."""
-        wanted = [f"run.amax.{name}" for name in histories_of(self.trainer.stages)]
-        found = {name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in wanted if name in formats}
-        if len(found) < len(wanted):
+        names = [f"run.amax.{name}" for name in histories_of(self.trainer.stages)]
+        histories = {
+            name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in names if name in formats
+        }
+        if len(histories) < len(names):
             self._say(
-                f"the checkpoint has no history of {len(wanted) - len(found)} of {len(wanted)} layers with delayed scales: "
+                f"the checkpoint has no history of {len(names) - len(histories)} of {len(names)} layers with delayed scales: "
                 "in the next step these scale by their own values"
             )
-        return found
+        return histories
 
     def _say_formats(self, saved: Mapping[str, Any]) -> None:
         """Tell that moments change their format; their values are read as they were saved."""
@@ -358,7 +360,7 @@ class Checkpoint:
 
     def _schedule(self, saved: Mapping[str, Any] | None, source: Source) -> Schedule | None:
         """The learning rate's curve from now on; refuses one that differs from the checkpoint's unless told whose wins."""
-        mine, asked, train = self.trainer.schedule, self.config.schedule, self.config.train
+        mine, requested, train = self.trainer.schedule, self.config.schedule, self.config.train
         if mine is None or saved is None:
             return mine
         then = {name: source.settings.get(name) for name in ("train_iters", "train_samples")}
@@ -370,8 +372,8 @@ class Checkpoint:
         return choose(
             mine,
             saved,
-            override=asked.override_opt_param_scheduler,
-            use_checkpoint=asked.use_checkpoint_opt_param_scheduler,
+            override=requested.override_opt_param_scheduler,
+            use_checkpoint=requested.use_checkpoint_opt_param_scheduler,
             longer=" and ".join(longer),
             samples=source.values.get("run.progress", {}).get("schedule_samples", 0),
         )
@@ -389,11 +391,11 @@ class Checkpoint:
 
     def _writer(self) -> Saver:
         """What writes into `--save`; made at the first save."""
-        asked = self.config.checkpoint
-        assert asked.save is not None, "saves are made when --save is given"
+        options = self.config.checkpoint
+        assert options.save is not None, "saves are made when --save is given"
         if self._saver is None:
-            rules = SaveRules(asked.async_save, asked.save_retain_interval, asked.save_keep_last)
-            self._saver = Saver(asked.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock)
+            rules = SaveRules(options.async_save, options.save_retain_interval, options.save_keep_last)
+            self._saver = Saver(options.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock)
             self._staging.saver = self._saver
         return self._saver
 
@@ -423,12 +425,12 @@ class Checkpoint:
 
     def _export(self, outcome: SaveOutcome) -> None:
         """Write the weights of a save for others to read (`--export-hf`). That it fails is told, and is no error."""
-        asked = self.config.checkpoint
-        if asked.export_hf is None or not self.mesh.world.is_first:
+        options = self.config.checkpoint
+        if options.export_hf is None or not self.mesh.world.is_first:
             return
-        target = Path(asked.export_hf) / f"iter_{outcome.iteration:07d}"
+        target = Path(options.export_hf) / f"iter_{outcome.iteration:07d}"
         try:
-            family = export(open_saved(outcome.folder), target, like=asked.export_hf_like)
+            family = export(open_saved(outcome.folder), target, like=options.export_hf_like)
             self._say(f"exported checkpoint {target}: {family.name}")
         except (CheckpointError, OSError) as error:
             self._warn(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
@@ -449,13 +451,13 @@ class Checkpoint:
 
 def _check_contents(opened: Opened, *, optimizer: bool, streams: bool) -> None:
     """Refuse a checkpoint of ours that was saved without what is asked of it."""
-    found, formats = [], opened.source.formats
+    problems, formats = [], opened.source.formats
     if optimizer and not any(name.startswith("optimizer.") for name in formats):
-        found.append("no optimizer state (--no-save-optim); load it with --no-load-optim, or --finetune")
+        problems.append("no optimizer state (--no-save-optim); load it with --no-load-optim, or --finetune")
     if streams and not any(name.startswith("run.random.") for name in formats):
-        found.append("no dropout streams (--no-save-rng); load it with --no-load-rng, or --finetune")
-    if found:
-        raise CheckpointError(f"{opened.source.where} lacks what this run wants to load", found)
+        problems.append("no dropout streams (--no-save-rng); load it with --no-load-rng, or --finetune")
+    if problems:
+        raise CheckpointError(f"{opened.source.where} lacks what this run wants to load", problems)
 
 
 def _layout(values: Mapping[str, Any], world_size: int) -> str:

@@ -60,10 +60,10 @@ def token_ids(settings: Mapping[str, Any], like: str | Path | None, *, rows: int
     except (ConfigError, OSError, ValueError):
         return {}
     ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))
-    found: dict[str, int | list[int] | None] = {
+    ids: dict[str, int | list[int] | None] = {
         "bos_token_id": tokenizer.bos,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
     }
     if architecture == "t5":
-        found |= {"decoder_start_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
-    return found
+        ids |= {"decoder_start_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
+    return ids

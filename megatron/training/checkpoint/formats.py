@@ -50,8 +50,8 @@ def find_own(path: Path, step: int | None) -> Path | None:
     """A folder with a commit, or the newest such folder in a folder of checkpoints."""
     if (path / COMMIT).is_file():
         return path
-    found = candidates(path, step) if walk(path).steps else []
-    return found[0].folder if found else None
+    steps = candidates(path, step) if walk(path).steps else []
+    return steps[0].folder if steps else None
 
 
 def _find_published(path: Path, step: int | None) -> Path | None:
@@ -68,8 +68,8 @@ DIALECTS = (OURS, *FOREIGN)
 
 def find_foreign(path: str | Path, step: int | None = None) -> tuple[CheckpointFormat, Path] | None:
     """What a path means in the dialects of others."""
-    found = ((dialect, dialect.find(Path(path), step)) for dialect in FOREIGN)
-    return next(((dialect, place) for dialect, place in found if place is not None), None)
+    places = ((dialect, dialect.find(Path(path), step)) for dialect in FOREIGN)
+    return next(((dialect, place) for dialect, place in places if place is not None), None)
 
 
 def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -78,10 +78,10 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
     None where the path holds none. What a user may choose anew (kernels, dropout, initial values) is left out. The second
     part is what the checkpoint says beside its network, and a command line may say otherwise.
     """
-    found = find_foreign(path, step)
-    if found is None:
+    located = find_foreign(path, step)
+    if located is None:
         return None
-    dialect, place = found
+    dialect, place = located
     source = None if dialect.name == "Hugging Face" else dialect.open(place, None)
     settings = model_settings(place) if source is None else source.settings
     names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {

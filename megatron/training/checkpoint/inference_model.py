@@ -95,9 +95,11 @@ def load_network(
     `CheckpointError`, before any rank waits for another, for what does not fit together.
     """
     source = open_checkpoint(path, step)
-    found = architecture_of(source)
-    if found != kind.architecture:
-        raise CheckpointError(f"{source.where} holds {_NAMES[found]}; what is asked for is {_NAMES[kind.architecture]}")
+    architecture = architecture_of(source)
+    if architecture != kind.architecture:
+        raise CheckpointError(
+            f"{source.where} holds {_NAMES[architecture]}; what is asked for is {_NAMES[kind.architecture]}"
+        )
     settings = tokenizer_settings(source, tokenizer or {})
     made = build_tokenizer(settings)
     _demand_same_tokenizer(source, made)
@@ -126,11 +128,15 @@ def architecture_of(source: Source) -> str:
 
 def tokenizer_settings(source: Source, given: Mapping[str, Any]) -> TokenizerConfig:
     """The tokenizer of a checkpoint with the settings given in the place of its own; of a published folder, the one in it."""
-    own = model_settings(source.where) if is_folder(source.where) else source.settings
+    available = model_settings(source.where) if is_folder(source.where) else source.settings
     saved = (
         {}
         if "tokenizer_type" in given
-        else {field.name: own[field.name] for field in dataclasses.fields(TokenizerConfig) if field.name in own}
+        else {
+            field.name: available[field.name]
+            for field in dataclasses.fields(TokenizerConfig)
+            if field.name in available
+        }
     )
     settings = from_values(TokenizerConfig, {**saved, **given})
     older = settings.tokenizer_type == "NullTokenizer"
@@ -171,7 +177,7 @@ def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig
         data=DataConfig(mock_data=True),
         tokenizer=tokenizer,
     ).resolve(size)
-    refuse(said for _, said in broken(config, size))
+    refuse(message for _, message in broken(config, size))
     return dataclasses.replace(
         config, model=config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp)
     )

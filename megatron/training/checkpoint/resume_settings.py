@@ -50,9 +50,9 @@ def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, 
     known = {"true_vocab_size": mine["true_vocab_size"]} if complete else mine
     theirs = from_values(RequestedModel, {**known, **saved}).resolve()
     other = to_values(theirs)
-    found = network_differences(theirs, config.model)
+    differences = network_differences(theirs, config.model)
     lines = {
-        role: [_line(name, other[name], mine[name]) for name in found if network[name] == role]
+        role: [_line(name, other[name], mine[name]) for name in differences if network[name] == role]
         for role in ("network", "adaptable")
     }
     if weights_only:

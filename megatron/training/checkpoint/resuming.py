@@ -61,38 +61,40 @@ class Opened:
 
 def find_wanted(config: RunConfig) -> ResumeRequest | None:
     """Look for what a run loads, without opening it; None for a fresh start."""
-    asked = config.checkpoint
-    wanted = _look(asked.load, asked, weights_only=asked.finetune, chosen=True) if asked.load else None
-    if wanted is not None:
-        return wanted
-    if asked.pretrained_checkpoint:
-        wanted = _look(asked.pretrained_checkpoint, asked, weights_only=True, chosen=False)
-        if wanted is None:
-            raise CheckpointError(f"--pretrained-checkpoint {asked.pretrained_checkpoint} holds no complete checkpoint")
-        return wanted
-    if asked.load is None:
+    options = config.checkpoint
+    request = _look(options.load, options, weights_only=options.finetune, chosen=True) if options.load else None
+    if request is not None:
+        return request
+    if options.pretrained_checkpoint:
+        request = _look(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
+        if request is None:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {options.pretrained_checkpoint} holds no complete checkpoint"
+            )
+        return request
+    if options.load is None:
         return None
-    if asked.exit_on_missing_checkpoint:
+    if options.exit_on_missing_checkpoint:
         raise CheckpointError(
-            f"--load {asked.load} holds no complete checkpoint, and --exit-on-missing-checkpoint is given"
+            f"--load {options.load} holds no complete checkpoint, and --exit-on-missing-checkpoint is given"
         )
-    if asked.save is None or not same_folder(asked.load, asked.save):
+    if options.save is None or not same_folder(options.load, options.save):
         raise CheckpointError(
-            f"--load {asked.load} holds no complete checkpoint; leave --load out to start afresh, or make it "
+            f"--load {options.load} holds no complete checkpoint; leave --load out to start afresh, or make it "
             "the same folder as --save"
         )
     return None
 
 
-def open_wanted(wanted: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
+def open_wanted(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
     """Open and verify it, on all ranks; `CheckpointError` on all when nothing sound is there, or it is another network's."""
-    if wanted.steps:
-        opened = _open_ours(wanted, config, axis)
+    if request.steps:
+        opened = _open_ours(request, config, axis)
     else:
-        source = _together(lambda: _open_foreign(wanted, config), axis)
+        source = _together(lambda: _open_foreign(request, config), axis)
         opened = Opened(
             source,
-            wanted.weights_only or "run.progress" not in source.values,
+            request.weights_only or "run.progress" not in source.values,
             size=sum(_bytes(source, name) for name in source.formats),
         )
     if config.model.moe.moe_use_upcycling and is_dense(opened.source):
@@ -101,7 +103,7 @@ def open_wanted(wanted: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
         "ffn_hidden_size",
         "kv_channels",
     } <= opened.source.settings.keys()  # and not only what tensors tell
-    complete = not wanted.dialect or _dialect(wanted).complete or has_arguments
+    complete = not request.dialect or _dialect(request).complete or has_arguments
     return replace(opened, notes=_checked_settings(opened, config, complete=complete))
 
 
@@ -110,14 +112,14 @@ def demand_same_tokenizer(source: Source, mine: Mapping[str, Any], *, allowed: b
     saved = source.values.get("run.tokenizer")
     if not isinstance(saved, Mapping) or saved.get("hash") == mine["hash"]:
         return ""
-    told = " and ".join(
+    differences = " and ".join(
         f"{one.get('kind')} of {one.get('vocab_size')} ids with hash {str(one.get('hash'))[:16]} {where}"
         for one, where in ((saved, "in the checkpoint"), (mine, "in this run"))
     )
     if allowed:
-        return f"another tokenizer is accepted (--allow-other-tokenizer): {told}"
+        return f"another tokenizer is accepted (--allow-other-tokenizer): {differences}"
     raise CheckpointError(
-        f"{source.where} was trained with another tokenizer, whose ids mean other words: {told}; give this run the "
+        f"{source.where} was trained with another tokenizer, whose ids mean other words: {differences}; give this run the "
         "tokenizer of the checkpoint, or --allow-other-tokenizer if its ids are known to agree"
     )
 
@@ -141,21 +143,21 @@ def decided(axis: Axis, action: Callable[[], Result]) -> Result:
     return result
 
 
-def _look(path: str, asked: CheckpointConfig, *, weights_only: bool, chosen: bool) -> ResumeRequest | None:
+def _look(path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool) -> ResumeRequest | None:
     """What a path means. chosen: whether --ckpt-step and --require-iteration speak of it."""
-    step = asked.ckpt_step if chosen else None
+    step = options.ckpt_step if chosen else None
     foreign = find_foreign(path, step) if not store.walk(path).steps else None
     if foreign is not None:
         return ResumeRequest(path, weights_only, dialect=foreign[0].name, place=foreign[1])
-    steps = own_steps(path, step, required=asked.require_iteration if chosen else None)
+    steps = own_steps(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
     newer = (
         [text for iteration, text in store.walk(path).damaged if iteration > steps[0].iteration] if step is None else []
     )
-    if newer and chosen and asked.require_iteration is not None:
+    if newer and chosen and options.require_iteration is not None:
         raise CheckpointError(
-            f"--require-iteration {asked.require_iteration}: {path} has a later checkpoint, which is damaged", newer
+            f"--require-iteration {options.require_iteration}: {path} has a later checkpoint, which is damaged", newer
         )
     named = store.tracked(path)
     if step is None and named is not None and named != steps[0].iteration:
@@ -166,31 +168,31 @@ def _look(path: str, asked: CheckpointConfig, *, weights_only: bool, chosen: boo
     return ResumeRequest(path, weights_only, tuple(steps), notes=tuple(newer))
 
 
-def _open_ours(wanted: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
-    asked = config.checkpoint
+def _open_ours(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
+    options = config.checkpoint
     try:
-        saved, refused = open_sound(wanted.steps, axis, verified=asked.verify_integrity)
+        saved, refused = open_sound(request.steps, axis, verified=options.verify_integrity)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{wanted.path} holds no sound checkpoint"
-            if len(wanted.steps) > 1
-            else f"{wanted.steps[0].folder} is damaged, and no other is to be loaded",
+            f"{request.path} holds no sound checkpoint"
+            if len(request.steps) > 1
+            else f"{request.steps[0].folder} is damaged, and no other is to be loaded",
             error.problems,
         ) from None
     step = SavedStep(saved.folder, saved.commit)
-    return Opened(saved, wanted.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
+    return Opened(saved, request.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
 
 
-def _open_foreign(wanted: ResumeRequest, config: RunConfig) -> Source:
-    assert wanted.place is not None, "a checkpoint of another dialect has a place"
+def _open_foreign(request: ResumeRequest, config: RunConfig) -> Source:
+    assert request.place is not None, "a checkpoint of another dialect has a place"
     model = config.model
-    return _dialect(wanted).open(
-        wanted.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
+    return _dialect(request).open(
+        request.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
     )
 
 
-def _dialect(wanted: ResumeRequest) -> CheckpointFormat:
-    return next(one for one in FOREIGN if one.name == wanted.dialect)
+def _dialect(request: ResumeRequest) -> CheckpointFormat:
+    return next(one for one in FOREIGN if one.name == request.dialect)
 
 
 def _together(action: Callable[[], Result], axis: Axis) -> Result:
@@ -209,25 +211,27 @@ def _together(action: Callable[[], Result], axis: Axis) -> Result:
 
 def _checked_settings(opened: Opened, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
     """Refuse another network, another update rule and other data. Returns what to tell of the settings that differ beside."""
-    settings, where, asked = opened.source.settings, opened.source.where, config.checkpoint
-    found = compare(settings, config, weights_only=opened.weights_only, complete=complete)
-    if found.network:
-        raise CheckpointError(f"{where} holds another network; --use-checkpoint-args takes its shape", found.network)
+    settings, where, options = opened.source.settings, opened.source.where, config.checkpoint
+    differences = compare(settings, config, weights_only=opened.weights_only, complete=complete)
+    if differences.network:
+        raise CheckpointError(
+            f"{where} holds another network; --use-checkpoint-args takes its shape", differences.network
+        )
     saved, mine = settings.get("optimizer"), config.optimizer.optimizer
-    if not opened.weights_only and asked.load_optim and saved not in (None, mine):
+    if not opened.weights_only and options.load_optim and saved not in (None, mine):
         raise CheckpointError(
             f"{where} holds the state of --optimizer {saved}, this run has {mine}; --no-load-optim starts it afresh"
         )
     consumed = opened.source.values.get("run.progress", {}).get("consumed_train_samples", 0)
-    if found.data and consumed and not asked.allow_other_data and not config.train.skip_train:
+    if differences.data and consumed and not options.allow_other_data and not config.train.skip_train:
         raise CheckpointError(
             f"{where} has trained on {consumed} samples of other data, or in another order, so that which come next "
             f"means nothing here; --allow-other-data goes on at sample {consumed} all the same, --finetune at 0",
-            found.data,
+            differences.data,
         )
     notes = [
-        ("the network is another function than the checkpoint's, and learns from its weights", found.adapted),
-        ("settings that are not the checkpoint's hold from here on", (*found.data, *found.named)),
+        ("the network is another function than the checkpoint's, and learns from its weights", differences.adapted),
+        ("settings that are not the checkpoint's hold from here on", (*differences.data, *differences.named)),
     ]
     return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)
 

@@ -44,13 +44,13 @@ class Upcycled:
     def __init__(self, dense: Source, config: RunConfig) -> None:
         self.dense, self.config, self.moe = dense, config, config.model.moe
         self.where = f"{dense.where}, upcycled,"
-        own, width = to_values(config), dense.settings.get("ffn_hidden_size")
+        settings, width = to_values(config), dense.settings.get("ffn_hidden_size")
         if width not in (None, config.model.ffn_hidden_size):
             raise CheckpointError(
                 f"{dense.where} cannot be upcycled to this network",
                 [f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"],
             )
-        of_experts = {name: own[name] for name in to_values(self.moe)}
+        of_experts = {name: settings[name] for name in to_values(self.moe)}
         self.settings: Mapping[str, Any] = {**dense.settings, **of_experts}
         self.values: Mapping[str, Any] = {
             name: value for name, value in dense.values.items() if name == "run.tokenizer"
@@ -60,9 +60,9 @@ class Upcycled:
         layers = {row.index for row in layer_rows(config.model) if row.mlp == "moe"}
         for name, format in dense.formats.items():
             if name.startswith("model."):
-                found = _MLP.fullmatch(name)
-                if found and int(found[2]) in layers:
-                    self._add_experts(name, found, format)
+                match = _MLP.fullmatch(name)
+                if match and int(match[2]) in layers:
+                    self._add_experts(name, match, format)
                 else:
                     self.formats[name] = format
 
@@ -84,8 +84,8 @@ class Upcycled:
             ]
         )
 
-    def _add_experts(self, name: str, found: re.Match[str], format: Format) -> None:
-        prefix, which, shape = found[1], f"{found[3]}.{found[4]}", list(format.shape)
+    def _add_experts(self, name: str, match: re.Match[str], format: Format) -> None:
+        prefix, which, shape = match[1], f"{match[3]}.{match[4]}", list(format.shape)
         if which.startswith("linear_fc1"):
             shape[0] //= self.moe.moe_upcycling_granularity
         elif which == "linear_fc2.weight":

@@ -68,10 +68,10 @@ def parse_args(
         )
         from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
 
-        found = preflight(from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
+        checked = preflight(from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
         place = launcher_place()
-        speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in found.problems)
-        refuse([*args.problems, *(line for _, line in found.problems)])
+        speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in checked.problems)
+        refuse([*args.problems, *(line for _, line in checked.problems)])
     except ConfigError as error:
         if speaks:
             sys.stderr.write(f"ConfigError: {error}\n")
@@ -139,7 +139,7 @@ def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     from megatron.training.cli.preflight import examine  # as above
 
     config, problems = examine(from_namespace(RequestedRun, args), world_size)
-    refuse(said for _, said in problems)
+    refuse(message for _, message in problems)
     return config
 
 
@@ -152,8 +152,10 @@ def _parse(
         try:
             return parser.parse_known_args(left)
         except argparse.ArgumentError as error:
-            said = _sentence(parser, left, error)
-            problems += [] if any(problem.startswith(f"{said.partition(':')[0]}: ") for problem in problems) else [said]
+            message = _sentence(parser, left, error)
+            problems += (
+                [] if any(problem.startswith(f"{message.partition(':')[0]}: ") for problem in problems) else [message]
+            )
             shorter = _without(left, (error.argument_name or "").split("/"))
             if len(shorter) == len(left):
                 refuse(problems)
@@ -226,13 +228,13 @@ def _origins(
 
 def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """The words without these flags and their values."""
-    kept, dropping = [], False
+    remaining, dropping = [], False
     for word in words:
         if word.startswith("--"):
             dropping = word.partition("=")[0] in names
         if not dropping:
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def _yaml_words(argv: Sequence[str]) -> list[str]:
@@ -261,10 +263,10 @@ def _read_yaml(path: str) -> list[str]:
 
 def _flatten(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Settings of a mapping; a mapping inside is a heading only."""
-    found: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = []
     for name, value in content.items():
-        found += _flatten(value) if isinstance(value, Mapping) else [(name, value)]
-    return found
+        values += _flatten(value) if isinstance(value, Mapping) else [(name, value)]
+    return values
 
 
 def _words_of(name: str, value: Any) -> list[str]:
@@ -281,14 +283,14 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
 
     What a checkpoint of another format says beside its network is taken where the command line says nothing.
     """
-    found = _checkpoint_settings(args)
-    if found is None:
+    settings = _checkpoint_settings(args)
+    if settings is None:
         return
     fields = {field.name for field, _ in flag_fields(RequestedRun)}
     tokenizer = {field.name for field, _ in flag_fields(TokenizerConfig)}
     if not args.use_tokenizer_model_from_checkpoint_args:
         fields -= tokenizer
-    values, beside = found
+    values, beside = settings
     given = {name for name, origin in args.origins.items() if origin != "script"}
     given |= tokenizer if tokenizer & given else set()
     for name, value in {**{name: value for name, value in beside.items() if name not in given}, **values}.items():
@@ -308,9 +310,9 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
             foreign_settings,  # needs torch, which no other command line waits for
         )
 
-        found = foreign_settings(path, step)
-        if found is not None:
-            return found
+        settings = foreign_settings(path, step)
+        if settings is not None:
+            return settings
     missing = args.pretrained_checkpoint or (args.load if args.load != args.save else None)
     return (checkpoint_values(missing), {}) if missing else None  # raises, and says what is missing
 

@@ -83,12 +83,12 @@ def first_screen(parser: argparse.ArgumentParser) -> str:
     common = {action.dest: action for _, _, actions in every for action in actions if action.dest in COMMON}
     titles = ", ".join(f"{title} ({len(actions)})" for title, _, actions in every)
     number = sum(len(actions) for _, _, actions in every)
-    found = _formatted(
+    formatted = _formatted(
         parser, [("The flags that most runs need", None, [common[name] for name in COMMON if name in common])]
     )
     listed = parser._get_formatter()
     listed.add_text(f"All {number} flags stand in {len(every)} groups: {titles}.")
-    return f"usage: {parser.prog} [flags]\n\n{parser.description}\n\n{found}\n{listed.format_help()}\n{MORE}\n"
+    return f"usage: {parser.prog} [flags]\n\n{parser.description}\n\n{formatted}\n{listed.format_help()}\n{MORE}\n"
 
 
 def matching(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
@@ -97,19 +97,19 @@ def matching(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
     def holds(text: str) -> bool:
         return all(word in text.lower().replace("-", " ") or word in text.lower() for word in words)
 
-    found: list[Section] = []
+    matches: list[Section] = []
     for title, description, actions in sections(parser):
         chosen = (
             actions if holds(title) else [one for one in actions if holds(f"{' '.join(one.option_strings)} {one.help}")]
         )
         if chosen:
-            found.append((title, description if chosen is actions else None, chosen))
-    return _formatted(parser, found) if found else ""
+            matches.append((title, description if chosen is actions else None, chosen))
+    return _formatted(parser, matches) if matches else ""
 
 
-def _formatted(parser: argparse.ArgumentParser, found: Iterable[Section]) -> str:
+def _formatted(parser: argparse.ArgumentParser, sections: Iterable[Section]) -> str:
     formatter = parser._get_formatter()
-    for title, description, actions in found:
+    for title, description, actions in sections:
         formatter.start_section(title)
         formatter.add_text(description)
         formatter.add_arguments(actions)

@@ -99,19 +99,19 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
         if row is None:
             words += _own(token, name, given, glued, messages, errors)
             continue
-        shown = " ".join([name, *given])
+        formatted = " ".join([name, *given])
         if row.kind == "renamed":
             (front if row.yields else words).extend([*row.becomes, *given])
             if row.yields:
-                yielding.append((shown, row))
+                yielding.append((formatted, row))
             elif row.sentence:
-                messages.append(f"{shown} is understood as {' '.join([*row.becomes, *given])}")
+                messages.append(f"{formatted} is understood as {' '.join([*row.becomes, *given])}")
         elif (accepted := _accepted(row, given)) is not None:
-            messages.append(f"{shown} is {accepted}: {row.sentence}")
+            messages.append(f"{formatted} is {accepted}: {row.sentence}")
         else:
             way_out = "; leave it out" if row.kind == "later" and ";" not in row.sentence else ""
-            errors.append(f"{shown}: {row.sentence}{way_out}")
-    messages += [_gives_way(shown, row, words) for shown, row in yielding]
+            errors.append(f"{formatted}: {row.sentence}{way_out}")
+    messages += [_gives_way(formatted, row, words) for formatted, row in yielding]
     return front + words, list(dict.fromkeys(messages)), list(dict.fromkeys(errors))
 
 
@@ -135,11 +135,11 @@ def _own(token: str, name: str, given: list[str], glued: str, messages: list[str
     return [name, *filter(None, (REPLACED_VALUES.get((name, word), (word,))[0] for word in given))]
 
 
-def _gives_way(shown: str, row: LegacyFlag, words: Sequence[str]) -> str:
+def _gives_way(formatted: str, row: LegacyFlag, words: Sequence[str]) -> str:
     """How an old switch is understood, and which explicit settings win over it."""
     flags = [word for word in row.becomes if _is_flag(word)]
     winners = [" ".join([word, *_values_at(words, place + 1)]) for place, word in enumerate(words) if word in flags]
-    return f"{shown} is understood as {' '.join(row.becomes)}" + (
+    return f"{formatted} is understood as {' '.join(row.becomes)}" + (
         f", which gives way to {' '.join(winners)}" if winners else ""
     )
 

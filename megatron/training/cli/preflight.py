@@ -101,7 +101,7 @@ def fitted(config: RequestedRun, world_size: int) -> tuple[RequestedRun, int]:
 
 def examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
-    found, problems = _examine(*fitted(config, world_size))
+    result, problems = _examine(*fitted(config, world_size))
     if config.parallel.elastic and config.train.global_batch_size is None:
         problems.append(
             (
@@ -109,7 +109,7 @@ def examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tupl
                 "--elastic keeps the global batch, which otherwise follows from the ranks; give --global-batch-size",
             )
         )
-    return found, problems
+    return result, problems
 
 
 def _examine(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
@@ -118,12 +118,12 @@ def _examine(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tupl
         try:
             config = _with_last_batch_size(config, world_size)
         except ConfigError as error:
-            problems += [("batch-over-time", said) for said in lines_of(error)]
+            problems += [("batch-over-time", message) for message in lines_of(error)]
     problems += broken(config, world_size)
     if not problems:  # what these two work out needs sizes that are known to be sound
         problems += [
-            ("batch-over-time", said)
-            for said in _complaints(
+            ("batch-over-time", message)
+            for message in _complaints(
                 lambda: BatchSchedule.build(
                     config.train,
                     data_parallel_size=config.parallel.data_parallel_size(world_size),
@@ -133,8 +133,8 @@ def _examine(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tupl
         ]
         if not config.train.skip_train:
             problems += [
-                ("learning-rate-over-time", said)
-                for said in _complaints(lambda: Schedule.build(config.schedule, config.optimizer, config.train))
+                ("learning-rate-over-time", message)
+                for message in _complaints(lambda: Schedule.build(config.schedule, config.optimizer, config.train))
             ]
     return config, problems
 

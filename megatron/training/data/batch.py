@@ -97,20 +97,20 @@ class Batch:
             return self
         cut = Zigzag(self.tokens.shape[1], axis.size)
 
-        def own(rows: Tensor) -> Tensor:
+        def local(rows: Tensor) -> Tensor:
             whole = rows.dim() < 2 or rows.shape[-1] != cut.length
             return rows if whole else cut.piece(rows, axis.rank, dim=-1)
 
         def given(rows: Tensor | None) -> Tensor | None:
-            return None if rows is None else own(rows)
+            return None if rows is None else local(rows)
 
         return replace(
             self,
-            tokens=own(self.tokens),
+            tokens=local(self.tokens),
             labels=given(self.labels),
             loss_mask=given(self.loss_mask),
             positions=given(self.positions),
-            extras={name: own(rows) for name, rows in self.extras.items()},
+            extras={name: local(rows) for name, rows in self.extras.items()},
         )
 
     @property

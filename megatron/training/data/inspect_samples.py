@@ -177,30 +177,30 @@ class Explanation:
     def sightings(self, split: str, prefix: str, document: int) -> list[SampleUse]:
         """Every place where a document of a prefix is seen in the run, in the order of time."""
         dataset = self.dataset(split)
-        found: list[int] = []
+        uses: list[int] = []
         parts = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
-        own = [number for number, part in enumerate(parts) if part.prefix == prefix]
-        if not own:
+        parts_of_corpus = [number for number, part in enumerate(parts) if part.prefix == prefix]
+        if not parts_of_corpus:
             raise DataError(
                 f"{prefix} is not a source of the {split} data; its sources are "
                 f"{' '.join(dict.fromkeys(part.prefix for part in parts))}"
             )
-        for number in own:
+        for number in parts_of_corpus:
             samples = parts[number].holding(document)
-            found += (dataset.places(number, samples) if isinstance(dataset, BlendedDataset) else samples).tolist()
-        wanted = set(found)
+            uses += (dataset.places(number, samples) if isinstance(dataset, BlendedDataset) else samples).tolist()
+        documents = set(uses)
         if split == "train" and self.config.data.dataloader_type == "cyclic":
             steps = self._walk()
         else:
-            steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(wanted)))
+            steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(documents)))
         return [
             SampleUse(split, step, place, rank, sample)
             for step, numbers in steps
-            if wanted
+            if documents
             for rank, rows in enumerate(numbers)
             for place, row in enumerate(rows)
             for sample in row
-            if sample in wanted
+            if sample in documents
         ]
 
     def _walk(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
@@ -230,11 +230,13 @@ class Explanation:
     def _evaluations_at(self, split: str, step: int) -> list[int]:
         """Which evaluations of a split, counted from the start, are done after iteration `step`."""
         at = self._evaluations(split)
-        found = [number for number, iteration in enumerate(at) if iteration == step]
-        if not found:
-            shown = ", ".join(map(str, at[:6])) + (", ..." if len(at) > 6 else "")
-            raise ConfigError(f"--step {step}: the run reads no {split} data then; it does after iteration {shown}")
-        return found
+        numbers = [number for number, iteration in enumerate(at) if iteration == step]
+        if not numbers:
+            iterations = ", ".join(map(str, at[:6])) + (", ..." if len(at) > 6 else "")
+            raise ConfigError(
+                f"--step {step}: the run reads no {split} data then; it does after iteration {iterations}"
+            )
+        return numbers
 
     def _stretches(self, split: str, step: int) -> list[tuple[int, int]]:
         """(consumed samples before, microbatches on each rank) of what a step reads."""

@@ -65,8 +65,8 @@ class BatchSchedule:
 
     def at(self, consumed_samples: int) -> BatchSize:
         """The step that comes after `consumed_samples` samples."""
-        wanted = self.steps[bisect_right(self.steps, (consumed_samples, math.inf)) - 1][1]
-        count, rest = divmod(wanted, self.unit)
+        target = self.steps[bisect_right(self.steps, (consumed_samples, math.inf)) - 1][1]
+        count, rest = divmod(target, self.unit)
         assert count > 0 and (self.rounds_down or rest == 0), "check() refused the sizes that cannot be cut"
         return BatchSize(count * self.unit, count)
 

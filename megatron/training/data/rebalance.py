@@ -68,13 +68,13 @@ class RebalancedBatches:
 
     def _batch(self, share: Share, documents: Sequence[Document]) -> Batch:
         """One share's documents end to end, filled up to a length that its ranks can cut."""
-        own, tp = [documents[number] for number in share.sequences], self.mesh.tp.size
+        local, tp = [documents[number] for number in share.sequences], self.mesh.tp.size
         unit = lcm(2 * share.size, share.size * tp) if self.config.parallel.sequence_parallel else 2 * share.size
-        length = sum(len(document["tokens"]) for document in own)
+        length = sum(len(document["tokens"]) for document in local)
         fill = -length % unit
-        rows = {name: F.pad(torch.cat([document[name] for document in own]), (0, fill))[None] for name in own[0]}
-        numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(own)]
-        rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(own))[None]
+        rows = {name: F.pad(torch.cat([document[name] for document in local]), (0, fill))[None] for name in local[0]}
+        numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(local)]
+        rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
         return _made(rows).over_context(self.mesh.sharing(share.size))
 
     def _nothing(self) -> Batch:

@@ -73,25 +73,25 @@ class StepHistory:
     def problem(self, losses: Mapping[str, float], norm: float) -> str:
         """What is wrong with a step, in words; "" if nothing is, and it is remembered."""
         values = {**losses, "gradient norm": norm}
-        found = (
+        problem = (
             [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
             if self.limits.finite
             else []
         )
         loss = losses.get("lm loss", next(iter(losses.values()), 0.0))
-        if not found and self.limits.spikes and len(self._losses) >= _NEEDED:
+        if not problem and self.limits.spikes and len(self._losses) >= _NEEDED:
             median = statistics.median(self._losses)
             deviation = _SCALE * statistics.median(abs(value - median) for value in self._losses)
             if loss > median + _SPIKE * max(deviation, 1e-3 * abs(median)):
-                found.append(
+                problem.append(
                     f"the loss is {loss:.6g}, after a median of {median:.6g} and a deviation of {deviation:.3g} in the last steps"
                 )
-        if not found and self.limits.large and len(self._norms) >= _NEEDED and norm > _LARGE * max(self._norms):
-            found.append(f"the gradient norm is {norm:.6g}, after at most {max(self._norms):.6g} in the last steps")
-        if not found:
+        if not problem and self.limits.large and len(self._norms) >= _NEEDED and norm > _LARGE * max(self._norms):
+            problem.append(f"the gradient norm is {norm:.6g}, after at most {max(self._norms):.6g} in the last steps")
+        if not problem:
             self._losses.append(loss)
             self._norms.append(norm)
-        return ", ".join(found)
+        return ", ".join(problem)
 
 
 class StepValidator(StepHooks):
@@ -139,12 +139,12 @@ class StepValidator(StepHooks):
 
     def _culprits(self, work: StepWork) -> str:
         """The ranks whose own loss or gradients were not finite before those of others came to them, in words."""
-        rank, found = work.trainer.run.mesh.world.rank, []
+        rank, culprits = work.trainer.run.mesh.world.rank, []
         if not all(bool(pair.isfinite().all()) for report in work.reports for pair in report.values()):
-            found.append("loss")
+            culprits.append("loss")
         if not all(bool(largest.isfinite()) for largest in self.largest):
-            found.append("gradients")
-        mine = f"{' and '.join(found)} of {name_of_rank(rank)}" if found else ""
+            culprits.append("gradients")
+        mine = f"{' and '.join(culprits)} of {name_of_rank(rank)}" if culprits else ""
         theirs = list(filter(None, collectives.gather_objects(mine, work.trainer.run.mesh.world)))
         more = f" and of {len(theirs) - _SHOWN} more" if len(theirs) > _SHOWN else ""
         return f"; first not finite in the {', the '.join(theirs[:_SHOWN])}{more}" if theirs else ""
@@ -152,16 +152,16 @@ class StepValidator(StepHooks):
     def decide(self, iteration: int) -> str:
         """What becomes of the run after a bad step: raises `BadStep` or `RollBack`, or returns what to tell the user."""
         verdict, self.verdict = f"iteration {iteration} is bad: {self.verdict}", ""
-        asked = self.config.faults.on_bad_step or "stop"
-        if asked != "stop" and self.count > self.config.faults.max_bad_steps:
+        policy = self.config.faults.on_bad_step or "stop"
+        if policy != "stop" and self.count > self.config.faults.max_bad_steps:
             raise BadStep(
                 f"{verdict}\nit is the {self.count}th bad step, and --max-bad-steps is {self.config.faults.max_bad_steps}"
             )
-        if asked == "stop":
+        if policy == "stop":
             raise BadStep(
                 f"{verdict}\nlook at the data of that step and at --lr, or go on without it with --on-bad-step skip"
             )
-        if asked == "rollback":
+        if policy == "rollback":
             self.passed_over.add(iteration)
             raise RollBack(verdict)
         return f"{verdict}\nIts update is left out, and the run goes on with the next data"

@@ -59,8 +59,10 @@ def demand_no_leak(run: Run) -> None:
         return
     started = time.perf_counter()
     kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
-    found = kinds(run.build, layer_rows(model))
-    leaks = [leak for kind in found if (leak := leak_of(run.build, kind, length_of(run, kind), separate=separate))]
+    layer_kinds = kinds(run.build, layer_rows(model))
+    leaks = [
+        leak for kind in layer_kinds if (leak := leak_of(run.build, kind, length_of(run, kind), separate=separate))
+    ]
     # All ranks hear of every rank's leaks, so that all refuse together.
     problems = [leak for some in collectives.gather_objects(leaks, mesh.world) for leak in some]
     refuse(
@@ -68,7 +70,7 @@ def demand_no_leak(run: Run) -> None:
         for leak in problems
     )
     run.say(
-        f"leak probe: {kernel} attention keeps hidden tokens apart in {len(found)} kinds of layers "
+        f"leak probe: {kernel} attention keeps hidden tokens apart in {len(layer_kinds)} kinds of layers "
         f"({time.perf_counter() - started:.2f} s)"
     )
 
@@ -88,8 +90,8 @@ def length_of(run: Run, kind: AttentionKind) -> int:
     """Tokens of a probe: enough to look past both ends of a window, and that a kernel for short windows is at work."""
     reach = 0 if kind.window is None else max(0, *kind.window)
     unit = 2 * run.mesh.cp.size
-    wanted = min(run.config.train.seq_length, max(_SHORTEST, 4 * reach + _SHORTEST))
-    return max(unit, wanted // unit * unit)
+    length = min(run.config.train.seq_length, max(_SHORTEST, 4 * reach + _SHORTEST))
+    return max(unit, length // unit * unit)
 
 
 @torch.no_grad()
@@ -100,28 +102,28 @@ def leak_of(build: Build, kind: AttentionKind, length: int, *, separate: bool) -
     ]  # borders that are no borders of ranks or blocks
     inputs = _inputs(build, length)
     before = _run(build, kind, inputs, documents if separate else None)
-    own = Zigzag(length, build.mesh.cp.size).places(build.mesh.cp.rank, torch.device("cpu"))
+    local = Zigzag(length, build.mesh.cp.size).places(build.mesh.cp.rank, torch.device("cpu"))
     border, problem = int((documents == 1).nonzero()[0, 1]), ""
     for place in sorted({border - 1, border, length // 2, length - 2} & set(range(length))):
         changed = [x.clone() for x in inputs]
         for x in changed:
             x[place] += 4.0
         differs = (_run(build, kind, changed, documents if separate else None) != before).flatten(1).any(dim=1).cpu()
-        distance = own - place
+        distance = local - place
         left, right = kind.window or (-1, -1)
-        may = (distance >= 0) if kind.causal else torch.ones_like(own, dtype=torch.bool)
+        may = (distance >= 0) if kind.causal else torch.ones_like(local, dtype=torch.bool)
         may &= (distance <= left) | (left < 0)
         may &= (-distance <= right) | (right < 0)
         if separate:
-            may &= documents[0, own] == documents[0, place]
+            may &= documents[0, local] == documents[0, place]
         if (
             differs & ~may
         ).any():  # and on with the others: another rank may have found nothing, and waits for this one
             problem = (
                 problem
-                or f"in {kind}, token {place} reaches token {int(own[differs & ~may][0])} of {length}, which must not see it"
+                or f"in {kind}, token {place} reaches token {int(local[differs & ~may][0])} of {length}, which must not see it"
             )
-        if not (differs | (own != place)).all():
+        if not (differs | (local != place)).all():
             problem = problem or f"in {kind}, token {place} of {length} does not even see itself"
     return problem
 

@@ -79,12 +79,12 @@ def write_bundle(
     failures = list(filter(None, collectives.gather_objects(failure, mesh.world)))
     if not failures and trainer.run.config.faults.bundle_weights:
         failures = _save_weights(trainer, target)
-    said = (
+    message = (
         f"the evidence is in {target}"
         if not failures
         else f"the evidence could not be written to {target}: {failures[0]}"
     )
-    return f"{worst}; {said}" if worst else said
+    return f"{worst}; {message}" if worst else message
 
 
 def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
@@ -143,12 +143,14 @@ def _facts(work: StepWork, verdict: str, losses: Mapping[str, float], norm: floa
 
 def _arrays(batch: Batch) -> dict[str, Any]:
     """A microbatch as plain values and tensors on the CPU."""
-    found: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         "samples": list(batch.samples) if batch.samples is not None else None,
         "extras": {name: rows.cpu() for name, rows in batch.extras.items()},
     }
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return found | {name: rows.cpu() for name, rows in tensors.items() if isinstance(rows, Tensor) and name != "hidden"}
+    return arrays | {
+        name: rows.cpu() for name, rows in tensors.items() if isinstance(rows, Tensor) and name != "hidden"
+    }
 
 
 def _save_weights(trainer: Trainer, target: Path) -> list[str]:

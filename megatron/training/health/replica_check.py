@@ -100,8 +100,8 @@ class ReplicaCheck:
                 differs = torch.maximum(differs, (self.hash(other) != hashed[id(item.value)]).long())
         # By name: ranks that share two axes must meet on them in one order.
         groups = [by_axis[name] for name in sorted(by_axis)]
-        for found in groups:
-            differs = torch.maximum(differs, _differs(found))
+        for group in groups:
+            differs = torch.maximum(differs, _differs(group))
         if bool(collectives.all_reduce(differs, self.mesh.world, "max")):
             raise ReplicasDiffer(self._message(groups))
 
@@ -178,29 +178,31 @@ class ReplicaCheck:
     def _message(self, groups: Sequence[Sequence[tuple[ReplicatedState, Tensor]]]) -> str:
         """What differs, and on which ranks; the same on all."""
         findings: list[str] = []
-        for found in groups:
-            axis = found[0][0].axis
+        for group in groups:
+            axis = group[0][0].axis
             findings += [
                 f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
-                for item, number in found
+                for item, number in group
                 if any(int(self.hash(other)) != int(number) for other in item.again)
             ]
-            own = [(item.name, item.slot, int(number)) for item, number in found]
-            for (name, _, _), held in zip(own, zip(*collectives.gather_objects(own, axis), strict=True), strict=True):
+            local_findings = [(item.name, item.slot, int(number)) for item, number in group]
+            for (name, _, _), held in zip(
+                local_findings, zip(*collectives.gather_objects(local_findings, axis), strict=True), strict=True
+            ):
                 for slot in sorted({slot for _, slot, _ in held}):
                     ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
                     findings += _finding(name, axis.name, ranks, [number for _, place, number in held if place == slot])
         place = name_of_rank(self.mesh.world.rank)
-        said = collectives.gather_objects((findings, place), self.mesh.world)
-        lines = list(dict.fromkeys(line for theirs, _ in said for line in theirs))
-        shown = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
+        gathered = collectives.gather_objects((findings, place), self.mesh.world)
+        lines = list(dict.fromkeys(line for theirs, _ in gathered for line in theirs))
+        listed = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
         suspects = Counter(word for line in lines for word in _accused(line))
-        nodes = [f"{said[rank][1]} is named {count} times" for rank, count in suspects.most_common(3)]
+        nodes = [f"{gathered[rank][1]} is named {count} times" for rank, count in suspects.most_common(3)]
         return "\n  ".join(
             [
                 f"ranks differ in what they must hold alike after iteration {self.trainer.progress.iteration}; go back to an "
                 "older checkpoint, and look at the machine",
-                *shown,
+                *listed,
                 *nodes,
             ]
         )
@@ -214,18 +216,18 @@ def _words(value: Tensor) -> Tensor:
     return words if width == 4 else words.to(torch.int32)
 
 
-def _differs(found: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
+def _differs(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     """1 if the ranks of an axis disagree about one of these items, else 0, as an int64 scalar on the device."""
     starts = [0]
-    for item, _ in found:
+    for item, _ in items:
         starts.append(starts[-1] + item.slots)
-    numbers = torch.stack([number for _, number in found])
+    numbers = torch.stack([number for _, number in items])
     table = numbers.new_full((2, starts[-1]), _NONE)
     places = torch.tensor(
-        [start + item.slot for start, (item, _) in zip(starts, found, strict=False)], device=numbers.device
+        [start + item.slot for start, (item, _) in zip(starts, items, strict=False)], device=numbers.device
     )
     table[0, places], table[1, places] = numbers, ~numbers
-    collectives.all_reduce(table, found[0][0].axis, "max")
+    collectives.all_reduce(table, items[0][0].axis, "max")
     return ((table[0] != ~table[1]) & (table[0] != _NONE)).any().long()
 
 

@@ -93,9 +93,9 @@ class Diagnosis:
     def read(path: Path) -> Diagnosis | None:
         """The diagnosis in a file; None without a file, or where it cannot be read."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            known = {name.name: found[name.name] for name in fields(Diagnosis)}
-            return Diagnosis(**{**known, "witnesses": [Witness(**one) for one in found["witnesses"]]})
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            known = {name.name: stored[name.name] for name in fields(Diagnosis)}
+            return Diagnosis(**{**known, "witnesses": [Witness(**one) for one in stored["witnesses"]]})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -154,12 +154,14 @@ class StepRerun(StepHooks):
         """How much two passes over the same step differed since the last report (`report_stats`); "" in other modes."""
         if self.mode != "report_stats":
             return ""
-        found, self.variation = self.variation, {}
-        everyone = collectives.gather_objects((self.mesh.world.rank, found), self.mesh.world)
+        variation, self.variation = self.variation, {}
+        everyone = collectives.gather_objects((self.mesh.world.rank, variation), self.mesh.world)
         rows = [(rank, name, row) for rank, table in everyone for name, row in table.items()]
         pairs, equal = (int(sum(row[place] for _, _, row in rows)) for place in (0, 1))
         rank, name, largest = max(
-            ((rank, name, row[2]) for rank, name, row in rows), key=lambda found: found[2], default=(0, "", 0.0)
+            ((rank, name, row[2]) for rank, name, row in rows),
+            key=lambda difference: difference[2],
+            default=(0, "", 0.0),
         )
         worst = f"; the largest relative difference is {largest:.3e} ({name}, rank {rank})" if pairs > equal else ""
         return f"determinism: of {pairs} results computed twice, {equal} were equal{worst}"
@@ -185,14 +187,14 @@ class StepRerun(StepHooks):
 
     def _keep(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> None:
         self._work = work
-        own = {
+        state = {
             f"{name} of microbatch {index}": float(pair[0] / pair[1].clamp(min=1.0))
             for index, report in enumerate(work.reports)
             for name, pair in report.items()
         }
-        own |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.guard.largest)}
-        self._suspicious = not all(map(math.isfinite, own.values()))
-        self._own, self._whole = own, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
+        state |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.guard.largest)}
+        self._suspicious = not all(map(math.isfinite, state.values()))
+        self._own, self._whole = state, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
 
     def _compare_passes(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
         first = self._own | self._whole
@@ -206,7 +208,7 @@ class StepRerun(StepHooks):
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> Step:
         """The step is bad: run it again on the same devices, and decide."""
         reason, first, witness = self.guard.verdict, self._own | self._whole, self._witness()
-        found = Diagnosis(
+        diagnosis = Diagnosis(
             iteration,
             reason,
             "",
@@ -221,40 +223,40 @@ class StepRerun(StepHooks):
         differs = self._differs(first, self._own | self._whole)
         self._track(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
         if differs:
-            found.verdict = "transient_error"
+            diagnosis.verdict = "transient_error"
             return self._ends(
-                found,
+                diagnosis,
                 f"run again in place, it gave another result ({differs}): a transient error of "
-                f"{_named(found.witnesses)}",
+                f"{_named(diagnosis.witnesses)}",
                 before,
                 step,
             )
         if self.goes_on:
-            found.verdict = "reproduced"
-            return self._ends(found, "run again in place, it gave the same result", before, step)
+            diagnosis.verdict = "reproduced"
+            return self._ends(diagnosis, "run again in place, it gave the same result", before, step)
         known = self.known is not None and self.known.iteration == iteration and self.known.verdict == "correct_result"
         if known or self.file is None:
-            found.verdict = "correct_result" if known else "reproduced"
+            diagnosis.verdict = "correct_result" if known else "reproduced"
             more = (
                 "as it did on other devices before: it is the correct result of this data and these weights"
                 if known
                 else "so it is no transient error; with --save it could be run on other devices"
             )
-            return self._ends(found, f"run again in place, it gave the same result, {more}", before, step)
+            return self._ends(diagnosis, f"run again in place, it gave the same result, {more}", before, step)
         return self._ends(
-            found,
+            diagnosis,
             "run again in place, it gave the same result; start the run again on other devices than "
-            f"{_named(found.witnesses)}, to see whether they compute another one",
+            f"{_named(diagnosis.witnesses)}, to see whether they compute another one",
             before,
             step,
             RESTART_ELSEWHERE,
         )
 
-    def _judge_elsewhere(self, found: Diagnosis, before_step: dict[str, Any], step: Step) -> Step:
+    def _judge_elsewhere(self, diagnosis: Diagnosis, before_step: dict[str, Any], step: Step) -> Step:
         """The step that was bad before the restart has run once more: compare, on other devices than then."""
-        mine, same_layout = self._witness(), found.layout == self._layout()
+        mine, same_layout = self._witness(), diagnosis.layout == self._layout()
         now = collectives.gather_objects(mine, self.mesh.world)
-        suspects = [one for one in found.witnesses if one.suspicious] or found.witnesses
+        suspects = [one for one in diagnosis.witnesses if one.suspicious] or diagnosis.witnesses
         devices = {one.place for one in now}
         if same_layout:
             moved = all(one.place != now[one.rank].place for one in suspects)
@@ -262,48 +264,52 @@ class StepRerun(StepHooks):
             moved = not any(one.place in devices for one in suspects)
         if not moved:
             self._say_and_record(
-                found, f"iteration {found.iteration} was run on the same devices again: {_named(suspects)}"
+                diagnosis, f"iteration {diagnosis.iteration} was run on the same devices again: {_named(suspects)}"
             )
             self._restore(before_step)
             raise ResultRejected(
-                f"iteration {found.iteration} was bad on {_named(suspects)}, and this restart uses the same devices; "
+                f"iteration {diagnosis.iteration} was bad on {_named(suspects)}, and this restart uses the same devices; "
                 "start the run on others, or give --rerun-mode disabled to go on without a verdict",
                 RESTART_ELSEWHERE,
             )
-        before = found.witnesses[mine.rank].results if same_layout else {}
-        differs = self._differs(before | found.results, self._own | self._whole)
-        self._track(mine, found.iteration, f"second_rerun_{'not_' if differs else ''}reproducible", found.reason)
-        found.verdict = "persistent_error" if differs else "correct_result"
+        before = diagnosis.witnesses[mine.rank].results if same_layout else {}
+        differs = self._differs(before | diagnosis.results, self._own | self._whole)
+        self._track(
+            mine, diagnosis.iteration, f"second_rerun_{'not_' if differs else ''}reproducible", diagnosis.reason
+        )
+        diagnosis.verdict = "persistent_error" if differs else "correct_result"
         text = (
             f"on other devices it gave another result ({differs}): a persistent error of {_named(suspects)}; leave these out"
             if differs
             else "on other devices it gave the same result: it is the correct result of this data and these weights; "
             "look at the data and at --lr, or pass over it with --iterations-to-skip or --on-bad-step skip"
         )
-        return self._ends(found, text, before_step, step)
+        return self._ends(diagnosis, text, before_step, step)
 
-    def _ends(self, found: Diagnosis, text: str, before: dict[str, Any], step: Step, exit_code: int = REJECTED) -> Step:
+    def _ends(
+        self, diagnosis: Diagnosis, text: str, before: dict[str, Any], step: Step, exit_code: int = REJECTED
+    ) -> Step:
         """Keep a diagnosis; then go on with the step, or end the run in the state before it."""
-        message = f"iteration {found.iteration} was bad: {found.reason}; {text}"
-        self._say_and_record(found, message)
-        self.known = found
+        message = f"iteration {diagnosis.iteration} was bad: {diagnosis.reason}; {text}"
+        self._say_and_record(diagnosis, message)
+        self.known = diagnosis
         if (file := self.file) is not None:
-            decided(self.mesh.world, lambda: found.write(file))
+            decided(self.mesh.world, lambda: diagnosis.write(file))
         if self.goes_on:
             return step
         self._restore(before)
         raise ResultRejected(message, exit_code)
 
-    def _say_and_record(self, found: Diagnosis, message: str) -> None:
+    def _say_and_record(self, diagnosis: Diagnosis, message: str) -> None:
         run = self.trainer.run
         run.say(f"WARNING: {message}")
         run.ledger.add(
             "rerun",
-            iteration=found.iteration,
-            verdict=found.verdict or "run it on other devices",
+            iteration=diagnosis.iteration,
+            verdict=diagnosis.verdict or "run it on other devices",
             reason=message,
-            injected=found.injected or None,
-            ranks=[one.rank for one in found.witnesses if one.suspicious],
+            injected=diagnosis.injected or None,
+            ranks=[one.rank for one in diagnosis.witnesses if one.suspicious],
         )
 
     def _repeat(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
@@ -427,7 +433,7 @@ def rejected_iterations(path: str) -> set[int]:
             twice.add(iteration)
         seen.add((rank, iteration))
         ranks[job, iteration].add(rank)
-    return twice - {iteration for (_, iteration), found in ranks.items() if len(found) > 1}
+    return twice - {iteration for (_, iteration), sightings in ranks.items() if len(sightings) > 1}
 
 
 def _named(witnesses: Iterable[Witness]) -> str:

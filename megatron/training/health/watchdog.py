@@ -89,18 +89,18 @@ class HangDetector:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Say who is gone, if that is why the run ends here."""
-        found = ""
+        problem = ""
         if isinstance(error, (RuntimeError, dist.DistError)) and LOST.search(str(error)):
-            found = self._who_is_gone()
+            problem = self._who_is_gone()
             if (
-                not found and self.run.ending.signal
+                not problem and self.run.ending.signal
             ):  # whoever sent it knows already: there is nothing to wait for (entry.py)
-                found = f"{self.run.ending.signal} came, and a connection to another rank broke"
+                problem = f"{self.run.ending.signal} came, and a connection to another rank broke"
         self._over.set()
         if self._thread is not None:  # a thread that came back from the store while Python ends would abort the process
             self._thread.join(_PATIENCE["lost"])
-        if found:
-            raise RankLost(found) from error
+        if problem:
+            raise RankLost(problem) from error
 
     def _who_is_gone(self) -> str:
         board = RendezvousStore.connect(self.place) if self._thread is not None else None
@@ -171,15 +171,15 @@ class HangDetector:
 
     def _collect(self, board: RendezvousStore, why: str) -> dict[int, Answer]:
         """Who answers in time."""
-        found: dict[int, Answer] = {}
+        answers: dict[int, Answer] = {}
         deadline = time.monotonic() + _PATIENCE[why]
-        while len(found) < self.place.size and time.monotonic() < deadline:
+        while len(answers) < self.place.size and time.monotonic() < deadline:
             for rank in range(self.place.size):
-                text = None if rank in found else board.read(f"answer/{rank}")
+                text = None if rank in answers else board.read(f"answer/{rank}")
                 if text is not None and (answer := _parsed(text)) is not None:
-                    found[rank] = answer
+                    answers[rank] = answer
             time.sleep(0.1)
-        return found
+        return answers
 
     def _last_seen(self, board: RendezvousStore, rank: int) -> str:
         text = board.read(f"pulse/{rank}")
@@ -244,5 +244,5 @@ def waited_for(answers: Mapping[int, Answer], size: int) -> list[int]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    listed = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

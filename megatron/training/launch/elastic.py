@@ -45,13 +45,13 @@ def fit(config: RequestedRun, world_size: int, problems: Problems) -> tuple[Requ
     """
     hopeless = problems(_with(config, ParallelConfig(elastic=True)), 1)
     for parallel, ranks in _layouts(config.parallel, world_size):
-        found = _with(config, parallel)
-        if problems(found, ranks) <= hopeless:
-            return found, ranks
+        fitted = _with(config, parallel)
+        if problems(fitted, ranks) <= hopeless:
+            return fitted, ranks
     return config, world_size
 
 
-def told(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
+def layout_change(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
     """What was changed, and why, in a line; "" if nothing was."""
     changed = [
         f"{spelling(one.name)} {getattr(given, one.name)} -> {getattr(chosen, one.name)}"

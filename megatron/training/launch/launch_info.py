@@ -69,13 +69,13 @@ def world_size() -> int:
 def end_in_a_line_when_interrupted() -> None:
     """From now on, a Ctrl-C that nothing else catches is one line, from the first rank, instead of a traceback."""
 
-    def said(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
         elif launcher_place().rank == 0:
             sys.stderr.write("interrupted (SIGINT)\n")
 
-    sys.excepthook = said
+    sys.excepthook = hook
 
 
 def told_environment() -> dict[str, str]:

@@ -163,9 +163,9 @@ class Meter:
     def resolve(self) -> list[ResolvedStep]:
         """The steps added since the last call, as plain numbers. A collective of the ranks in `reduce`."""
         steps, self._pending = self._pending, []
-        found = _resolve(steps, self._reduce)
-        self._interval += found
-        return found
+        records = _resolve(steps, self._reduce)
+        self._interval += records
+        return records
 
     def report(
         self,
@@ -217,15 +217,15 @@ def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[
     values = iter(_on_host([*pairs, *tables], scalars, reduce))
     means = iter([_mean(next(values), next(values)) for _ in pairs])
     figures = iter([_figures_of(step.loads, values) for step in steps if step.loads is not None])
-    found = []
+    records = []
     for step in steps:
         losses = {name: next(means) for name in step.losses} | (next(figures) if step.loads is not None else {})
         plain: dict[str, Any] = {name: next(values) for name in _on_device(step)}
         if "skipped" in plain:
             plain["skipped"] = bool(plain["skipped"])
         given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-        found.append(ResolvedStep(**given | plain | {"losses": losses, "loads": None}))
-    return found
+        records.append(ResolvedStep(**given | plain | {"losses": losses, "loads": None}))
+    return records
 
 
 def _on_device(step: Step) -> dict[str, Tensor]:
@@ -252,7 +252,7 @@ def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:
     moe/load_max_over_mean: of the busiest expert. moe/load_entropy: of the loads, over that of even ones. moe/dropped: share
     of the choices that were dropped.
     """
-    found: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     for layer, (*loads, dropped) in enumerate(table):
         total = sum(loads)
         if not total:
@@ -263,12 +263,12 @@ def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:
             ("moe/dropped", dropped / total),
             ("moe/load_entropy", entropy / math.log(len(loads)) if len(loads) > 1 else 1.0),
         ):
-            found.setdefault(name, []).append(figure)
+            figures.setdefault(name, []).append(figure)
             if by_layer:
-                found[f"{name}_layer_{layer}"] = [figure]
+                figures[f"{name}_layer_{layer}"] = [figure]
         if by_layer:
-            found |= {f"moe/load_layer_{layer}_expert_{expert}": [load / total] for expert, load in enumerate(loads)}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+            figures |= {f"moe/load_layer_{layer}_expert_{expert}": [load / total] for expert, load in enumerate(loads)}
+    return {name: sum(values) / len(values) for name, values in figures.items()}
 
 
 def _mean(total: float, count: float) -> float:

@@ -83,15 +83,15 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     place = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if place.is_fifo():
         raise OSError(errno.EINVAL, "it is a pipe", str(place))
-    found = []
+    events = []
     for line in place.read_bytes().splitlines():
         try:
             event = json.loads(line)
         except ValueError:  # torn by the end of a process
             continue
         if isinstance(event, dict) and "event" in event:
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def _append(path: Path, line: bytes, *, durable: bool) -> None:

@@ -109,14 +109,14 @@ def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
 
 def _settings(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     """Every setting as the run uses it, and for those that are not our defaults, where it comes from."""
-    given, told = vars(run.args), getattr(run.args, "origins", {})
+    given, requested_by = vars(run.args), getattr(run.args, "origins", {})
     settings, origins = to_values(run.config), {}
     for name, value in settings.items():
-        asked = given.get(name, value)
-        if (list(asked) if isinstance(asked, tuple) else asked) != value:
+        requested = given.get(name, value)
+        if (list(requested) if isinstance(requested, tuple) else requested) != value:
             origins[name] = "derived"
-        elif name in told:
-            origins[name] = told[name]
+        elif name in requested_by:
+            origins[name] = requested_by[name]
     return {name: value for name, value in settings.items() if value is not None}, origins
 
 
@@ -171,20 +171,20 @@ def data_files(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def _facts(prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     try:
         for path in (bin_path(prefix), idx_path(prefix)) if not Path(prefix).is_file() else (prefix,):
             if is_remote(path):
                 there = inspect_object(path)
-                found[Path(path).suffix] = {"bytes": there.size, "version": there.version}
+                facts[Path(path).suffix] = {"bytes": there.size, "version": there.version}
             else:
                 with open(path, "rb") as file:
                     content = xxhash.xxh3_128(file.read(_END_BYTES))
                     size = file.seek(0, 2)
                     file.seek(max(0, size - _END_BYTES))
                     content.update(file.read())
-                found[Path(path).suffix] = {"bytes": size, "ends": content.hexdigest()}
+                facts[Path(path).suffix] = {"bytes": size, "ends": content.hexdigest()}
         known = None if Path(prefix).is_file() else sidecar.read(prefix)
     except (OSError, DataError) as error:
-        return found | {"problem": str(error)}
-    return found | ({"checksums": dict(known.checksums), "tokens": known.tokens} if known else {})
+        return facts | {"problem": str(error)}
+    return facts | ({"checksums": dict(known.checksums), "tokens": known.tokens} if known else {})

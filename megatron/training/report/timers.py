@@ -167,8 +167,8 @@ def times_text(times: Mapping[str, Sequence[float]], option: LogOption) -> str |
     lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
     for name, ranks in times.items():
         ran = [1000 * seconds for seconds in ranks if seconds > 0]
-        shown = f"{max(ran):.2f}" if option == "max" else f"({min(ran):.2f}, {max(ran):.2f})"
-        lines.append(f"    {(name + ' ').ljust(48, '.')}: {shown}")
+        formatted = f"{max(ran):.2f}" if option == "max" else f"({min(ran):.2f}, {max(ran):.2f})"
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: {formatted}")
     return "\n".join(lines)
 
 

@@ -66,10 +66,10 @@ class MetricsBackend(Protocol):
 
 def missing_packages(log: LogConfig) -> list[str]:
     """What cannot be written because a package is not installed, with the command that installs it."""
-    asked = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
+    flags = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
     return [
         f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
-        for package, (flag, value) in asked.items()
+        for package, (flag, value) in flags.items()
         if value and importlib.util.find_spec(package) is None
     ]
 
@@ -276,12 +276,12 @@ class Journal:
 
 def _openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], MetricsBackend]]:
     """What the flags ask for: a name, and what opens it."""
-    found: dict[str, Callable[[], MetricsBackend]] = {}
+    openers: dict[str, Callable[[], MetricsBackend]] = {}
     if log.tensorboard_dir:
-        found[f"{TENSORBOARD} {log.tensorboard_dir}"] = lambda: TensorBoard(log)
+        openers[f"{TENSORBOARD} {log.tensorboard_dir}"] = lambda: TensorBoard(log)
     if log.wandb_project:
-        found[f"--wandb-project {log.wandb_project}"] = lambda: WeightsAndBiases(log, settings)
-    return found
+        openers[f"--wandb-project {log.wandb_project}"] = lambda: WeightsAndBiases(log, settings)
+    return openers
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:

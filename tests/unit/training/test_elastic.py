@@ -18,7 +18,7 @@ from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.cli.preflight import examine, fitted
 from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import in_turn
-from megatron.training.launch.elastic import told
+from megatron.training.launch.elastic import layout_change
 from megatron.training.report.run_log import read_events
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -76,7 +76,7 @@ def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
     assert fitted(given(**flags), 2)[0].parallel.num_virtual_stages_per_pipeline_rank == 2
     config, used = fitted(given(**flags), 1)
     assert config.parallel.num_virtual_stages_per_pipeline_rank is None
-    line = told(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
+    line = layout_change(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
     assert (
         "--pipeline-model-parallel-size 2 -> 1" in line and "--num-virtual-stages-per-pipeline-rank 2 -> None" in line
     )
@@ -84,11 +84,11 @@ def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
 
 def test_the_line_says_who_stands_by_and_nothing_where_nothing_changes() -> None:
     config, used = fitted(given(), 6)
-    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in told(
+    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in layout_change(
         given().parallel, config.parallel, world_size=6, ranks=used
     )
     config, used = fitted(given(), 8)
-    assert told(given().parallel, config.parallel, world_size=8, ranks=used) == ""
+    assert layout_change(given().parallel, config.parallel, world_size=8, ranks=used) == ""
 
 
 def test_without_the_flag_nothing_is_fitted() -> None:

@@ -136,8 +136,8 @@ def positions(s: Setting) -> str:
     if rope.position_embedding_type == "mrope" and (
         section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs
     ):
-        shown = "nothing" if section is None else " ".join(map(str, section))
-        problems.append(f"--mrope-section {shown} must give three numbers that add up to the {pairs} pairs of a head")
+        given = "nothing" if section is None else " ".join(map(str, section))
+        problems.append(f"--mrope-section {given} must give three numbers that add up to the {pairs} pairs of a head")
     if rope.position_embedding_type != "mrope" and section is not None:
         problems.append("--mrope-section is for --position-embedding-type mrope only; leave it out")
     return "\n  ".join(problems)

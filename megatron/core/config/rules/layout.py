@@ -102,11 +102,11 @@ def _pipeline(s: Setting) -> str:
     try:
         stages = stages_of(s.run)
     except ConfigError as error:
-        said = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
+        reasons = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
         return (
-            said.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
+            reasons.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
             if s.run.model.architecture == "t5"
-            else said
+            else reasons
         )
     chunks = 2 if parallel.placement == "v" else 1
     if parallel.splits_backward and len(stages) != chunks * parallel.pp:

@@ -93,12 +93,12 @@ def _kept_weights(run: RunConfig) -> Iterator[str]:
 def low_precision_sizes(s: Setting) -> str:
     """Every rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits, so all layouts round alike."""
     run = s.run
-    multiple, found = run.precision.low.multiple, dict[str, None]()
+    multiple, unfit = run.precision.low.multiple, dict[str, None]()
     for what, size, ranks in _sizes(run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
             over = f" over {ranks} ranks" if ranks > 1 else ""
-            found[f"{what} is {size // ranks}{over}, no multiple of the {multiple} that --{_recipe(run)} needs"] = None
-    return "\n  ".join(f"{problem}; choose sizes that are, fewer tensor ranks, or another recipe" for problem in found)
+            unfit[f"{what} is {size // ranks}{over}, no multiple of the {multiple} that --{_recipe(run)} needs"] = None
+    return "\n  ".join(f"{problem}; choose sizes that are, fewer tensor ranks, or another recipe" for problem in unfit)
 
 
 def _sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:

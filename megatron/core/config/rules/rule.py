@@ -27,5 +27,5 @@ class Rule:
 
 def divisors(value: int, limit: int = 6) -> str:
     """The first divisors of a number, as words."""
-    found = [str(n) for n in range(1, value + 1) if value % n == 0]
-    return ", ".join(found[:limit]) + (", ..." if len(found) > limit else "")
+    numbers = [str(n) for n in range(1, value + 1) if value % n == 0]
+    return ", ".join(numbers[:limit]) + (", ..." if len(numbers) > limit else "")

@@ -19,8 +19,8 @@ def _missing(setting: Setting) -> str:
     }
     lacking = [name for name, part in required.items() if getattr(part, name) is None]
     taken = any(required[name] is run.model for name in lacking) and not run.checkpoint.use_checkpoint_args
-    found = "; --load FOLDER --use-checkpoint-args takes a network's shape from its checkpoint" if taken else ""
-    return f"{', '.join(map(spelling, lacking))} must be given{found}" if lacking else ""
+    hint = "; --load FOLDER --use-checkpoint-args takes a network's shape from its checkpoint" if taken else ""
+    return f"{', '.join(map(spelling, lacking))} must be given{hint}" if lacking else ""
 
 
 def _positive(setting: Setting) -> str:

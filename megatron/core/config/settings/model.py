@@ -323,12 +323,12 @@ class ModelConfig(RequestedModel):
         """Positions before and after its own that a query of a layer with a window sees, -1 for all."""
         if self.window_size is None:
             return None
-        found = re.fullmatch(r"\(?\s*(-1|\d+)\s*,\s*(-1|\d+)\s*\)?", self.window_size.strip())
-        if found is None:
+        match = re.fullmatch(r"\(?\s*(-1|\d+)\s*,\s*(-1|\d+)\s*\)?", self.window_size.strip())
+        if match is None:
             raise ConfigError(
                 f"--window-size {self.window_size} cannot be read; write two numbers from -1 on, such as 127,0"
             )
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
     @property
     def rotates(self) -> bool:
@@ -376,7 +376,7 @@ class ModelConfig(RequestedModel):
     @property
     def idle_kernels(self) -> set[str]:
         """Ops that no part of this network asks for."""
-        asked = {
+        used = {
             "layer_norm": self.normalization == "LayerNorm",
             "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
             "gated_activation": self.gated,
@@ -387,7 +387,7 @@ class ModelConfig(RequestedModel):
             "residual_norm": "residual_norm" in self.kernels.wishes,
             "low_linear": "low_linear" in self.kernels.wishes,
         }
-        return {op for op, wanted in asked.items() if not wanted}
+        return {op for op, is_used in used.items() if not is_used}
 
     @property
     def ties_embeddings(self) -> bool:

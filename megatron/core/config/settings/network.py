@@ -54,7 +54,7 @@ def unused(model: ModelConfig) -> frozenset[str]:
     """Settings of which this network makes no use, since others say so. model: resolved."""
     rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
     latent = model.mla.multi_latent_attention
-    found: dict[tuple[str, ...], bool] = {
+    without_effect: dict[tuple[str, ...], bool] = {
         _ROTARY: not model.rotates,
         _SCALING: not (model.rotates and rope.use_rope_scaling),
         _YARN: not (model.rotates and rope.is_yarn),
@@ -75,17 +75,17 @@ def unused(model: ModelConfig) -> frozenset[str]:
         ("bert_binary_head",): model.architecture != "bert",
         ("encoder_num_layers", "decoder_num_layers"): model.architecture != "t5",
     }
-    return frozenset(name for names, holds in found.items() if holds for name in names)
+    return frozenset(name for names, holds in without_effect.items() if holds for name in names)
 
 
 def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Names of the settings by which two networks, resolved, are two functions; of what neither uses nothing is said."""
-    idle, given, meant = unused(a) & unused(b), (to_values(a), to_values(b)), (_canonical(a), _canonical(b))
+    idle, given, canonical = unused(a) & unused(b), (to_values(a), to_values(b)), (_canonical(a), _canonical(b))
     # Equal words that mean two things do so because of another setting, which is named itself.
     return [
         name
         for name in network_fields()
-        if name not in idle and meant[0][name] != meant[1][name] and given[0][name] != given[1][name]
+        if name not in idle and canonical[0][name] != canonical[1][name] and given[0][name] != given[1][name]
     ]
 
 

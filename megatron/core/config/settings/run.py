@@ -303,8 +303,8 @@ class RequestedRun:
             longest = max(train.seq_length, train.decoder_seq_length or 0)
             model = dataclasses.replace(model, max_position_embeddings=longest)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        found = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
-        return RunConfig(**given | found | {"recompute": self.recompute.resolve()})
+        groups = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
+        return RunConfig(**given | groups | {"recompute": self.recompute.resolve()})
 
     def _layout(self) -> tuple[ParallelConfig, OptimizerConfig]:
         """The layout and the optimizer without what has no effect, and with what `dist_muon` stands for."""

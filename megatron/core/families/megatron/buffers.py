@@ -34,33 +34,33 @@ def spans(sizes: Sequence[tuple[str, int]], buckets: Sequence[int], alignment: i
 
     sizes: (name, number of elements) in the order of definition; buckets: elements of each, without the padding at its end.
     """
-    found, bucket, start = {}, 0, 0
+    spans_by_name, bucket, start = {}, 0, 0
     for name, size in reversed(sizes):
         if bucket == len(buckets) or start + size > buckets[bucket]:
             return None
-        found[name] = Span(bucket, start, start + size)
+        spans_by_name[name] = Span(bucket, start, start + size)
         start = _up(start + size, alignment)
-        if buckets[bucket] in (found[name].stop, start):
+        if buckets[bucket] in (spans_by_name[name].stop, start):
             bucket, start = bucket + 1, 0
-    return found if bucket == len(buckets) else None
+    return spans_by_name if bucket == len(buckets) else None
 
 
 def bucket_sizes(
     sizes: Sequence[tuple[str, int]], largest: int | None, alone: Collection[str], alignment: int = ALIGNED
 ) -> list[int]:
     """Elements of each bucket as Megatron cuts them. largest: where one ends; alone: parameters with a bucket of their own."""
-    found: list[int] = []
+    bucket_lengths: list[int] = []
     start, filled = 0, False
     for name, size in reversed(sizes):
         start = _up(start, alignment)
         if name in alone and filled:
-            found.append(start)
+            bucket_lengths.append(start)
             start = 0
         start, filled = start + size, True
         if name in alone or (largest is not None and start >= largest):
-            found.append(start)
+            bucket_lengths.append(start)
             start, filled = 0, False
-    return [*found, start] if filled else found
+    return [*bucket_lengths, start] if filled else bucket_lengths
 
 
 def largest_bucket(arguments: dict[str, object], ranks: int) -> int | None:

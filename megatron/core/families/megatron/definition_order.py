@@ -187,8 +187,8 @@ def _place(name: str) -> tuple[int, ...]:
 def _layers(one: Global) -> Iterator[tuple[int, Global]]:
     """(layer, parameter of it) of a stack of layers; the parameter itself where it is no stack. Boxes lose no axis."""
     if not _STACKED.match(one.key):
-        found = _LAYER.match(one.key)
-        yield int(found[2]) if found else 0, one
+        match = _LAYER.match(one.key)
+        yield int(match[2]) if match else 0, one
         return
     stack, _, rest = one.key.partition(".layers.")
     for layer in range(one.shape[0]):
@@ -245,16 +245,16 @@ def _experts(part: Global, one: Global, ranks: Ranks, rank: int, expert: int, *,
     layer, (linear, kind) = part.key[: part.key.index(".mlp.experts.")], matrix.groups()
     if ranks.grouped == "native":
         return [_native(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
-    found = []
+    experts = []
     for number, index in enumerate(mine):
         boxes = [box for box in part.boxes if box.offset[lead] == index and box.shape[lead] == 1]
         name = f"{linear}.{kind}{number}" if ranks.grouped else f"local_experts.{number}.{linear}.{kind}"
         if not boxes:
             raise Unreadable(f"{one.key} is not saved expert by expert")
-        found.append(
+        experts.append(
             _stacked(f"{layer}.mlp.experts.{name}", one.key, _shards(boxes, lead + 1, rank, size, one), lead + 1)
         )
-    return found
+    return experts
 
 
 def _native(name: str, one: Global, part: Global, lead: int, mine: range, rank: int, size: int) -> Local:

@@ -63,7 +63,7 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
 
     experts: those that the rank holds.
     """
-    found: dict[str, Tensor | StackedExperts] = {}
+    tensors: dict[str, Tensor | StackedExperts] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
         flat = _FLAT.match(name)
@@ -71,24 +71,24 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
             stacks.setdefault(one[0], {})[one[1]] = tensor
         elif flat:
             rows = tensor.shape[0] if flat[2] == "1" else tensor.shape[0] // experts
-            found[f"{flat[1]}.linear_fc{flat[2]}.weight"] = StackedExperts((tensor,), (experts, rows))
+            tensors[f"{flat[1]}.linear_fc{flat[2]}.weight"] = StackedExperts((tensor,), (experts, rows))
         else:
-            found[name] = tensor
-    return found | {
+            tensors[name] = tensor
+    return tensors | {
         name: StackedExperts(tuple(parts[expert] for expert in sorted(parts))) for name, parts in stacks.items()
     }
 
 
 def with_experts_apart(held: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """What each rank holds of parameters, in which stacked experts are named one after the other."""
-    found: dict[str, Sequence[Tensor]] = {}
+    tensors: dict[str, Sequence[Tensor]] = {}
     for name, shards in held.items():
         match = _STACK.match(name)
         if not match:
-            found[name] = shards
+            tensors[name] = shards
             continue
         for expert in range(len(shards[0])):
-            found[f"{match[1]}.local_experts.{expert}.{match[2]}.{match[3]}"] = [
+            tensors[f"{match[1]}.local_experts.{expert}.{match[2]}.{match[3]}"] = [
                 shard[expert].clone() for shard in shards
             ]
-    return found
+    return tensors

@@ -65,13 +65,13 @@ class _Export:
         self.layout = Layout.of(source.settings, 3.0)
         self.model = from_values(RequestedModel, source.settings).resolve()
         self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
-        self.layers = 1 + max(int(found[2]) for name in self.names for found in [_LAYER.search(name)] if found)
+        self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
         self.target = Path(folder) / f"iter_{iteration:07d}"
-        found = _unwritable(self.model, self.names) + problems(self)
+        match = _unwritable(self.model, self.names) + problems(self)
         if self.target.exists():
-            found.append(f"{self.target} is there already; move it away, or choose another folder")
-        if found:
-            raise CheckpointError(f"{source.where} cannot be written for Megatron", found)
+            match.append(f"{self.target} is there already; move it away, or choose another folder")
+        if match:
+            raise CheckpointError(f"{source.where} cannot be written for Megatron", match)
         self.made = self.target.with_suffix(".tmp")
         shutil.rmtree(self.made, ignore_errors=True)
         self.made.mkdir(parents=True)
@@ -197,18 +197,18 @@ def write_legacy(
     """
 
     def problems(export: _Export) -> list[str]:
-        found = [
+        problems = [
             f"{name}: {reason} cannot be divided over {tensor_size} tensor ranks"
             for name in export.names
             if (reason := divided_over(name, tensor_size, export.layout))
         ]
         if export.model.mtp.mtp_num_layers:
-            found.append(
+            problems.append(
                 "layers of multi-token prediction have other names in each release's files of ranks; write torch_dist"
             )
         if export.layers % pipeline_size:
-            found.append(f"{export.layers} layers cannot be divided over {pipeline_size} pipeline ranks")
-        return found
+            problems.append(f"{export.layers} layers cannot be divided over {pipeline_size} pipeline ranks")
+        return problems
 
     export = _Export(source, folder, iteration, tensor_size, fused_norms, problems)
     for p in range(pipeline_size):
@@ -248,9 +248,9 @@ def _unwritable(model: ModelConfig, names: list[str]) -> list[str]:
 
 
 def _stage(name: str, layers: int, pipeline_size: int) -> int:
-    found = _LAYER.search(name)
-    if found:
-        return int(found[2]) * pipeline_size // layers
+    match = _LAYER.search(name)
+    if match:
+        return int(match[2]) * pipeline_size // layers
     return 0 if name.startswith("embedding.") else pipeline_size - 1
 
 
@@ -264,4 +264,4 @@ def _with_fused_norm(name: str, names: Collection[str]) -> str:
 
 def _of_stage(name: str, layers_of_a_stage: int) -> str:
     """The name with layers counted from the first of the stage."""
-    return _LAYER.sub(lambda found: f"{found[1]}.{int(found[2]) % layers_of_a_stage}.", name)
+    return _LAYER.sub(lambda match: f"{match[1]}.{int(match[2]) % layers_of_a_stage}.", name)

@@ -114,8 +114,8 @@ def _formatted(value: Any) -> str:
 def _plain(name: str, value: Any, layers: int) -> Any:
     """A value as Megatron has it: patterns are numbers or lists."""
     if name in _PATTERNS and isinstance(value, str):
-        found = read_pattern(value, layers, spelling(name))
-        return found if isinstance(found, int) else list(found)
+        pattern = read_pattern(value, layers, spelling(name))
+        return pattern if isinstance(pattern, int) else list(pattern)
     if name == "window_size" and isinstance(value, str):
         return tuple(int(size) for size in value.strip("() ").split(","))
     return (value[0] if len(value) == 1 else list(value)) if isinstance(value, (tuple, list)) else value

@@ -129,10 +129,10 @@ def fuses_gelu(model: ModelConfig) -> bool:
 
 
 def _defaults(config_class: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in fields(config_class):
-        found |= _defaults(type(field.default)) if is_dataclass(field.default) else {field.name: field.default}
-    return found
+        defaults |= _defaults(type(field.default)) if is_dataclass(field.default) else {field.name: field.default}
+    return defaults
 
 
 def _value(value: Any) -> str:

@@ -54,7 +54,7 @@ def is_flat(tensors: Mapping[str, Stored]) -> bool:
 
 def unflattened(tensors: Mapping[str, Stored]) -> Entries:
     """Entries by parameter whose boxes were stored as rows of elements, with the boxes of the weights."""
-    found = {}
+    unflat = {}
     for key, stored in tensors.items():
         match = _STATE.match(key)
         weight = tensors.get(match[1]) if match else None
@@ -66,8 +66,8 @@ def unflattened(tensors: Mapping[str, Stored]) -> Entries:
         for chunk in weight.chunks:
             place = tuple(start // size for start, size in zip(chunk.box.offset, chunk.box.shape))
             boxes.append(Flat(chunk.box, stored, (*place, 0), chunk.box.shape, (0,) * len(chunk.box.shape)))
-        found[key] = Stored(key, weight.shape, stored.dtype, tuple(boxes))
-    return found
+        unflat[key] = Stored(key, weight.shape, stored.dtype, tuple(boxes))
+    return unflat
 
 
 def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], read: Read, *, tied: bool) -> Entries:
@@ -105,32 +105,32 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
                         transposed=part.transposed,
                     )
                     chunks.setdefault((slot, part.key), {}).setdefault(part.box.offset, flat)
-    keys, found = {one.key for one in model}, Entries()
+    keys, state = {one.key for one in model}, Entries()
     for (slot, name), boxes in chunks.items():
         if name in keys:
             key = f"optimizer.state.{slot}.{name}"
-            found[key] = Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
-            _demand_same_weights(found[key], tensors[name], slot, read)
-    return found
+            state[key] = Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
+            _demand_same_weights(state[key], tensors[name], slot, read)
+    return state
 
 
 def _num_layers(model: Sequence[Global]) -> int:
     stacked = [one.shape[0] for one in model if re.match(r"^(encoder|decoder)\.layers\.(?!\d)", one.key)]
-    return max([*stacked, *(1 + int(found[1]) for one in model for found in [_LAYERS.match(one.key)] if found)])
+    return max([*stacked, *(1 + int(match[1]) for one in model for match in [_LAYERS.match(one.key)] if match)])
 
 
 def _buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], Buffer]:
     """(optimizer of a chain, group, number) -> buffer."""
-    found: dict[tuple[int, int, int], dict[str, dict[int, Stored]]] = {}
+    by_buffer: dict[tuple[int, int, int], dict[str, dict[int, Stored]]] = {}
     for key, stored in tensors.items():
         if _FLAT.match(key):
             match = _BUCKET.match(key)
             if not match:
                 raise Unreadable(f"{key} is stored in flat buckets of another kind than dp_reshardable; {WAY_OUT}")
             place = (int(match["chain"] or 0), int(match["group"]), int(match["buffer"]))
-            found.setdefault(place, {}).setdefault(match["slot"], {})[int(match["bucket"])] = stored
+            by_buffer.setdefault(place, {}).setdefault(match["slot"], {})[int(match["bucket"])] = stored
     buffers = {}
-    for place, slots in found.items():
+    for place, slots in by_buffer.items():
         if (
             slots.keys() != {"param", "exp_avg", "exp_avg_sq"}
             or len({tuple(sorted(buckets)) for buckets in slots.values()}) > 1
@@ -174,14 +174,14 @@ def _members(
     chunks = locals_of(
         model, ranks, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor, tied=tied
     )
-    found = []
+    members = []
     for chunk in chunks:
         here = [one for one in chunk if not experts_apart or one.is_expert == (chain > 0)]
         for dtype in dict.fromkeys(tensors[one.parts[0].key].dtype for one in here):
-            found.append([one for one in here if tensors[one.parts[0].key].dtype == dtype])
-    if number >= len(found):
-        raise Unreadable(f"there is a buffer {number} of group {group}, and its rank has {len(found)}; {WAY_OUT}")
-    return found[number]
+            members.append([one for one in here if tensors[one.parts[0].key].dtype == dtype])
+    if number >= len(members):
+        raise Unreadable(f"there is a buffer {number} of group {group}, and its rank has {len(members)}; {WAY_OUT}")
+    return members[number]
 
 
 def _demand_same_weights(state: Stored, weight: Stored, slot: str, read: Read) -> None:

@@ -35,44 +35,44 @@ def is_fsdp(names: Collection[str]) -> bool:
 
 def as_distributed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Entries under the names of the distributed format: weights by their own, moments as `optimizer.state.<slot>.<parameter>`."""
-    found: dict[str, Stored] = {}
+    renamed: dict[str, Stored] = {}
     for key, stored in tensors.items():
         moment, weight = _MOMENT.match(key), _WEIGHT.match(key)
         if moment:
-            found[f"optimizer.state.{moment[2]}.{moment[1]}"] = stored
+            renamed[f"optimizer.state.{moment[2]}.{moment[1]}"] = stored
         elif weight:
-            found[weight[1]] = stored
-    return _stacked(_joined(found))
+            renamed[weight[1]] = stored
+    return _stacked(_joined(renamed))
 
 
 def _joined(entries: Mapping[str, Stored]) -> dict[str, Stored]:
     """Both halves of a gated matrix as one, the second below the first."""
-    found = {}
+    joined = {}
     for key, stored in entries.items():
         half = _HALF.match(key)
         if not half:
-            found[key] = stored
+            joined[key] = stored
         elif half[2] == "w" and f"{half[1]}_v" in entries:
             below = entries[f"{half[1]}_v"]
             rows, shift = stored.shape[0], (stored.shape[0], *(0,) * (len(stored.shape) - 1))
             chunks = (*stored.chunks, *(replace(chunk, box=chunk.box.shifted(shift)) for chunk in below.chunks))
-            found[half[1]] = Stored(half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks)
-    return found
+            joined[half[1]] = Stored(half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks)
+    return joined
 
 
 def _stacked(entries: Mapping[str, Stored]) -> dict[str, Stored]:
     """Experts as one tensor with a leading axis."""
-    found, stacks = {}, dict[str, dict[int, Stored]]()
+    tensors, stacks = {}, dict[str, dict[int, Stored]]()
     for key, stored in entries.items():
         if one := expert_of(key):
             stacks.setdefault(one[0], {})[one[1]] = stored
         else:
-            found[key] = stored
+            tensors[key] = stored
     for key, experts in stacks.items():
         first = next(iter(experts.values()))
         chunks = tuple(_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)
-        found[key] = Stored(key, (len(experts), *first.shape), first.dtype, chunks)
-    return found
+        tensors[key] = Stored(key, (len(experts), *first.shape), first.dtype, chunks)
+    return tensors
 
 
 def _of_expert(chunk: Any, expert: int) -> Chunk:

@@ -37,12 +37,12 @@ def pairs_of(arguments: Mapping[str, Any]) -> str:
 def hybrid_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the layers of a hybrid say of the network here."""
     pairs = pairs_of(arguments)
-    found: dict[str, Any] = {"num_layers": len(pairs)} if pairs else {}
-    return found | ({"moe_layer_freq": str([int(one == "E") for one in pairs])} if "E" in pairs else {})
+    settings: dict[str, Any] = {"num_layers": len(pairs)} if pairs else {}
+    return settings | ({"moe_layer_freq": str([int(one == "E") for one in pairs])} if "E" in pairs else {})
 
 
 def in_pairs(entries: Mapping[str, Held], arguments: Mapping[str, Any]) -> dict[str, Held]:
     """Entries by names (ours) in which every two layers of a hybrid are one."""
     if not pairs_of(arguments):
         return dict(entries)
-    return {_LAYER.sub(lambda found: str(int(found[1]) // 2), name): held for name, held in entries.items()}
+    return {_LAYER.sub(lambda match: str(int(match[1]) // 2), name): held for name, held in entries.items()}

@@ -93,15 +93,15 @@ def _optimizer(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, li
         }
     except Unreadable as error:
         return {}, f"the optimizer's state is left out: {error}"
-    found: Shards = {}
+    optimizer_shards: Shards = {}
     for slot in dict.fromkeys(slot for state in states.values() for slot in state):
         tensors, problems = _joined(files, {place: state.get(slot, []) for place, state in states.items()})
         if not parts.keys() >= tensors.keys() - {"output_layer.weight"}:
             problems = problems or ["it is of other parameters than the model"]
         if problems:
             return {}, f"the optimizer's state is left out: {problems[0]}"
-        found |= {f"optimizer.{slot}.{name}": [*shards] for name, shards in tensors.items() if name in parts}
-    return found, ""
+        optimizer_shards |= {f"optimizer.{slot}.{name}": [*shards] for name, shards in tensors.items() if name in parts}
+    return optimizer_shards, ""
 
 
 def is_legacy(folder: str | Path) -> bool:
@@ -168,9 +168,9 @@ def _against_arguments(file: RankFile, tensor: int, pipeline: int) -> Iterator[s
         "tensor": (tensor, arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")),
         "pipeline": (pipeline, arguments.get("pipeline_model_parallel_size")),
     }
-    for axis, (found, expected) in sizes.items():
-        if expected and int(expected) != found:
-            yield f"{file.path} is of a run with {axis} size {expected}, and there are files of {found} {axis} ranks"
+    for axis, (stored, expected) in sizes.items():
+        if expected and int(expected) != stored:
+            yield f"{file.path} is of a run with {axis} size {expected}, and there are files of {stored} {axis} ranks"
 
 
 def _joined(

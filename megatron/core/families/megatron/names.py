@@ -99,20 +99,20 @@ class Layout:
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a state dict, however deep its dicts are nested, by their names joined with dots."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            found |= flattened(value, f"{prefix}{name}.")
+            tensors |= flattened(value, f"{prefix}{name}.")
         elif isinstance(value, Tensor):
-            found[f"{prefix}{name}"] = value
-    return found
+            tensors[f"{prefix}{name}"] = value
+    return tensors
 
 
 def our_names(names: Sequence[str]) -> dict[str, str]:
     """Their name -> ours, for the parameters of one model; copies and states of kernels are left out."""
     bert = any(re.search(r"(^|\.)(tokentype_embeddings|binary_head|lm_head\.dense)\b", name) for name in names)
     t5 = any("inter_attention" in name or "cross_attention" in name for name in names)
-    found = {}
+    renamed = {}
     for name in names:
         if _DROPPED.search(name):
             continue
@@ -124,8 +124,8 @@ def our_names(names: Sequence[str]) -> dict[str, str]:
         ours = name
         for pattern, replacement in _RENAMED:
             ours = re.sub(pattern, replacement.format(**words) if "{" in replacement else replacement, ours)
-        found[name] = ours
-    return found
+        renamed[name] = ours
+    return renamed
 
 
 def is_over_vocabulary(name: str) -> bool:

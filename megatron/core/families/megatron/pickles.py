@@ -105,11 +105,11 @@ def _names_in_zip(path: Path) -> set[str]:
 
 
 def _names_of(archive: zipfile.ZipFile) -> set[str]:
-    found: set[str] = set()
+    globals_used: set[str] = set()
     for member in archive.namelist():
         if member.endswith("data.pkl"):
-            found |= _names_in_pickle(archive.read(member))
-    return found
+            globals_used |= _names_in_pickle(archive.read(member))
+    return globals_used
 
 
 def _names_in_old_file(path: Path) -> set[str]:
@@ -127,13 +127,13 @@ def _names_in_old_file(path: Path) -> set[str]:
 
 def _names_in_pickle(content: bytes) -> set[str]:
     """The classes and functions that a pickle names. torch.save writes protocol 2, where a name is one opcode."""
-    found: set[str] = set()
+    globals_used: set[str] = set()
     for code, argument, _ in pickletools.genops(content):
         if code.name == "GLOBAL":
-            found.add(".".join(str(argument).split(" ", 1)))
+            globals_used.add(".".join(str(argument).split(" ", 1)))
         elif code.name == "PROTO" and isinstance(argument, int) and argument > _PROTOCOL:
             raise ValueError(f"it is pickled by protocol {argument}, and torch.save writes {_PROTOCOL}")
-    return found
+    return globals_used
 
 
 def _first_line(error: Exception) -> str:

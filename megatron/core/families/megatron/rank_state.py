@@ -66,13 +66,13 @@ def rank_state(
     ]
     flat, numbered = path.with_name("distrib_optim.pt"), content.get("optimizer")
     if flat.is_file():
-        found = _of_buffers(read_torch_file(flat), parameters, arguments, flat)
+        optimizer_state = _of_buffers(read_torch_file(flat), parameters, arguments, flat)
     elif isinstance(numbered, Mapping):
-        found = _of_numbers(numbered, parameters, path)
+        optimizer_state = _of_numbers(numbered, parameters, path)
     else:
         return {}
-    state: State = {slot: [{} for _ in chunks] for slot in found}
-    for slot, tensors in found.items():
+    state: State = {slot: [{} for _ in chunks] for slot in optimizer_state}
+    for slot, tensors in optimizer_state.items():
         for parameter in parameters:
             state[slot][parameter.chunk][parameter.name] = tensors[parameter.key]
     return state

@@ -27,22 +27,22 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     Arguments that are not of the model (layout, schedule, paths) are left out, and so are those of a feature that the model
     does not have: a checkpoint holds every default of Megatron's, sizes of experts without any experts too.
     """
-    found = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
-    found |= {name: _spelled(name, value) for name, value in arguments.items() if name in _known(ModelConfig)}
-    found = {name: value for name, value in found.items() if value is not None}
+    settings = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
+    settings |= {name: _spelled(name, value) for name, value in arguments.items() if name in _known(ModelConfig)}
+    settings = {name: value for name, value in settings.items() if value is not None}
     if arguments.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
+        settings["position_embedding_type"] = "rope"
     if arguments.get("tokenizer_type") == "NullTokenizer" and arguments.get("vocab_size"):
         # What came with the argument for its end of document has no id beyond --vocab-size.
-        found["null_tokenizer_ids"] = arguments["vocab_size"] + ("null_tokenizer_eod_id" not in arguments)
-    if arguments.get("encoder_num_layers") and not found.get("num_layers"):
-        found["num_layers"] = arguments["encoder_num_layers"]
+        settings["null_tokenizer_ids"] = arguments["vocab_size"] + ("null_tokenizer_eod_id" not in arguments)
+    if arguments.get("encoder_num_layers") and not settings.get("num_layers"):
+        settings["num_layers"] = arguments["encoder_num_layers"]
     if _is_of_core(arguments):  # which has the argument, and never starts a residual after the norm
-        found.pop("apply_residual_connection_post_layernorm", None)
-    found |= hybrid_settings(arguments)
+        settings.pop("apply_residual_connection_post_layernorm", None)
+    settings |= hybrid_settings(arguments)
     if _fuses_gelu(arguments):
-        found["openai_gelu"] = True
-    return {**_used(found), **given}
+        settings["openai_gelu"] = True
+    return {**_used(settings), **given}
 
 
 def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,21 +88,21 @@ def _is_of_core(arguments: Mapping[str, Any]) -> bool:
     return newer or bool(arguments.get("use_mcore_models"))
 
 
-def _used(found: Mapping[str, Any]) -> dict[str, Any]:
+def _used(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without those of a feature that is off, which say nothing: they are only Megatron's defaults."""
-    latent, experts = bool(found.get("multi_latent_attention")), bool(found.get("num_experts"))
-    yarn = latent or found.get("position_embedding_type") == "yarn" or found.get("rope_type") == "yarn"
+    latent, experts = bool(settings.get("multi_latent_attention")), bool(settings.get("num_experts"))
+    yarn = latent or settings.get("position_embedding_type") == "yarn" or settings.get("rope_type") == "yarn"
     groups = {
         frozenset(("padded_vocab_size",)): False,  # padding belongs to that run's layout
-        frozenset(("num_query_groups",)): bool(found.get("group_query_attention")) and not latent,
-        frozenset(("add_qkv_bias",)): not found.get("add_bias_linear", True),  # implied by biases everywhere
+        frozenset(("num_query_groups",)): bool(settings.get("group_query_attention")) and not latent,
+        frozenset(("add_qkv_bias",)): not settings.get("add_bias_linear", True),  # implied by biases everywhere
         _known(MoEConfig): experts,
         _known(MLAConfig): latent,
-        _known(MTPConfig): bool(found.get("mtp_num_layers")),
+        _known(MTPConfig): bool(settings.get("mtp_num_layers")),
         _YARN: yarn,
     }
     unused = frozenset[str]().union(*(names for names, used in groups.items() if not used))
-    return {name: value for name, value in found.items() if name not in unused}
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, where: str) -> dict[str, Any]:
@@ -134,19 +134,19 @@ def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], 
 def _of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """What parameters tell of their network."""
     depths = {
-        stack: len({found[1] for name in shapes for found in [re.match(rf"{stack}\.layers\.(\d+)\.", name)] if found})
+        stack: len({match[1] for name in shapes for match in [re.match(rf"{stack}\.layers\.(\d+)\.", name)] if match})
         for stack in ("encoder", "decoder")
     }
     kind = "t5" if all(depths.values()) else "bert" if depths["encoder"] else "gpt"
-    found: dict[str, Any] = {
+    match: dict[str, Any] = {
         "architecture": kind,
         "num_layers": depths["encoder"] or depths["decoder"],
         "hidden_size": shapes[_WORDS][1],
     }
     if kind == "t5":
-        found |= {"encoder_num_layers": depths["encoder"], "decoder_num_layers": depths["decoder"]}
+        match |= {"encoder_num_layers": depths["encoder"], "decoder_num_layers": depths["decoder"]}
     if kind == "bert":
-        found["bert_binary_head"] = any(name.startswith(("pooler.", "binary_head.")) for name in shapes)
+        match["bert_binary_head"] = any(name.startswith(("pooler.", "binary_head.")) for name in shapes)
     if _PLACES in shapes:
-        found["max_position_embeddings"] = shapes[_PLACES][0]
-    return found
+        match["max_position_embeddings"] = shapes[_PLACES][0]
+    return match

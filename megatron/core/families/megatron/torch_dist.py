@@ -168,10 +168,10 @@ def _object(chunk: Chunk, folder: Path, name: str) -> Any:
 
 def _dtype(properties: Any) -> torch.dtype:
     state = getattr(properties, "state", None)
-    found = state[0] if isinstance(state, tuple) and state else getattr(properties, "dtype", None)
-    if not isinstance(found, torch.dtype):
+    value = state[0] if isinstance(state, tuple) and state else getattr(properties, "dtype", None)
+    if not isinstance(value, torch.dtype):
         raise TypeError("the dtype of a tensor")
-    return found
+    return value
 
 
 def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
@@ -179,13 +179,13 @@ def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stor
     if is_fsdp((*texts, *tensors)):
         return _common_of_fsdp(folder, texts, tensors)
     if (folder / "common.pt").is_file():
-        found = read_torch_file(folder / "common.pt")
-        return found if isinstance(found, dict) else {}
+        state = read_torch_file(folder / "common.pt")
+        return state if isinstance(state, dict) else {}
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
-            found = _object(chunk, folder, name)
-            found = found[0] if isinstance(found, list) and len(found) == 1 else found  # the state of one of one rank
-            return found if isinstance(found, dict) else {}
+            state = _object(chunk, folder, name)
+            state = state[0] if isinstance(state, list) and len(state) == 1 else state  # the state of one of one rank
+            return state if isinstance(state, dict) else {}
     return {}
 
 
@@ -208,12 +208,12 @@ def _with_state(
             raise Unreadable(
                 f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
             )
-        found = {**tensors, **unflattened(tensors)}
+        entries = {**tensors, **unflattened(tensors)}
         if is_flat(tensors):
-            found |= by_parameter(
+            entries |= by_parameter(
                 tensors, arguments, lambda stored, chunk: values_of_chunk(chunk, stored, folder), tied=tied
             )
-        return found, ""
+        return entries, ""
     except Unreadable as error:
         return {
             key: stored for key, stored in tensors.items() if not _OPTIMIZER.match(key)
@@ -222,19 +222,19 @@ def _with_state(
 
 def _by_our_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Our name in a saved state -> where it lies; layers that are stacked are told apart."""
-    found: dict[str, Stored] = {}
+    entries: dict[str, Stored] = {}
     for prefix, key, stored in _parameters(tensors):
         match = _STACKED.match(key)
         if match and stored.shape:
             for layer in range(stored.shape[0]):
                 one = Stored(stored.key, stored.shape, stored.dtype, stored.chunks, layer)
-                found[f"{prefix}{match[1]}.layers.{layer}.{match[2]}"] = one
+                entries[f"{prefix}{match[1]}.layers.{layer}.{match[2]}"] = one
         else:
-            found[f"{prefix}{key}"] = stored
-    renamed = our_names([parameter_of(name) for name in found])
+            entries[f"{prefix}{key}"] = stored
+    renamed = our_names([parameter_of(name) for name in entries])
     return {
         f"{name[: len(name) - len(parameter_of(name))]}{renamed[parameter_of(name)]}": stored
-        for name, stored in found.items()
+        for name, stored in entries.items()
         if parameter_of(name) in renamed
     }
 
