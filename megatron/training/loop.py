@@ -177,15 +177,11 @@ class Session:
         return reason
 
     def _one_iteration(self, watch: ExitConditions) -> None:
-        progress, train = self.trainer.progress, self.config.train
+        progress = self.trainer.progress
         before = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
         watch.before_step(progress.iteration)
-        if progress.iteration + 1 in train.iterations_to_skip:
-            self._skip("--iterations-to-skip")
-        elif progress.iteration + 1 in self.guard.passed_over:
-            self._skip("--on-bad-step rollback")
-        elif self.rerun is not None and progress.iteration + 1 in self.rerun.skipped:
-            self._skip("--result-rejected-tracker-filename")
+        if (flag := self._skipped_by(progress.iteration + 1)) is not None:
+            self._skip(flag)
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
             with nullcontext() if self.layers is None else self.layers.watching(progress.iteration + 1):
@@ -197,6 +193,11 @@ class Session:
                 self._bad_step(watch, before * self.trainer.batches.unit)
         self.mesh.flight_recorder.enter("")
         watch.after_step(progress.iteration)
+        self._after_step(watch, before)
+
+    def _after_step(self, watch: ExitConditions, before: int) -> None:
+        """What is due after this iteration: checks, log line, evaluation, checkpoint. before: its microbatches."""
+        progress, train = self.trainer.progress, self.config.train
         if self._due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
             self.sentinel.check()
         if train.empty_unused_memory_level:
@@ -211,6 +212,16 @@ class Session:
         if self._due(self.config.checkpoint.save_interval) or (after != before and self.config.checkpoint.save):
             self._save(watch)
         self._settle(self.checkpoint.poll())
+
+    def _skipped_by(self, iteration: int) -> str | None:
+        """The flag that lets the run pass over the data of an iteration, None where it is trained on."""
+        if iteration in self.config.train.iterations_to_skip:
+            return "--iterations-to-skip"
+        if iteration in self.guard.passed_over:
+            return "--on-bad-step rollback"
+        if self.rerun is not None and iteration in self.rerun.skipped:
+            return "--result-rejected-tracker-filename"
+        return None
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and interval > 0 and self.trainer.progress.iteration % interval == 0

@@ -17,7 +17,7 @@ ever dropped: what cannot be divided is refused, with every reason and the neare
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -267,25 +267,31 @@ def _uneven(
         for flag, value in ends.items()
         if value < 1 or value % vpp
     ]
-    words = " and ".join(f"{flag} {value}" for flag, value in ends.items())
     rest, ranks = num_layers - sum(ends.values()), pp - len(ends)
-    if ranks < 0:
-        problems.append(f"{words} speak of {len(ends)} ranks, but --pipeline-model-parallel-size is {pp}")
-    elif ranks == 0 and rest:
-        problems.append(
-            f"{words} cover every rank of --pipeline-model-parallel-size {pp}, but leave {rest} of "
-            f"--num-layers {num_layers}; choose --num-layers {num_layers - rest}"
-        )
-    elif ranks and (rest < 1 or rest % (ranks * vpp)):
-        problems.append(
-            f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
-            f"{_ranks(ranks, vpp)}; choose --num-layers "
-            f"{_near(num_layers, ranks * vpp, num_layers - rest)}"
-        )
+    problems += _uneven_rest(num_layers, pp, vpp, ends)
     per_rank = [rest // max(ranks, 1)] * pp
     per_rank[0] = per_rank[0] if first is None else first
     per_rank[-1] = per_rank[-1] if last is None else last
     return problems, [per_rank[home(stage, pp, placement)[0]] // vpp for stage in range(pp * vpp)]
+
+
+def _uneven_rest(num_layers: int, pp: int, vpp: int, ends: Mapping[str, int]) -> list[str]:
+    """Why the layers that `ends` (flag -> count of the first or last rank) leave cannot be divided over the other ranks."""
+    words = " and ".join(f"{flag} {value}" for flag, value in ends.items())
+    rest, ranks = num_layers - sum(ends.values()), pp - len(ends)
+    if ranks < 0:
+        return [f"{words} speak of {len(ends)} ranks, but --pipeline-model-parallel-size is {pp}"]
+    if ranks == 0 and rest:
+        return [
+            f"{words} cover every rank of --pipeline-model-parallel-size {pp}, but leave {rest} of "
+            f"--num-layers {num_layers}; choose --num-layers {num_layers - rest}"
+        ]
+    if ranks and (rest < 1 or rest % (ranks * vpp)):
+        return [
+            f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
+            f"{_ranks(ranks, vpp)}; choose --num-layers {_near(num_layers, ranks * vpp, num_layers - rest)}"
+        ]
+    return []
 
 
 def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int) -> list[str]:

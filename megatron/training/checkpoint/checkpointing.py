@@ -197,18 +197,10 @@ class Checkpoint:
         started: `time.perf_counter()` when the work on it began.
         """
         source, formats, options, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
-        note = decided(
-            axis, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=options.allow_other_tokenizer)
-        )
-        if note:
-            self._warn(note)
-        continues = options.load_optim and not opened.weights_only
+        self._check_tokenizer(source)
+        continues = self._loads_optimizer(opened)
         if opened.step is not None:
             _check_contents(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
-        elif continues and not any(name.startswith("optimizer.") for name in formats):
-            continues = False
-            why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
-            self._say(f"{why}: the optimizer starts afresh")
         names = _values_to_load(opened, optimizer=continues)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"), source)
@@ -229,6 +221,24 @@ class Checkpoint:
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
         self._say(f"loaded {what} {source.where}: {_speed(opened.size, time.perf_counter() - started)}")
 
+    def _check_tokenizer(self, source: Source) -> None:
+        """Refuse a checkpoint of another tokenizer, or warn of it where --allow-other-tokenizer is given."""
+        allowed = self.config.checkpoint.allow_other_tokenizer
+        note = decided(self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=allowed))
+        if note:
+            self._warn(note)
+
+    def _loads_optimizer(self, opened: Opened) -> bool:
+        """Whether the optimizer's state is loaded. A foreign checkpoint may have none, which is printed."""
+        if not self.config.checkpoint.load_optim or opened.weights_only:
+            return False
+        source = opened.source
+        if opened.step is not None or any(name.startswith("optimizer.") for name in source.formats):
+            return True
+        why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
+        self._say(f"{why}: the optimizer starts afresh")
+        return False
+
     def _load_histories(self, histories: Mapping[str, Tensor]) -> None:
         """The largest values of the last steps, of which the scales of 8 and 4 bits are made."""
         for name, scaling in histories_of(self.trainer.stages).items():
@@ -241,14 +251,7 @@ class Checkpoint:
         initial: beginnings of names (`model.<name>`) that keep their initial values; unused: of those that are left behind.
         """
         started, formats = time.perf_counter(), source.formats
-        note = decided(
-            self.mesh.world,
-            lambda: demand_same_tokenizer(
-                source, self._tokenizer(), allowed=self.config.checkpoint.allow_other_tokenizer
-            ),
-        )
-        if note:
-            self._warn(note)
+        self._check_tokenizer(source)
         slots = tuple(self.trainer.optimizer.slots())
         state = {
             name: value

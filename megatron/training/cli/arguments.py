@@ -11,7 +11,8 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -112,15 +113,7 @@ def read_flags(
     words, messages, problems = translate(_yaml_words(argv), known)
     args, unknown = _parse(parser, words, problems)
     args.origins = _origins(parser, argv, words, defaults or {})
-    for word in unknown:
-        if word.startswith("--"):
-            near = nearest(word.partition("=")[0], known)
-            problems.append(
-                f"{word} is not a flag; "
-                + (f"did you mean {' or '.join(near)}?" if near else "leave it out, or see --help")
-            )
-    if not any(word.startswith("--") for word in unknown):
-        problems += _unquoted(parser, words, unknown)
+    problems += _unknown_flags(unknown, known) or _unquoted(parser, words, unknown)
     try:
         if args.use_checkpoint_args:
             _take_from_checkpoint(args)
@@ -132,6 +125,17 @@ def read_flags(
         problems.append(str(error))
     args.messages, args.problems = messages, problems
     return args
+
+
+def _unknown_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """A sentence for each word that looks like a flag and is none."""
+    problems = []
+    for word in words:
+        if word.startswith("--"):
+            near = nearest(word.partition("=")[0], known)
+            advice = f"did you mean {' or '.join(near)}?" if near else "leave it out, or see --help"
+            problems.append(f"{word} is not a flag; {advice}")
+    return problems
 
 
 def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
@@ -186,7 +190,7 @@ def _sentence(parser: argparse.ArgumentParser, words: Sequence[str], error: argp
 
 def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
     """What to say of words that belong to no flag: those behind a flag of one value were one, before the shell cut it at its blanks."""
-    problems, place = [], 0
+    problems = []
     single = {
         name
         for action in parser._actions
@@ -194,10 +198,9 @@ def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Seque
         for name in action.option_strings
     }
     rest = list(left)
-    while place < len(words):
-        flag, place = words[place], place + 1
-        end = next((end for end in range(place, len(words)) if words[end].startswith("--")), len(words))
-        values = words[place:end]
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    for start, end in pairwise([*starts, len(words)]):
+        flag, values = words[start], words[start + 1 : end]
         if flag in single and len(values) > 1 and all(word in rest for word in values[1:]):
             problems.append(
                 f"{flag} takes one value, and {' '.join(values)} are {len(values)}; put quotes around it: "
@@ -205,7 +208,6 @@ def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Seque
             )
             for word in values[1:]:
                 rest.remove(word)
-        place = end if flag.startswith("--") else place
     return [*problems, *(f"{word!r} belongs to no flag; leave it out" for word in rest)]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, FlagGroup, Kind
@@ -81,38 +81,52 @@ REPLACED_VALUES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 
 def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
     """(the command line for argparse, sentences to show, errors). `known`: every spelling of our own flags."""
-    front: list[str] = []
-    words: list[str] = []
-    messages: list[str] = []
-    errors: list[str] = []
-    yielding: list[tuple[str, LegacyFlag]] = []
+    result = _Translation()
     place = 0
     while place < len(argv):
         token, place = argv[place], place + 1
         name, glued, value = token.partition("=")
         row = None if name in known or not _is_flag(token) else find(name, known)
         if row is None and name not in known:
-            words.append(token)
+            result.words.append(token)
             continue
         given = [value] if glued else _values_at(argv, place) if row is None or row.takes_values else []
         place += 0 if glued else len(given)
         if row is None:
-            words += _own(token, name, given, glued, messages, errors)
-            continue
+            result.words += _known_flag(token, name, given, glued, result.messages, result.errors)
+        else:
+            result.add(row, name, given)
+    result.messages += [_gives_way(formatted, row, result.words) for formatted, row in result.yielding]
+    return result.front + result.words, list(dict.fromkeys(result.messages)), list(dict.fromkeys(result.errors))
+
+
+@dataclass
+class _Translation:
+    """A command line while it is translated.
+
+    front: words of old switches that explicit settings win over, which argparse must see first. yielding: those switches.
+    """
+
+    front: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    yielding: list[tuple[str, LegacyFlag]] = field(default_factory=list)
+
+    def add(self, row: LegacyFlag, name: str, given: Sequence[str]) -> None:
+        """Translate one flag that is not ours, with its values."""
         formatted = " ".join([name, *given])
         if row.kind == "renamed":
-            (front if row.yields else words).extend([*row.becomes, *given])
+            (self.front if row.yields else self.words).extend([*row.becomes, *given])
             if row.yields:
-                yielding.append((formatted, row))
+                self.yielding.append((formatted, row))
             elif row.sentence:
-                messages.append(f"{formatted} is understood as {' '.join([*row.becomes, *given])}")
+                self.messages.append(f"{formatted} is understood as {' '.join([*row.becomes, *given])}")
         elif (accepted := _accepted(row, given)) is not None:
-            messages.append(f"{formatted} is {accepted}: {row.sentence}")
+            self.messages.append(f"{formatted} is {accepted}: {row.sentence}")
         else:
-            way_out = "; leave it out" if row.kind == "later" and ";" not in row.sentence else ""
-            errors.append(f"{formatted}: {row.sentence}{way_out}")
-    messages += [_gives_way(formatted, row, words) for formatted, row in yielding]
-    return front + words, list(dict.fromkeys(messages)), list(dict.fromkeys(errors))
+            advice = "; leave it out" if row.kind == "later" and ";" not in row.sentence else ""
+            self.errors.append(f"{formatted}: {row.sentence}{advice}")
 
 
 def _accepted(row: LegacyFlag, given: Sequence[str]) -> str | None:
@@ -122,7 +136,9 @@ def _accepted(row: LegacyFlag, given: Sequence[str]) -> str | None:
     return "accepted, as it changes nothing" if _changes_nothing(row, given) else None
 
 
-def _own(token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]) -> list[str]:
+def _known_flag(
+    token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]
+) -> list[str]:
     """The words of a flag of ours, with those of its values that only Megatron has replaced, or put on the list of errors."""
     errors += [f"{name} {word}: {REFUSED_VALUES[name, word]}" for word in given if (name, word) in REFUSED_VALUES]
     if not any((name, word) in REPLACED_VALUES for word in given):

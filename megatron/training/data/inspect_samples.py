@@ -176,32 +176,37 @@ class Explanation:
 
     def sightings(self, split: str, prefix: str, document: int) -> list[SampleUse]:
         """Every place where a document of a prefix is seen in the run, in the order of time."""
+        samples = self._samples_with(split, prefix, document)
+        if not samples:
+            return []
+        if split == "train" and self.config.data.dataloader_type == "cyclic":
+            steps = self._walk()
+        else:
+            steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(samples)))
+        return [
+            SampleUse(split, step, place, rank, sample)
+            for step, numbers in steps
+            for rank, rows in enumerate(numbers)
+            for place, row in enumerate(rows)
+            for sample in row
+            if sample in samples
+        ]
+
+    def _samples_with(self, split: str, prefix: str, document: int) -> set[int]:
+        """The numbers of the samples of a split that hold some of a document of a prefix."""
         dataset = self.dataset(split)
-        uses: list[int] = []
         parts = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
-        parts_of_corpus = [number for number, part in enumerate(parts) if part.prefix == prefix]
-        if not parts_of_corpus:
+        numbers = [number for number, part in enumerate(parts) if part.prefix == prefix]
+        if not numbers:
             raise DataError(
                 f"{prefix} is not a source of the {split} data; its sources are "
                 f"{' '.join(dict.fromkeys(part.prefix for part in parts))}"
             )
-        for number in parts_of_corpus:
-            samples = parts[number].holding(document)
-            uses += (dataset.places(number, samples) if isinstance(dataset, BlendedDataset) else samples).tolist()
-        documents = set(uses)
-        if split == "train" and self.config.data.dataloader_type == "cyclic":
-            steps = self._walk()
-        else:
-            steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(documents)))
-        return [
-            SampleUse(split, step, place, rank, sample)
-            for step, numbers in steps
-            if documents
-            for rank, rows in enumerate(numbers)
-            for place, row in enumerate(rows)
-            for sample in row
-            if sample in documents
-        ]
+        if not isinstance(dataset, BlendedDataset):
+            return set(parts[0].holding(document).tolist())
+        return {
+            sample for number in numbers for sample in dataset.places(number, parts[number].holding(document)).tolist()
+        }
 
     def _walk(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
         """(step, its numbers) of all steps of the training, each order drawn once."""

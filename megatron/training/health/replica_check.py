@@ -107,44 +107,9 @@ class ReplicaCheck:
 
     def items(self) -> Iterator[ReplicatedState]:
         """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
+        yield from self._weights()
+        yield from self._optimizer_state()
         trainer, mesh = self.trainer, self.mesh
-        homes: dict[tuple[str, str], list[Tensor]] = defaultdict(
-            list
-        )  # of a tied matrix on this rank, by name and axis
-        for parallel in trainer.parallels:
-            for param in parallel.whole:
-                spec, value = spec_of(param), param.detach()
-                yield ReplicatedState(spec.name, mesh.axis(spec.reduce_over), value)
-                if is_shared_over_tensor(spec):
-                    yield ReplicatedState(spec.name, mesh.axis(tensor_axis(spec)), value)
-                if spec.tied:
-                    homes[spec.name, spec.tied_over].append(value)
-                # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
-                shared = (piece for piece in local_shards(spec, mesh) if piece.replicas > 1)
-                yield from (
-                    ReplicatedState(
-                        f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas
-                    )
-                    for part, piece in enumerate(shared)
-                )
-            for (
-                share
-            ) in parallel.cut:  # the same rows as at this place of the other tensor ranks, or of the other stage
-                if is_shared_over_tensor(share.spec):
-                    yield ReplicatedState(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
-                if share.spec.tied:
-                    homes[share.name, share.spec.tied_over].append(share.data)
-                yield from (
-                    ReplicatedState(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
-                    for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh))
-                )
-        for (name, axis), (first, *again) in homes.items():
-            yield ReplicatedState(name, mesh.axis(axis), first, again=tuple(again))
-        if not trainer.optimizer.sharded:
-            for slot, segment, tensor in trainer.optimizer.slots():
-                yield ReplicatedState(
-                    f"{slot} of {segment.name}", mesh.axis(segment.spec.reduce_over), tensor.to(mesh.device)
-                )
         for name, scaling in histories_of(trainer.stages).items():
             yield from (
                 ReplicatedState(f"largest values of {name}", axis, scaling.history) for axis in (mesh.tp_cp, mesh.dp)
@@ -157,6 +122,47 @@ class ReplicaCheck:
             ReplicatedState(f"counter {name}", mesh.world, json.dumps(value, sort_keys=True, default=str))
             for name, value in counters.items()
         )
+
+    def _weights(self) -> Iterator[ReplicatedState]:
+        """Weights that several ranks hold, or one rank twice: whole ones, sharded ones, and both copies of a tied matrix."""
+        mesh = self.mesh
+        tied: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # on this rank, by name and axis
+        for parallel in self.trainer.parallels:
+            for param in parallel.whole:
+                spec, value = spec_of(param), param.detach()
+                yield ReplicatedState(spec.name, mesh.axis(spec.reduce_over), value)
+                if is_shared_over_tensor(spec):
+                    yield ReplicatedState(spec.name, mesh.axis(tensor_axis(spec)), value)
+                if spec.tied:
+                    tied[spec.name, spec.tied_over].append(value)
+                # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
+                shared = (piece for piece in local_shards(spec, mesh) if piece.replicas > 1)
+                yield from (
+                    ReplicatedState(
+                        f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas
+                    )
+                    for part, piece in enumerate(shared)
+                )
+            # The same rows as at this place of the other tensor ranks, or of the other stage.
+            for share in parallel.cut:
+                if is_shared_over_tensor(share.spec):
+                    yield ReplicatedState(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
+                if share.spec.tied:
+                    tied[share.name, share.spec.tied_over].append(share.data)
+                yield from (
+                    ReplicatedState(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
+                    for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh))
+                )
+        for (name, axis), (first, *again) in tied.items():
+            yield ReplicatedState(name, mesh.axis(axis), first, again=tuple(again))
+
+    def _optimizer_state(self) -> Iterator[ReplicatedState]:
+        """State of the optimizer that all data-parallel ranks hold; none where each of them owns a part."""
+        if self.trainer.optimizer.sharded:
+            return
+        for slot, segment, tensor in self.trainer.optimizer.slots():
+            axis = self.mesh.axis(segment.spec.reduce_over)
+            yield ReplicatedState(f"{slot} of {segment.name}", axis, tensor.to(self.mesh.device))
 
     def hash(self, value: Tensor | str) -> Tensor:
         """64 bits that say what a value is, as an int64 scalar on the device."""
@@ -177,21 +183,7 @@ class ReplicaCheck:
 
     def _message(self, groups: Sequence[Sequence[tuple[ReplicatedState, Tensor]]]) -> str:
         """What differs, and on which ranks; the same on all."""
-        findings: list[str] = []
-        for group in groups:
-            axis = group[0][0].axis
-            findings += [
-                f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
-                for item, number in group
-                if any(int(self.hash(other)) != int(number) for other in item.again)
-            ]
-            local_findings = [(item.name, item.slot, int(number)) for item, number in group]
-            for (name, _, _), held in zip(
-                local_findings, zip(*collectives.gather_objects(local_findings, axis), strict=True), strict=True
-            ):
-                for slot in sorted({slot for _, slot, _ in held}):
-                    ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
-                    findings += _finding(name, axis.name, ranks, [number for _, place, number in held if place == slot])
+        findings = [finding for group in groups for finding in self._findings(group)]
         place = name_of_rank(self.mesh.world.rank)
         gathered = collectives.gather_objects((findings, place), self.mesh.world)
         lines = list(dict.fromkeys(line for theirs, _ in gathered for line in theirs))
@@ -206,6 +198,21 @@ class ReplicaCheck:
                 *nodes,
             ]
         )
+
+    def _findings(self, group: Sequence[tuple[ReplicatedState, Tensor]]) -> list[str]:
+        """What differs within this rank, and over the axis of the group; called by all ranks of the axis."""
+        axis = group[0][0].axis
+        findings = [
+            f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
+            for item, number in group
+            if any(int(self.hash(other)) != int(number) for other in item.again)
+        ]
+        rows = [(item.name, item.slot, int(number)) for item, number in group]
+        for (name, _, _), held in zip(rows, zip(*collectives.gather_objects(rows, axis), strict=True), strict=True):
+            for slot in sorted({slot for _, slot, _ in held}):
+                ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
+                findings += _finding(name, axis.name, ranks, [number for _, place, number in held if place == slot])
+        return findings
 
 
 def _words(value: Tensor) -> Tensor:

@@ -212,20 +212,25 @@ _NUMBERS = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "skipped")
 def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[ResolvedStep]:
     """All tensors of all steps in one sum over ranks and one copy to the host."""
     pairs = [torch.as_tensor(loss) for step in steps for loss in step.losses.values()]
-    tables = [step.loads.table for step in steps if step.loads is not None]
+    loads = [step.loads for step in steps if step.loads is not None]
     scalars = [value for step in steps for value in _on_device(step).values()]
-    values = iter(_on_host([*pairs, *tables], scalars, reduce))
+    values = iter(_on_host([*pairs, *(load.table for load in loads)], scalars, reduce))
     means = iter([_mean(next(values), next(values)) for _ in pairs])
-    figures = iter([_figures_of(step.loads, values) for step in steps if step.loads is not None])
+    figures = iter([_figures_of(load, values) for load in loads])
     records = []
     for step in steps:
         losses = {name: next(means) for name in step.losses} | (next(figures) if step.loads is not None else {})
-        plain: dict[str, Any] = {name: next(values) for name in _on_device(step)}
-        if "skipped" in plain:
-            plain["skipped"] = bool(plain["skipped"])
-        given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-        records.append(ResolvedStep(**given | plain | {"losses": losses, "loads": None}))
+        records.append(_resolved(step, losses, values))
     return records
+
+
+def _resolved(step: Step, losses: Mapping[str, float], values: Iterator[float]) -> ResolvedStep:
+    """The step with its losses, and the next of `values` in the place of each single number that is a tensor."""
+    plain: dict[str, Any] = {name: next(values) for name in _on_device(step)}
+    if "skipped" in plain:
+        plain["skipped"] = bool(plain["skipped"])
+    given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    return ResolvedStep(**given | plain | {"losses": losses, "loads": None})
 
 
 def _on_device(step: Step) -> dict[str, Tensor]:

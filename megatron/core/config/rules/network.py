@@ -33,19 +33,20 @@ def _lengths(s: Setting) -> str:
             f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
             "encoder reads; keep one"
         )
-    if model.architecture != "t5":
-        given = {"--decoder-num-layers": model.decoder_num_layers, "--decoder-seq-length": train.decoder_seq_length}
-        names = [name for name, value in given.items() if value is not None]
-        return "\n  ".join(
-            [
-                *problems,
-                *(
-                    [f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"]
-                    if names
-                    else []
-                ),
-            ]
-        )
+    return "\n  ".join(problems + (_decoder_lengths(s) if model.architecture == "t5" else _no_decoder(s)))
+
+
+def _no_decoder(s: Setting) -> list[str]:
+    given = {
+        "--decoder-num-layers": s.run.model.decoder_num_layers,
+        "--decoder-seq-length": s.run.train.decoder_seq_length,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    return [f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"] if names else []
+
+
+def _decoder_lengths(s: Setting) -> list[str]:
+    model, train, problems = s.run.model, s.run.train, []
     length, tp = train.decoder_seq_length, s.run.parallel.tp
     if model.rope.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
         problems.append(
@@ -61,7 +62,7 @@ def _lengths(s: Setting) -> str:
         problems.append(
             f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4"
         )
-    return "\n  ".join(problems)
+    return problems
 
 
 def _activations(s: Setting) -> str:
