@@ -203,6 +203,14 @@ def main(argv: list[str] | None = None) -> None:
     if options.write_rules is not None:
         options.write_rules.write_text(page(), encoding="utf-8")
         return
+    report = _report(options, words)
+    text = json.dumps(report.values(), indent=2) if options.json else "\n".join(report.lines())
+    sys.stdout.write(text + "\n")
+    raise SystemExit(2 if report.broken else 1 if report.built and report.built["problems"] else 0)
+
+
+def _report(options: argparse.Namespace, words: Sequence[str]) -> Report:
+    """What is wrong with a command, what would mend it and, with --build, what the built network says."""
     first = asked(read_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = changed(words, options.why_not, options)
     before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
@@ -215,7 +223,4 @@ def main(argv: list[str] | None = None) -> None:
     if options.build and command.setting and not broken:
         built = built_on(command.setting, options.true_vocab_size)
     ranks = command.setting.world_size if command.setting else options.world_size or 1
-    report = Report(command, broken, before, options.why_not, answer, built, ranks)
-    text = json.dumps(report.values(), indent=2) if options.json else "\n".join(report.lines())
-    sys.stdout.write(text + "\n")
-    raise SystemExit(2 if broken else 1 if built and built["problems"] else 0)
+    return Report(command, broken, before, options.why_not, answer, built, ranks)

@@ -72,6 +72,21 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
     """The lines to print."""
+    explanation, ranks = _explanation(options, flags)
+    if options.document is not None:
+        prefix, _, number = options.document.rpartition(":")
+        if not prefix or not number.isdecimal():
+            raise ConfigError(f"--document {options.document} is not PREFIX:NUMBER")
+        uses = explanation.sightings(options.set, prefix, int(number))
+        uses = [use for use in uses if ranks is None or use.data_rank in ranks]
+        yield from map(_json, uses) if options.json else _sightings(uses, options)
+    else:
+        for microbatch in explanation.step(options.set, options.step, ranks):
+            yield from (_json(microbatch),) if options.json else _microbatch(microbatch, options)
+
+
+def _explanation(options: argparse.Namespace, flags: Sequence[str]) -> tuple[Explanation, list[int] | None]:
+    """The data of the run, and the data-parallel ranks to print, None for all."""
     defaults = {**DEFAULTS, "architecture": options.entry} | (
         {} if options.entry == "gpt" else {"tokenizer_type": "BertWordPieceLowerCase"}
     )
@@ -79,26 +94,11 @@ def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
     ranks = None if options.rank is None else [_data_rank(options, config)]
     if options.resumed_at is not None and len(options.resumed_at) > 3:
         raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")
+    start = Start(*(options.resumed_at or ()))
     explanation = Explanation(
-        config,
-        build_tokenizer(config.tokenizer),
-        world_size=options.world_size,
-        entry=options.entry,
-        start=Start(*(options.resumed_at or ())),
+        config, build_tokenizer(config.tokenizer), world_size=options.world_size, entry=options.entry, start=start
     )
-    if options.document is not None:
-        prefix, _, number = options.document.rpartition(":")
-        if not prefix or not number.isdecimal():
-            raise ConfigError(f"--document {options.document} is not PREFIX:NUMBER")
-        found = [
-            sighting
-            for sighting in explanation.sightings(options.set, prefix, int(number))
-            if ranks is None or sighting.data_rank in ranks
-        ]
-        yield from (_json(sighting) for sighting in found) if options.json else _sightings(found, options)
-    else:
-        for microbatch in explanation.step(options.set, options.step, ranks):
-            yield from (_json(microbatch),) if options.json else _microbatch(microbatch, options)
+    return explanation, ranks
 
 
 def _data_rank(options: argparse.Namespace, config: RunConfig) -> int:

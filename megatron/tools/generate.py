@@ -154,35 +154,40 @@ def start_of(loaded: InferenceModel) -> int:
 
 
 def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoder) -> Request:
-    """What a line asks for; `ConfigError` says what is wrong with it."""
+    """The request of a line; `ConfigError` says what is wrong with it."""
+    fields = _fields_of(line)
     try:
-        asked = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"the line is not JSON: {error}") from None
-    if not isinstance(asked, dict) or ("prompt" in asked) == ("ids" in asked):
-        raise ConfigError("a line is a JSON object with a prompt or with ids")
-    for name, value in asked.items():
-        if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
-            raise ConfigError(
-                f"{name} is {value!r}; it must be of the type {' or '.join(kind.__name__ for kind in KINDS[name])}"
-            )
-    ids, stop = asked.get("ids", []), asked.get("stop", [])
-    if any(type(token) is not int for token in ids) or any(type(word) is not str for word in stop):
-        raise ConfigError("ids are whole numbers, and stop holds texts")
-    try:
-        prompt = prompt_of(engine, asked["prompt"]) if "prompt" in asked else ids
+        prompt = prompt_of(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
     except ValueError as error:
         raise ConfigError(f"the prompt cannot be read: {error}") from None
-    sampling = Sampling(**{name: asked.get(name, getattr(given, name)) for name in SAMPLING})
+    sampling = Sampling(**{name: fields.get(name, getattr(given, name)) for name in SAMPLING})
     return Request(
         tuple(prompt),
-        asked.get("num_tokens", given.num_tokens),
+        fields.get("num_tokens", given.num_tokens),
         sampling,
-        asked.get("seed", given.seed + number),
-        stop_words=tuple(stop),
-        logprobs="logprobs" in asked,
-        top_logprobs=asked.get("logprobs", 0),
+        fields.get("seed", given.seed + number),
+        stop_words=tuple(fields.get("stop", [])),
+        logprobs="logprobs" in fields,
+        top_logprobs=fields.get("logprobs", 0),
     )
+
+
+def _fields_of(line: str) -> dict[str, Any]:
+    """The JSON object of a line, with values of the right types."""
+    try:
+        fields = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"the line is not JSON: {error}") from None
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("ids" in fields):
+        raise ConfigError("a line is a JSON object with a prompt or with ids")
+    for name, value in fields.items():
+        if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
+            types = " or ".join(kind.__name__ for kind in KINDS[name])
+            raise ConfigError(f"{name} is {value!r}; it must be of the type {types}")
+    ids, stop = fields.get("ids", []), fields.get("stop", [])
+    if any(type(token) is not int for token in ids) or any(type(word) is not str for word in stop):
+        raise ConfigError("ids are whole numbers, and stop holds texts")
+    return fields
 
 
 def prompt_of(engine: Engine | EncoderDecoder, text: str) -> list[int]:

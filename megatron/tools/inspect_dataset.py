@@ -205,35 +205,37 @@ def verify(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Print what was asked for. Returns whether all pairs that were verified are good."""
+    """Print the facts about every pair. Returns whether all pairs that were verified are good."""
     tokenizer = build_tokenizer(from_namespace(TokenizerConfig, args)) if args.tokenizer_type else None
     lengths_of: dict[str, np.ndarray] = {}
     good = True
     for prefix in args.prefixes:
         problems = verify(prefix, args, tokenizer) if args.verify else []
-        found: dict[str, Any] = {"prefix": prefix}
+        facts: dict[str, Any] = {"prefix": prefix}
         if not problems:
             if tokenizer:
                 sidecar.check_tokenizer(prefix, fingerprint(tokenizer))
-            found, lengths_of[prefix] = inspect(prefix, args)
+            facts, lengths_of[prefix] = inspect(prefix, args)
             if args.documents:
-                found["first_documents"] = first_documents(prefix, args.documents, tokenizer)
+                facts["first_documents"] = first_documents(prefix, args.documents, tokenizer)
         if args.verify:
-            found["problems"] = problems
+            facts["problems"] = problems
         good = good and not problems
-        if args.json:
-            print(json.dumps(found))
-            continue
-        print(report(found, args.seq_length) if not problems else prefix)
-        for number, text in enumerate(found.get("first_documents", ())):
-            print(f"--- document {number}\n{text}")
-        if args.verify:
-            print(f"  verified: {len(problems)} problems" if problems else "  verified: everything fits")
-            for problem in problems:
-                print(f"  - {problem}")
+        print(json.dumps(facts) if args.json else _text(facts, args.seq_length))
     if args.plot and lengths_of:
         draw(lengths_of, args.seq_length, args.plot)
     return good
+
+
+def _text(facts: dict[str, Any], seq_length: int | None) -> str:
+    """The facts of one pair, its first documents and its problems, for people."""
+    problems = facts.get("problems")
+    lines = [facts["prefix"] if problems else report(facts, seq_length)]
+    lines += [f"--- document {number}\n{text}" for number, text in enumerate(facts.get("first_documents", ()))]
+    if problems is not None:
+        lines.append(f"  verified: {len(problems)} problems" if problems else "  verified: everything fits")
+        lines += [f"  - {problem}" for problem in problems]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

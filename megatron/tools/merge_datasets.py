@@ -78,12 +78,9 @@ def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
     """The pairs in the order in which they are joined, with what is known of them; `DataError` if they do not fit."""
     known = {prefix: sidecar.read(prefix) for prefix in prefixes}
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
-    hashes = {prefix: facts and facts.tokenizer and facts.tokenizer["hash"] for prefix, facts in known.items()}
-    names = {
-        facts.tokenizer["hash"]: tokenizer_name(facts.tokenizer)
-        for facts in known.values()
-        if facts and facts.tokenizer
-    }
+    tokenizers = {prefix: facts.tokenizer if facts else None for prefix, facts in known.items()}
+    hashes = {prefix: tokenizer and tokenizer["hash"] for prefix, tokenizer in tokenizers.items()}
+    names = {tokenizer["hash"]: tokenizer_name(tokenizer) for tokenizer in tokenizers.values() if tokenizer}
     problems = [
         *unlike(dtypes, "holds ids of type", str),
         *unlike(hashes, "was written with", lambda key: names[str(key)]),
@@ -92,8 +89,11 @@ def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
     ]
     if problems:
         raise DataError("\n".join(["the pairs cannot be joined", *(f"  {line}" for line in problems)]))
-    joined = [(prefix, known[prefix]) for prefix in prefixes]
-    return sorted(joined, key=lambda pair: pair[1].shard[0] if pair[1] and pair[1].shard else 0)
+    return sorted(((prefix, known[prefix]) for prefix in prefixes), key=lambda pair: _shard_number(pair[1]))
+
+
+def _shard_number(facts: Sidecar | None) -> int:
+    return facts.shard[0] if facts and facts.shard else 0
 
 
 def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:

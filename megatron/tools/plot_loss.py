@@ -12,9 +12,10 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if importlib.util.find_spec("matplotlib") is None:
     sys.exit("plot_loss.py needs the package matplotlib, which is not installed: pip install matplotlib")
@@ -47,17 +48,12 @@ def read_curves(path: Path, loss: str) -> Curves:
     valid: dict[int, float] = {}
     resumed: list[int] = []
     seen: set[str] = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise LogError(f"{path} line {number} is not JSON: {error}") from None
+    for record in _records(path):
         kind, losses = record.get("kind"), record.get("losses", {})
         seen.update(losses)
         if kind == "start":
             # What a stretch wrote beyond the iteration at which the next one begins was never part of the run.
-            train = {iteration: value for iteration, value in train.items() if iteration <= record["iteration"]}
-            valid = {iteration: value for iteration, value in valid.items() if iteration <= record["iteration"]}
+            train, valid = _up_to(train, record["iteration"]), _up_to(valid, record["iteration"])
             resumed += [record["iteration"]] if train else []
         elif kind == "step" and loss in losses:
             train[record["iteration"]] = float(losses[loss])
@@ -66,9 +62,21 @@ def read_curves(path: Path, loss: str) -> Curves:
     if not train and not valid:
         known = f"it has {', '.join(sorted(seen))}" if seen else "it has no losses at all"
         raise LogError(f"{path} has no '{loss}'; {known}")
-    return Curves(
-        path.stem if path.stem != "log" else path.parent.name, sorted(train.items()), sorted(valid.items()), resumed
-    )
+    name = path.stem if path.stem != "log" else path.parent.name
+    return Curves(name, sorted(train.items()), sorted(valid.items()), resumed)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a log, line by line."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise LogError(f"{path} line {number} is not JSON: {error}") from None
+
+
+def _up_to(points: dict[int, float], iteration: int) -> dict[int, float]:
+    return {at: value for at, value in points.items() if at <= iteration}
 
 
 def smooth(points: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:

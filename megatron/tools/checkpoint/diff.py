@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -82,20 +82,25 @@ def compare(args: argparse.Namespace) -> bool:
                 {"a": a.where, "b": b.where, "differences": [as_json(one) for one in found], "settings": settings}
             )
         )
-        return bool(found)
-    print(f"a: {a.where}\nb: {b.where}")
-    for one in found[: args.most]:
-        print(f"  {one}")
-    if len(found) > args.most:
-        print(f"  ... and {len(found) - args.most} more (--most)")
-    gaps = [(one.gap.relative_norm, one.name) for one in found if one.gap]
+    else:
+        print(f"a: {a.where}\nb: {b.where}")
+        for line in _lines(found, settings, args.most):
+            print(line)
+        print(f"{counted(len(found), 'difference')} in {counted(len(names), 'tensor')}")
+    return bool(found)
+
+
+def _lines(differences: Sequence[Difference], settings: Sequence[str], most: int) -> Iterator[str]:
+    """The first `most` differences, the largest of all, and the settings that differ."""
+    yield from (f"  {one}" for one in differences[:most])
+    if len(differences) > most:
+        yield f"  ... and {len(differences) - most} more (--most)"
+    gaps = [(one.gap.relative_norm, one.name) for one in differences if one.gap]
     if gaps:
         largest, name = max(gaps)
-        print(f"largest relative norm: {largest:.3g} in {name}")
+        yield f"largest relative norm: {largest:.3g} in {name}"
     if settings:
-        print("\n".join(["settings that differ:", *(f"  {line}" for line in settings)]))
-    print(f"{counted(len(found), 'difference')} in {counted(len(names), 'tensor')}")
-    return bool(found)
+        yield from ["settings that differ:", *(f"  {line}" for line in settings)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

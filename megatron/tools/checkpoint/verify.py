@@ -14,8 +14,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -62,23 +63,29 @@ def verified(source: Source, bar: tqdm, threads: int | None) -> Finding:
     return Finding(source.where, "its hashes", tuple(dict.fromkeys(problems)), tuple(strange), source.size)
 
 
-def meant(path: str, step: int | None, every: bool) -> Iterator[Source | Finding]:
-    """The checkpoints that a path means, opened; or why one cannot be."""
-    found = walk(path)
-    if (Path(path) / COMMIT).is_file() or not found.steps and (not found.damaged or find_foreign(path, step)):
-        places: list[Path | None] = [None]
-    else:
-        damaged = [text for iteration, text in found.damaged if step in (None, iteration)]
-        yield from (Finding(path, "its commit", (text,)) for text in damaged)
-        steps = [one for one in found.steps if step in (None, one.iteration)]
-        places = [one.folder for one in (steps if every else steps[:1])]
-        if not places and not damaged:
-            yield Finding(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
-    for place in places:
-        try:
-            yield open_checkpoint(path, step) if place is None else open_saved(place)
-        except (CheckpointError, OSError) as error:
-            yield Finding(str(place or path), "opening", tuple(getattr(error, "problems", ())) or (str(error),))
+def open_all(path: str, step: int | None, every: bool) -> Iterator[Source | Finding]:
+    """Open the checkpoints of a path, one after the other; what cannot be opened is a `Finding`.
+
+    step: only the one of this iteration. every: all of a --save folder, not only the newest.
+    """
+    scan = walk(path)
+    if (Path(path) / COMMIT).is_file() or not scan.steps and (not scan.damaged or find_foreign(path, step)):
+        yield _opened(path, partial(open_checkpoint, path, step))
+        return
+    damaged = [text for iteration, text in scan.damaged if step in (None, iteration)]
+    yield from (Finding(path, "its commit", (text,)) for text in damaged)
+    steps = [one for one in scan.steps if step in (None, one.iteration)]
+    if not steps and not damaged:
+        yield Finding(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
+    for one in steps if every else steps[:1]:
+        yield _opened(str(one.folder), partial(open_saved, one.folder))
+
+
+def _opened(path: str, opener: Callable[[], Source]) -> Source | Finding:
+    try:
+        return opener()
+    except (CheckpointError, OSError) as error:
+        return Finding(path, "opening", tuple(getattr(error, "problems", ())) or (str(error),))
 
 
 def report(finding: Finding, seconds: float) -> str:
@@ -114,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--threads {args.threads} must be at least 1")
     sound = True
     for path in args.paths:
-        for one in meant(path, args.ckpt_step, args.all):
+        for one in open_all(path, args.ckpt_step, args.all):
             started = time.perf_counter()
             if not isinstance(one, Finding):
                 total = sum(whole(form.shape).size * form.dtype.itemsize for form in one.formats.values())

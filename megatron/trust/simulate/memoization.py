@@ -112,6 +112,17 @@ class _Stage:
     lasting: frozenset[int] = frozenset()
     backwards: dict[int, _RecordedPass] = field(default_factory=dict)
 
+    def add_backward(self, number: int, recorded: _RecordedPass) -> None:
+        """Keep the backward pass of a microbatch that was followed, and compare the two that must be alike."""
+        if number == self.settled:
+            if (former := self.backwards.pop(number - 1, None)) is None or not former.like(recorded):
+                raise TraceMismatch("two backward passes of a stage are not alike")
+            self.backward = recorded
+        elif self.settled < 0:
+            self.backwards = {number: recorded}
+        elif number == self.settled - 1:
+            self.backwards[number] = recorded
+
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
@@ -144,6 +155,16 @@ class _Pass:
     gradients: dict[int, int] = field(default_factory=dict)
     before: dict[int, tuple[str, str]] = field(default_factory=dict)
     mark: _Mark | None = None
+
+    def names_of_lives(self) -> dict[int, Any]:
+        """id of a storage's life -> what it is to this pass: saved by it, a metric, an output's gradient, or an input."""
+        names: dict[int, Any] = {id(life): ("saved", birth) for birth, life in enumerate(self.lives)} | self.before
+        for life, which in self.gradients.items():
+            names.setdefault(life, ("gradient", which))
+        for place, held in enumerate(self.given):
+            if held is not None:
+                names.setdefault(id(held), ("given", place))
+        return names
 
 
 class _ReplayedPass(Function):
@@ -253,27 +274,19 @@ class MicrobatchMemo:
 
     def _came_back(self, waiting: _Pass, forward: _RecordedPass) -> None:
         """The backward pass of a stage that was followed has ended."""
-        heap, mark, stage = self.recorder.heap, waiting.mark, waiting.stage
+        heap, mark = self.recorder.heap, waiting.mark
         stretch, births, deaths = heap.stretch(mark.clock, mark.event, mark.live)
-        who = {id(life): ("saved", birth) for birth, life in enumerate(waiting.lives)}
-        who |= waiting.before
-        who |= {life: ("gradient", which) for life, which in waiting.gradients.items() if life not in who}
-        who |= {
-            id(life): ("given", place)
-            for place, life in enumerate(waiting.given)
-            if life is not None and id(life) not in who
-        }
         place = {id(life): birth for birth, life in enumerate(births)}
         gradients = tuple(
             None if (tensor := reference()) is None or tensor.grad is None else self._shape(tensor.grad, place)
             for reference in waiting.asking
         )
         noted = self._noted(waiting.microbatch_context, place)
-        if len(births) != len(
-            {shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}
-        ):
+        accounted = {shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}
+        if len(births) != len(accounted):
             raise TraceMismatch("a backward pass leaves something behind")
-        ended = tuple(_known(who, life, "a backward pass") for life in deaths)
+        names = waiting.names_of_lives()
+        ended = tuple(_known(names, life, "a backward pass") for life in deaths)
         if not _gone(ended).isdisjoint(forward.shown):
             raise TraceMismatch("a backward pass ends what others see")
         rest = [waiting.lives[birth] for birth in forward.held(_gone(ended))]
@@ -286,14 +299,7 @@ class MicrobatchMemo:
             notes=noted,
             flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives),
         )
-        if waiting.number == stage.settled:
-            if (former := stage.backwards.pop(waiting.number - 1, None)) is None or not former.like(seen):
-                raise TraceMismatch("two backward passes of a stage are not alike")
-            stage.backward = seen
-        elif stage.settled < 0:
-            stage.backwards = {waiting.number: seen}
-        elif waiting.number == stage.settled - 1:
-            stage.backwards[waiting.number] = seen
+        waiting.stage.add_backward(waiting.number, seen)
 
     def _seen(
         self, mark: _Mark, stretch: LifetimeDelta, given: tuple[_Shape | None, ...], ended: tuple[Any, ...]
