@@ -206,35 +206,41 @@ def _first(given: float | None, otherwise: float) -> float:
 
 def _unfit(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
     """What the flags alone say wrong, before any curve can be drawn."""
-    found = []
-    if schedule.lr is None:
-        found.append("--lr is missing; give the peak learning rate")
-    elif not 0.0 <= schedule.min_lr <= schedule.lr:
-        found.append(f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.lr}")
-    if schedule.lr is not None and schedule.lr_warmup_init > schedule.lr:
-        found.append(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {schedule.lr}")
+    problems = _unfit_rates(schedule)
     if (train.train_iters is None) == (train.train_samples is None):
-        found.append("give the length of training once: --train-iters or --train-samples")
+        problems.append("give the length of training once: --train-iters or --train-samples")
     elif train.train_iters is not None and train.global_batch_size is None:
-        found.append("--train-iters counts global batches, and their size is missing; give --global-batch-size")
+        problems.append("--train-iters counts global batches, and their size is missing; give --global-batch-size")
     other = "samples" if train.train_iters is not None else "iters"
     unit = "iters" if train.train_iters is not None else "samples"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if getattr(schedule, f"{name}_{other}"):
             flag = "--" + name.replace("_", "-")
-            found.append(f"{flag}-{other} does not go with --train-{unit}; say it as {flag}-{unit}")
+            problems.append(f"{flag}-{other} does not go with --train-{unit}; say it as {flag}-{unit}")
     if schedule.lr_warmup_fraction is not None and (schedule.lr_warmup_iters or schedule.lr_warmup_samples):
-        found.append(
+        problems.append(
             "--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples say the warm-up twice; give one"
         )
     if schedule.lr_decay_style == "WSD" and getattr(schedule, f"lr_wsd_decay_{unit}") is None:
-        found.append(f"--lr-decay-style WSD needs the length of its anneal; give --lr-wsd-decay-{unit}")
+        problems.append(f"--lr-decay-style WSD needs the length of its anneal; give --lr-wsd-decay-{unit}")
     ends = (
         _first(optimizer.start_weight_decay, optimizer.weight_decay),
         _first(optimizer.end_weight_decay, optimizer.weight_decay),
     )
     if optimizer.weight_decay_incr_style == "constant" and ends[0] != ends[1]:
-        found.append(
+        problems.append(
             f"--weight-decay-incr-style constant cannot go from {ends[0]} to {ends[1]}; choose linear or cosine"
         )
-    return found
+    return problems
+
+
+def _unfit_rates(schedule: ScheduleConfig) -> list[str]:
+    """What is wrong with the peak, the least and the first learning rate."""
+    if schedule.lr is None:
+        return ["--lr is missing; give the peak learning rate"]
+    problems = []
+    if not 0.0 <= schedule.min_lr <= schedule.lr:
+        problems.append(f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.lr}")
+    if schedule.lr_warmup_init > schedule.lr:
+        problems.append(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {schedule.lr}")
+    return problems

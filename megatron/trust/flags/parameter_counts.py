@@ -10,18 +10,19 @@ Ranks that differ only in their data are alike, so one of them is built. Two thi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import StageSpec, stages_of
 from megatron.core.models.describe import count_parameters, parameter_shapes
 from megatron.core.models.on_meta import network_on
 from megatron.core.parallel.grid import RankLists, axis_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import local_shards, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shards, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +43,35 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
     )  # a vocabulary without padding
     stages, problems = stages_of(config), []
     layers = sum(len(stage.layers) for stage in stages)
-    wanted = len(layer_rows(config.model))
-    if layers != wanted:
-        problems.append(f"the stages have {layers} layers, and the network {wanted}")
+    expected = len(layer_rows(config.model))
+    if layers != expected:
+        problems.append(f"the stages have {layers} layers, and the network {expected}")
     places = _places(config, world_size)
-    shown = places if len(places) <= most else places[: most // 2] + places[-(most // 2) :]
-    held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    built = places if len(places) <= most else places[: most // 2] + places[-(most // 2) :]
+    boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for mesh in shown:
-        own = [stage for stage in stages if stage.rank == mesh.pp.rank]
-        networks = [network_on(config.model, mesh, stage) for stage in own]
-        tensors = {id(param): param for network in networks for param in network.parameters()}.values()
-        for param in tensors:
-            spec = spec_of(param)
-            shapes[spec.name] = spec.shape
-            held.setdefault(spec.name, set()).update(
-                (p.box.offset, p.box.shape) for p in local_shards(spec, mesh) if p.is_first_replica
-            )
+    for spec, mesh in _specs(config, stages, built):
+        shapes[spec.name] = spec.shape
+        boxes.setdefault(spec.name, set()).update(
+            (shard.box.offset, shard.box.shape) for shard in local_shards(spec, mesh) if shard.is_first_replica
+        )
     counted = count_parameters(config.model).total
-    if len(shown) == len(places):
+    if len(built) == len(places):
         problems += [
             f"{name} is {shape}, and the ranks hold {size:,} of its elements"
             for name, shape in sorted(shapes.items())
-            if (size := sum(math.prod(box) for _, box in held[name])) != math.prod(shape)
+            if (size := sum(math.prod(box) for _, box in boxes[name])) != math.prod(shape)
         ]
         problems += _whole(shapes, config)
-    return BuildCheck(len(shown), layers, counted, tuple(problems))
+    return BuildCheck(len(built), layers, counted, tuple(problems))
+
+
+def _specs(config: RunConfig, stages: Sequence[StageSpec], places: Sequence[Mesh]) -> Iterator[tuple[ParamSpec, Mesh]]:
+    """The parameters of the networks that ranks at these places build, on the meta device; a tied one counts once a place."""
+    for mesh in places:
+        networks = [network_on(config.model, mesh, stage) for stage in stages if stage.rank == mesh.pp.rank]
+        for param in {id(param): param for network in networks for param in network.parameters()}.values():
+            yield spec_of(param), mesh
 
 
 def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:

@@ -120,7 +120,6 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
     if run.config.parallel.hybrid_context_parallel:
         _fill_idle_microbatches(ranks, run.num_microbatches)
     times = _times_of_stages(ranks, num_stages(run.whole_plan))
-    pp = len(run.whole_plan)
     message = max(rank.message for rank in ranks)
     if not run.config.parallel.overlap_p2p_communication:
         # Both ends wait while a message passes; so it takes their time, and the taker's waiting begins before the sender's ends.
@@ -143,13 +142,12 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
         for rank in ranks
     ]
     seconds = max(ends) + max(tails)
-    busiest = max(range(len(ranks)), key=lambda place: sum(ranks[place].spent[key].each for key in ranks[place].spent))
-    parts = _parts(ranks[busiest], run.whole_microbatches, seconds)
+    busiest = max(ranks, key=lambda rank: sum(spent.each for spent in rank.spent.values()))
+    parts = _parts(busiest, run.whole_microbatches, seconds)
     traffic: dict[str, float] = {}
     for rank in ranks:
         for axis, moved in _traffic(rank, run.whole_microbatches).items():
             traffic[axis] = max(traffic.get(axis, 0.0), moved)
-    assert pp == run.config.parallel.pp, f"a plan of {pp} rows for {run.config.parallel.pp} pipeline ranks"
     return Cost(
         step_time(run.config, run.world_size, hardware, seconds=seconds, bubble=timeline.bubble, parts=parts),
         timeline,
@@ -303,17 +301,9 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
         return hardware.attention_seconds(
             event.flops * met, config.precision.dtype, backward=event.action.startswith("B")
         )
-    few = _few_bits(config, hardware)
-    if few and event.where in _emulated():
-        size = bytes_of(event)
-        moved = (event.moved - size) / item_size(event.dtype) + size * item_size(config.precision.dtype) / item_size(
-            event.dtype
-        )
-        return (
-            max(hardware.matmul_seconds(event.flops, few), moved / hardware.memory_rate) + hardware.launch
-            if event.flops
-            else 0.0
-        )
+    low_precision = _low_precision_format(config, hardware)
+    if low_precision and event.where in _emulated():
+        return _low_precision_seconds(event, config, hardware, low_precision)
     if ATTENTION.search(event.name):
         busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
     else:
@@ -322,7 +312,16 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
     return max(busy, moved / hardware.memory_rate) + (0.0 if event.where.startswith(BLOCKS) else hardware.launch)
 
 
-def _few_bits(config: RunConfig, hardware: Hardware) -> str:
+def _low_precision_seconds(event: Event, config: RunConfig, hardware: Hardware, name: str) -> float:
+    """Seconds of a product in a low-precision format, from the event that emulates it; what only emulates takes none."""
+    if not event.flops:
+        return 0.0
+    size, width = bytes_of(event), item_size(event.dtype)
+    moved = (event.moved - size) / width + size * item_size(config.precision.dtype) / width
+    return max(hardware.matmul_seconds(event.flops, name), moved / hardware.memory_rate) + hardware.launch
+
+
+def _low_precision_format(config: RunConfig, hardware: Hardware) -> str:
     """The format of a run's linear layers that the machine multiplies by itself, at a rate that its profile knows; else nothing."""
     low = config.precision.low
     if low.fp8_emulation or low.fp8_format is None and low.fp4_format is None:

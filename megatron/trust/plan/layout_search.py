@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -167,17 +167,20 @@ def shapes(setting: RequestedSetup, node: int) -> Iterator[Layout]:
     """Every division of the ranks, with micro batch 0 and no more said. node: most tensor ranks, as they want fast links."""
     model, train, ranks = setting.config.model, setting.config.train, setting.world_size
     layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
-    long = (train.seq_length or 0) >= LONG or setting.config.parallel.context_parallel_size > 1
-    for tp in divisors(ranks, node):
-        for cp in divisors(ranks // tp, max(1, (train.seq_length or 0) // 2048)) if long else [1]:
-            if tp & (tp - 1) or cp & (cp - 1):
-                continue
+    length = train.seq_length or 0
+    long = length >= LONG or setting.config.parallel.context_parallel_size > 1
+    for tp in _powers_of_two(divisors(ranks, node)):
+        for cp in _powers_of_two(divisors(ranks // tp, max(1, length // 2048) if long else 1)):
             for pp in divisors(ranks // tp // cp, layers):
                 chunks = [1] if pp == 1 else _chunks(layers, pp)
                 for ep, etp in _experts(setting, tp, ranks // pp):
                     yield from (
                         Layout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False) for size in chunks
                     )
+
+
+def _powers_of_two(numbers: Sequence[int]) -> list[int]:
+    return [number for number in numbers if number & (number - 1) == 0]
 
 
 def _chunks(layers: int, pp: int) -> list[int]:

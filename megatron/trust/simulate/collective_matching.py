@@ -22,8 +22,9 @@ one pipeline and its tensor ranks, the others taken to come when these do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
 from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, talks_of
@@ -347,12 +348,12 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
     for step in line.steps:
         message = isinstance(step, MatchedCollective) and step.name in ("send", "receive")
         if not message or step.axis in _ALONE:
-            yield from (("through", *one) for one in together)
+            yield from _through(together)
             together = []
         if isinstance(step, str):
-            yield from (("through", *one) for one in leaving[1])
+            yield from _through(leaving[1])
             leaving = [[], leaving[0]]
-            yield from (("through", *one) for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
+            yield from _through(one for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
         elif not message:
             yield "meet", step, 0
         else:
@@ -362,7 +363,7 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
                 together.append((step, number))
                 yield "begin", step, number
                 continue
-            yield from (("through", *one) for one in leaving[1])  # the action is over: what left before it has arrived
+            yield from _through(leaving[1])  # the action is over: what left before it has arrived
             leaving[1] = []
             yield "begin", step, number
             if not overlap:
@@ -371,8 +372,12 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
                 leaving[0].append((step, number))
             else:
                 arriving.setdefault(step.action, []).append((step, number))
-    for one in (*together, *leaving[1], *leaving[0], *(one for found in arriving.values() for one in found)):
-        yield "through", *one
+    yield from _through((*together, *leaving[1], *leaving[0], *chain.from_iterable(arriving.values())))
+
+
+def _through(messages: Iterable[tuple[MatchedCollective, int]]) -> Iterator[tuple[str, MatchedCollective, int]]:
+    """The step that waits for each of these messages."""
+    return (("through", message, number) for message, number in messages)
 
 
 def _come(player: _Player) -> bool:

@@ -97,6 +97,11 @@ class FakeRecorder(Recorder):
             facts = facts_of(func, args, kwargs, result)
         else:
             result, facts = self._shaped(func, args, kwargs)
+        self._attach_values(func, args, result, known)
+        return result, facts
+
+    def _attach_values(self, func: Any, args: tuple, result: Any, known: Any) -> None:
+        """Give the results of an operation the numbers that are known of them, and take old ones from what it changed."""
         if self._chooses(func, args):
             with torch._C._DisableTorchDispatch():
                 result[1].known = chosen_in_turn(*result[1].shape, self.choices[0])
@@ -109,7 +114,6 @@ class FakeRecorder(Recorder):
         elif func._schema.is_mutable:
             for tensor in tensors_of((result,)):
                 tensor.known = None
-        return result, facts
 
     def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """As `Recorder` says. All ranks choose alike, so what they gather is this rank's, again and again."""
