@@ -68,6 +68,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "rehearse": "short_run",
         "Shrunk": "ProxyConfig",
         "Unlike": "TraceMismatch",
+        "RoundedBucket": "LowPrecisionBucket",
+        "Inner": "UpdateRule",
     }
 )
 
@@ -97,6 +99,8 @@ PACKAGES: Sequence[str] = (
     "megatron/core/config",
     "megatron/core/families",
     "megatron/core/models",
+    "megatron/core/optimizer",
+    "megatron/core/distributed",
     "megatron/training/checkpoint",
     "megatron/training/cli",
     "megatron/training/data",

@@ -71,7 +71,7 @@ def test_masters_and_moments_leave_the_gpu() -> None:
         train_on(trainer, 1)
         held.append(memory_report(torch.device("cuda"))["allocated"] - before)
         parameters = sum(param.numel() for param in trainer.stages[0].parameters())
-        assert all(master.is_pinned() for master in trainer.optimizer.masters) == bool(changes)
+        assert all(master.is_pinned() for master in trainer.optimizer.main_weights) == bool(changes)
         del trainer
     assert held[0] - held[1] > 0.95 * 12 * parameters
 

@@ -26,7 +26,7 @@ from megatron.core.models import gpt, output_heads
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
-from megatron.core.optimizer import clip, optimizer
+from megatron.core.optimizer import clip, rule
 from megatron.core.optimizer.groups import Group
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives, recompute, rng
@@ -82,7 +82,7 @@ def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None
 # The norm, and what it is used for.
 
 _counted_ranges, _global_norm, _update = clip.counted_ranges, clip.global_norm, Optimizer._update
-_group_of, _set_rates = optimizer.group_of, Optimizer.set_rates
+_group_of, _set_rates = rule.group_of, Optimizer.set_rates
 
 
 def _count_tied_twice(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
@@ -399,7 +399,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "weight decay reaches norms and biases on one stage",
         (("pp2", "gpt"),),
-        ((optimizer, "group_of", _decay_everything_on_the_last_rank),),
+        ((rule, "group_of", _decay_everything_on_the_last_rank),),
     ),
     Defect(
         "the decoupled learning rate is missing on one stage",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.distributed import rounded
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.distributed.rounded import RoundedBucket
+from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket
 from megatron.core.kernels.low_precision.fp8 import Quantised, largest_of
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand
 from megatron.core.parallel.mesh import Axis
@@ -23,7 +23,7 @@ _largest, _whole, _later, _prepare = (
     Scaling.largest,
     low_precision._gathered,
     low_precision._later,
-    RoundedBucket.prepare,
+    LowPrecisionBucket.prepare,
 )
 
 
@@ -59,7 +59,7 @@ def _own_tokens_later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...
     return _later(compute, kept if not way.gathers else torch.zeros_like(kept), way)
 
 
-def _rounded_by_own_range(self: RoundedBucket) -> None:
+def _rounded_by_own_range(self: LowPrecisionBucket) -> None:
     with patch.object(rounded, "collectives", collectives_with(all_reduce=_of_own_piece)):
         _prepare(self)
 
@@ -73,7 +73,7 @@ ROUNDING: tuple[Defect, ...] = (
             ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-blocks"),
             ("tp2 sp dp2 fp8-gather", "fp8-mx"),
         ),
-        ((RoundedBucket, "prepare", _rounded_by_own_range),),
+        ((LowPrecisionBucket, "prepare", _rounded_by_own_range),),
     ),
     Defect(
         "a transposed weight is the first rounding, transposed",

@@ -142,7 +142,7 @@ CASES = {
         Case("hybrid", {**GQA, **_HYBRID}),
         Case("hybrid-torch", {**GQA, **_HYBRID, **_TORCH}),
         Case("hybrid-distributed", {**GQA, **_HYBRID}, optimizer="distributed"),
-        # Weights in bf16, whose fp32 masters are the optimizer's.
+        # Weights in bf16, whose fp32 main weights are the optimizer's.
         Case("bf16", {**GQA, **_BF16}),
         Case("bf16-distributed", {**GQA, **_BF16}, ranks=2, optimizer="distributed"),
         Case("bf16-distributed-torch", {**GQA, **_BF16, **_TORCH}, optimizer="distributed"),

@@ -30,7 +30,7 @@ _ALIGNMENT = 64  # elements: pieces of a bucket start at addresses that vector u
 class Segment:
     """The part of one parameter that this rank owns: flat elements [low, high) of its local tensor.
 
-    rounds_to: format of the weights that work, where `data` is their fp32 master (FSDP2).
+    rounds_to: format of the weights that work, where `data` is their fp32 main weight (FSDP2).
     """
 
     spec: ParamSpec
@@ -45,6 +45,11 @@ class Segment:
     def name(self) -> str:
         """The parameter's global name."""
         return self.spec.name
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether the weights that work are in half precision, so that a main weight holds more than they do."""
+        return self.data.dtype in (torch.bfloat16, torch.float16) or self.rounds_to is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +146,14 @@ def make_buckets(
 
     others: parameters that go into buckets of another kind, and what makes those.
     """
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     usual = partial(Bucket, sharded=sharded)
     waiting: dict[tuple[torch.dtype, str, Callable[..., Bucket]], list[nn.Parameter]] = {}
 
     def close(key: tuple[torch.dtype, str, Callable[..., Bucket]]) -> None:
         params = waiting.pop(key, [])
         if params:
-            found.append(key[2](params, mesh.axis(key[1]), grad_dtype=grad_dtype))
+            buckets.append(key[2](params, mesh.axis(key[1]), grad_dtype=grad_dtype))
 
     for param in reversed(list(module.parameters())):
         if not param.requires_grad:
@@ -162,7 +167,7 @@ def make_buckets(
             close(key)
     for key in list(waiting):
         close(key)
-    return found
+    return buckets
 
 
 def default_bucket_size(data_parallel_size: int) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.distributed.buffers import Bucket, Ownership, Segment, make_buckets
-from megatron.core.distributed.rounded import RoundedBucket, holders_of
+from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket, holders_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
@@ -51,7 +51,7 @@ class DataParallel:
             grad_dtype=grad_dtype,
             sharded=sharded,
             bucket_size=bucket_size,
-            others=dict.fromkeys(holders, partial(RoundedBucket, holders=holders)),
+            others=dict.fromkeys(holders, partial(LowPrecisionBucket, holders=holders)),
         )
         self._place = {param: index for index, bucket in enumerate(self.buckets) for param in bucket.params}
         self._reducing: list[collectives.Work] = []

@@ -69,14 +69,14 @@ def copied_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, boo
     row = 1
     for size in segment.local_shape[1:]:
         row *= size
-    found = []
+    ranges = []
     for piece in local_shards(segment.spec, mesh):
         if piece.replicas > 1:
             start = piece.local.offset[0] * row
             low, high = max(segment.low, start), min(segment.high, start + piece.local.shape[0] * row)
             if low < high:
-                found.append((low - segment.low, high - segment.low, piece.replicas, piece.is_first_replica))
-    return found
+                ranges.append((low - segment.low, high - segment.low, piece.replicas, piece.is_first_replica))
+    return ranges
 
 
 def _all_reduce_together(views: list[Tensor], axis: Axis) -> None:

@@ -8,7 +8,7 @@ torch's `fully_shard` cuts the rows of what a tensor rank holds, after the cuts 
     backward   ... | gather layer 1, work, sum its gradients into the shares, let go | gather layer 0, ...
 
 To all others a share is what a rank owns of a bucket under ZeRO-1: a segment, which is stepped, counted and saved as such.
-It is its own fp32 master, since half precision is made when a layer is gathered. Gradients are summed over the ranks after
+It is its own fp32 main weight, since half precision is made when a layer is gathered. Gradients are summed over the ranks after
 every microbatch, so that none is kept whole. Experts are cut over the ranks that hold the same ones.
 
 Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"; torch.distributed.fsdp.fully_shard.

@@ -101,7 +101,7 @@ def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
 
 
 def kept_bytes(config: RunConfig) -> float:
-    """Bytes of masters and moments per parameter that a rank owns; with Muon or Adafactor, per element of a large matrix.
+    """Bytes of main weights and moments per parameter that a rank owns; with Muon or Adafactor, per element of a large matrix.
 
     What --optimizer-cpu-offload moves is counted as well: it is there, in another memory.
     """
@@ -115,7 +115,7 @@ def kept_bytes(config: RunConfig) -> float:
 
 
 def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Bytes per parameter of a rank that are there during the update only: half-precision gradients in the format of the masters.
+    """Bytes per parameter of a rank that are there during the update only: half-precision gradients in the format of the main weights.
 
     Megatron keeps them from step to step; its published table counts them as state (20, or 4 + 16/d, for fp16).
     """

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Ownership, Segment
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import flat, intersect
 from megatron.core.parallel.mesh import Mesh
@@ -59,7 +60,7 @@ class _Held:
     """What this rank owns of a parameter. second: means of g^2, of rows [.., m] and columns [.., n]; of a vector all, flat."""
 
     segment: Segment
-    master: Tensor
+    main: Tensor
     blocks: tuple[_Block, ...]
     second: tuple[Tensor, ...]
 
@@ -88,32 +89,26 @@ class _Whole:
         """Whether rows and columns stand for the elements."""
         return len(self.one) > 1
 
-    def numbers(self, found: Tensor, block: _Block) -> Tensor:
+    def numbers(self, values: Tensor, block: _Block) -> Tensor:
         """What each of the stacked has, one number, for the elements of a block. found: [e] or []."""
-        return found[block.where[0]].view(-1, *(1 for _ in self.one)) if self.spec.stacked else found
+        return values[block.where[0]].view(-1, *(1 for _ in self.one)) if self.spec.stacked else values
 
 
-class Adafactor:
-    """All parameters of this rank's stages. param_groups: as torch's optimizers have them; their params are masters."""
+class Adafactor(UpdateRule):
+    """All parameters of this rank's stages."""
 
     def __init__(
-        self,
-        parallels: Sequence[Parallel],
-        owned: Sequence[tuple[Segment, Tensor]],
-        groups: Sequence[dict[str, Any]],
-        mesh: Mesh,
-        config: OptimizerConfig,
-        *,
-        dtype: torch.dtype,
+        self, parallels: Sequence[Parallel], owned: Owned, mesh: Mesh, config: OptimizerConfig, *, dtype: torch.dtype
     ) -> None:
-        """owned: this rank's segments with their masters. dtype: of masters, also where this rank has none.
+        """dtype: of main weights, also where this rank has none.
 
         All ranks that share a parameter step together, also those that own none of it.
         """
-        self.param_groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in groups]
-        self.mesh, self.config, self.steps = mesh, config, 0
+        super().__init__(owned, config)
+        self.mesh = mesh
         self.nothing, left = torch.zeros(0, dtype=dtype, device=mesh.device), iter(owned)
         self.wholes = [self._whole(one, left) for parallel in parallels for one in parallel.ownership()]
+        self.by_main = {whole.held.main: whole for whole in self.wholes if whole.held is not None}
 
     def _whole(self, one: Ownership, left: Iterator[tuple[Segment, Tensor]]) -> _Whole:
         spec, axis, size = one.spec, self.mesh.axis(one.spec.reduce_over), max(high for _, high in one.ranges)
@@ -122,27 +117,26 @@ class Adafactor:
             *((spec.reduce_over,) if any(owned != (0, size) for owned in one.ranges) else ()),
             *(() if is_shared_over_tensor(spec) else (tensor_axis(spec),)),
         )
-        found = _Whole(spec, shape, axes, None)
+        whole = _Whole(spec, shape, axes, None)
         low, high = one.ranges[axis.rank]
         if low == high:
-            return found
-        segment, master = next(left)
+            return whole
+        segment, main = next(left)
         assert (segment.name, segment.low, segment.high) == (spec.name, low, high), (
             f"{segment.name} is not the next that is owned"
         )
-        sizes = _factors(shape) if found.is_factored else (tuple(master.shape),)
+        sizes = _factors(shape) if whole.is_factored else (tuple(main.shape),)
         return replace(
-            found,
-            held=_Held(
-                segment, master, tuple(_blocks(segment, self.mesh)), tuple(master.new_zeros(of) for of in sizes)
-            ),
+            whole,
+            held=_Held(segment, main, tuple(_blocks(segment, self.mesh)), tuple(main.new_zeros(of) for of in sizes)),
         )
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update the masters by their gradients, which are used up."""
+    def step(self, factor: float | Tensor) -> None:
+        """Update the main weights."""
+        scale_gradients(list(self.by_main), factor)
         self.steps += 1
-        rates = {master: group for group in self.param_groups for master in group["params"]}
+        rates = {main: group for group in self.param_groups for main in group["params"]}
         squares = [self._squares(whole) for whole in self.wholes]
         self._sum([(whole, share) for whole, shares in zip(self.wholes, squares, strict=True) for share in shares])
         for whole, (_, *sums) in zip(self.wholes, squares, strict=True):
@@ -152,11 +146,13 @@ class Adafactor:
         self._sum(list(zip(self.wholes, lengths, strict=True)))
         for whole, (weights, *_), length in zip(self.wholes, squares, lengths, strict=True):
             if whole.held is not None:
-                self._move(whole, whole.held, (weights, length), rates[whole.held.master])
+                self._move(whole, whole.held, (weights, length), rates[whole.held.main])
 
-    def slots(self, place: int) -> Iterator[tuple[str, Segment, Tensor]]:
-        """(slot, segment, flat tensor) of what is kept of the segment at a place. Rows and columns are segments of tensors of their own."""
-        whole, held = [(whole, whole.held) for whole in self.wholes if whole.held is not None][place]
+    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+        """The second moments of a vector; of a matrix, means of rows and of columns, which are segments of tensors of their own."""
+        whole = self.by_main[main]
+        held = whole.held
+        assert held is not None, "by_main holds what this rank owns"
         if not whole.is_factored:
             yield "exp_avg_sq", held.segment, held.second[0]
             return
@@ -175,24 +171,24 @@ class Adafactor:
         for block in whole.held.blocks if whole.held is not None else ():
             if not block.counts:
                 continue
-            _add_squares(weights, whole, block, block.of(whole.held.master))
+            _add_squares(weights, whole, block, block.of(whole.held.main))
             if whole.is_factored:
-                squares, (rows, columns) = block.of(whole.held.master.grad).square(), sums
+                squares, (rows, columns) = block.of(whole.held.main.grad).square(), sums
                 rows[block.where[:-1]] += squares.sum(-1)
                 columns[(*block.where[:-2], block.where[-1])] += squares.sum(-2)
         return weights, *sums
 
     def _direct(self, whole: _Whole, held: _Held, sums: Sequence[Tensor]) -> None:
         """Take the newest squares into the second moments, and make gradients directions."""
-        newest, gradient = self.steps**-self.config.adafactor_decay_rate, held.master.grad
-        least = torch.finfo(held.master.dtype).eps
+        newest, gradient = self.steps**-self.config.adafactor_decay_rate, held.main.grad
+        least = torch.finfo(held.main.dtype).eps
         if not whole.is_factored:
             (second,) = held.second
             second.lerp_(gradient.square(), newest)
             gradient.mul_(second.clamp(min=least**2).rsqrt_())
             return
-        for second, found, count in zip(held.second, sums, (whole.shape[-1], whole.shape[-2]), strict=True):
-            second.lerp_(found / count, newest)
+        for second, total, count in zip(held.second, sums, (whole.shape[-1], whole.shape[-2]), strict=True):
+            second.lerp_(total / count, newest)
         rows, columns = held.second
         rows = rows / rows.mean(-1, keepdim=True).clamp(min=least)
         for block in held.blocks:
@@ -201,33 +197,33 @@ class Adafactor:
 
     def _squared_norm_share(self, whole: _Whole) -> Tensor:
         """This rank's share of the sum of squares of directions, [e] or []."""
-        found = self.nothing.new_zeros(whole.stack)
+        share = self.nothing.new_zeros(whole.stack)
         for block in whole.held.blocks if whole.held is not None else ():
             if block.counts:
-                _add_squares(found, whole, block, block.of(whole.held.master.grad))
-        return found
+                _add_squares(share, whole, block, block.of(whole.held.main.grad))
+        return share
 
     def _move(self, whole: _Whole, held: _Held, sums: tuple[Tensor, Tensor], group: dict[str, Any]) -> None:
         """Update what is owned. sums: of squares of the weights and of the directions."""
-        weights, directions = ((found / math.prod(whole.one)).sqrt_() for found in sums)
+        weights, directions = ((total / math.prod(whole.one)).sqrt_() for total in sums)
         rate = weights.clamp_(min=self.config.adafactor_min_rms) * min(group["lr"], self.steps**-0.5)
         factor = rate / (directions / self.config.adafactor_clip_threshold).clamp_(min=1.0)
-        held.master.mul_(1.0 - group["lr"] * group["weight_decay"])
+        held.main.mul_(1.0 - group["lr"] * group["weight_decay"])
         for block in held.blocks:
-            block.of(held.master).addcmul_(block.of(held.master.grad), whole.numbers(factor, block), value=-1.0)
+            block.of(held.main).addcmul_(block.of(held.main.grad), whole.numbers(factor, block), value=-1.0)
 
     def _sum(self, shares: Sequence[tuple[_Whole, Tensor]]) -> None:
         """Make every share the sum over the ranks that hold pieces of its parameter, in place."""
         together: dict[tuple[str, ...], list[Tensor]] = {}
         for whole, share in shares:
             together.setdefault(whole.axes, []).append(share)
-        for axes, found in together.items():
+        for axes, summands in together.items():
             if all(self.mesh.axis(axis).group is None for axis in axes):
                 continue
-            summed = torch.cat([share.view(-1) for share in found])
+            summed = torch.cat([share.view(-1) for share in summands])
             for axis in axes:
                 collectives.all_reduce(summed, self.mesh.axis(axis))
-            for share, value in zip(found, summed.split([share.numel() for share in found]), strict=True):
+            for share, value in zip(summands, summed.split([share.numel() for share in summands]), strict=True):
                 share.copy_(value.view_as(share))
 
 

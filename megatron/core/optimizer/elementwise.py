@@ -6,9 +6,8 @@ else that a run does until its first step.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,35 +15,52 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.core.config.settings.optim import OptimizerConfig
+from megatron.core.distributed.buffers import Segment
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 
 
-class Elementwise(ABC):
-    """What the rules have in common: groups of parameters with rates of their own, and moments.
+class Elementwise(UpdateRule):
+    """What the elementwise rules have in common: moments of the shape of the main weights, named by `moments`.
 
-    groups: {"params": parameters} each; their "lr" and "weight_decay" are set before a step. state: parameter -> slot -> tensor
-    like it, all there from the start, so that any checkpoint holds all of it; and "step", a number, where updates are counted.
+    state: main weight -> slot -> tensor like it, all there from the start, so that any checkpoint holds all of it; and "step", a
+    number, where updates are counted.
     """
 
-    slots: tuple[str, ...]
+    moments: tuple[str, ...]
     counts = False
 
-    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
-        self.config = config
-        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0, **group} for group in groups]
+    def __init__(self, owned: Owned, config: OptimizerConfig) -> None:
+        super().__init__(owned, config)
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        for param in (param for group in groups for param in group["params"]):
-            self.state[param] = {slot: torch.zeros_like(param) for slot in self.slots}
+        for _, param in owned:
+            self.state[param] = {slot: torch.zeros_like(param) for slot in self.moments}
             if self.counts:
                 self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, factor: float | Tensor) -> None:
+        """Update every main weight that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
                 states = {slot: [self.state[param][slot] for param in params] for slot in self.state[params[0]]}
-                self._update(params, [param.grad for param in params], states, group["lr"], group["weight_decay"])
+                self._update(params, scale_gradients(params, factor), states, group["lr"], group["weight_decay"])
+
+    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+        """The moments."""
+        return ((slot, segment, self.state[main][slot]) for slot in self.moments)
+
+    @property
+    def steps(self) -> int:
+        """Updates done so far, 0 for a rule that does not count them."""
+        return next((int(state["step"]) for state in self.state.values() if "step" in state), 0)
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        """Continue counting from here."""
+        for state in self.state.values():
+            if "step" in state:
+                state["step"].fill_(count)
 
     @abstractmethod
     def _update(
@@ -56,7 +72,7 @@ class Elementwise(ABC):
 class AdamW(Elementwise):
     """Adam with decay apart from the gradient (Loshchilov and Hutter, 2019, arXiv 1711.05101)."""
 
-    slots = ("exp_avg", "exp_avg_sq")
+    moments = ("exp_avg", "exp_avg_sq")
     counts = True
 
     def _update(
@@ -83,7 +99,7 @@ class AdamW(Elementwise):
 class SGD(Elementwise):
     """Gradient descent with momentum; decay is part of the gradient."""
 
-    slots = ("momentum_buffer",)
+    moments = ("momentum_buffer",)
 
     def _update(
         self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
@@ -110,7 +126,7 @@ class Lion(Elementwise):
     One moment; wants a tenth of AdamW's rate and ten times its decay.
     """
 
-    slots = ("exp_avg",)
+    moments = ("exp_avg",)
 
     def _update(
         self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float

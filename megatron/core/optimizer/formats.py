@@ -93,8 +93,8 @@ class Blocks:
     def read(self, low: int, high: int) -> Tensor:
         """As `Kept` says."""
         scales = self.scales[low // BLOCK : -(-high // BLOCK)].repeat_interleave(BLOCK)[: high - low]
-        found = self.values[low:high].float() * scales
-        return found.square_() if self.as_root else found
+        values = self.values[low:high].float() * scales
+        return values.square_() if self.as_root else values
 
     def write(self, low: int, values: Tensor, chance: torch.Generator) -> None:
         """As `Kept` says."""
@@ -120,9 +120,9 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """What a bf16 weight lacks of its fp32 master, int16, so that both together are the master to the last bit.
+    """What a bf16 weight lacks of its fp32 main weight, int16, so that both together are the main weight to the last bit.
 
-    The weight is the master's nearest bf16 number, and of two as near the one farther from zero.
+    The weight is the main weight's nearest bf16 number, and of two as near the one farther from zero.
     """
 
     weight: Tensor
@@ -141,7 +141,7 @@ class Remainder:
         self.rest[low : low + len(values)].copy_((bits - upper).to(torch.int16))
 
     def complete(self, low: int, values: Tensor) -> None:
-        """Keep masters whose weights are there already, and stay. A master halfway between two is moved by its last bit."""
+        """Keep main weights whose weights are there already, and stay. A main weight halfway between two is moved by its last bit."""
         upper = self.weight[low : low + len(values)].view(torch.int16).int() << 16
         rest = (values.float().contiguous().view(torch.int32) - upper).clamp(-(2**15), 2**15 - 1)
         self.rest[low : low + len(values)].copy_(rest.to(torch.int16))

@@ -7,7 +7,7 @@ a resumed run rounds alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer.formats import BLOCK, Blocks, Kept, Remainder, Wide, kept_as
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_rows
 from megatron.core.parallel.rng import seed_of
 
 _SLICE = 2**13 * BLOCK  # elements that are fp32 at a time
@@ -25,51 +26,73 @@ SLOTS = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True)
 class Entry:
-    """A segment and its state. slots: master, exp_avg, exp_avg_sq. publishes: its weights are rounded from a master that is apart."""
+    """A segment and its state. slots: master, exp_avg, exp_avg_sq. publishes: its weights are rounded from a main weight that is apart."""
 
     segment: Segment
     slots: dict[str, Kept]
     publishes: bool
 
 
-class LowPrecisionAdam:
-    """AdamW over entries, in groups as torch's optimizers have them: dicts with `params`, `lr` and `weight_decay`."""
+class LowPrecisionAdam(UpdateRule):
+    """AdamW over entries. The "params" of its groups are the weights of the segments; entries: these -> the state."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
-        self.param_groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in groups]
+    uses_main_weights = False
+
+    def __init__(self, owned: Owned, config: OptimizerConfig, precision: PrecisionConfig) -> None:
+        super().__init__(owned, config)
         self.betas, self.eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
-        self.steps = 0
+        self.entries: dict[Tensor, Entry] = {main: entry_of(segment, precision) for segment, main in owned}
 
     def step(self, factor: float | Tensor) -> None:
         """Update everything by factor times its gradient."""
         self.steps += 1
         for group in self.param_groups:
-            for entry in group["params"]:
+            for entry in (self.entries[main] for main in group["params"]):
                 chance = self._chance(entry)
                 for low in range(0, entry.segment.high - entry.segment.low, _SLICE):
                     high = min(low + _SLICE, entry.segment.high - entry.segment.low)
                     self._slice(entry, low, high, entry.segment.grad[low:high].float() * factor, group, chance)
 
-    def edit(self, entry: Entry, change: Callable[[Tensor], None]) -> None:
-        """Change a whole master in place."""
-        values = unpacked(entry.slots["master"], entry.segment).clone()
-        change(values)
+    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+        """Main weight, where it is more than the weight, and moments.
+
+        What is stored in a format that does not say its value alone is a copy; `load` takes it back once it was loaded into.
+        """
+        return (
+            (slot, segment, unpacked(kept, segment))
+            for slot, kept in self.entries[main].slots.items()
+            if slot != "master" or segment.is_low_precision
+        )
+
+    def memory(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
+        """The tensors of all slots in their formats."""
+        return (tensor for kept in self.entries[main].slots.values() for tensor in kept.memory())
+
+    def load(self, loaded: Sequence[Slot]) -> None:
+        """Encode what was loaded into the copies that `slots` gave."""
+        places = {(entry.segment.name, entry.segment.low): entry for entry in self.entries.values()}
+        for slot, segment, values in loaded:
+            pack(places[segment.name, segment.low].slots[slot], values)
+
+    def scale_rows(self, segment: Segment, main: Tensor, factors: Tensor) -> None:
+        """Multiply the rows of the whole main weight, decoded and encoded again."""
+        entry = self.entries[main]
+        values = unpacked(entry.slots["master"], segment).clone()
+        scale_rows(values, segment, factors)
         self._keep_master(entry, 0, values, self._chance(entry))
 
     def _slice(
         self, entry: Entry, low: int, high: int, gradient: Tensor, group: dict[str, Any], chance: torch.Generator
     ) -> None:
-        master, first, second = (entry.slots[name].read(low, high) for name in SLOTS)
+        main, first, second = (entry.slots[name].read(low, high) for name in SLOTS)
         (beta1, beta2), lr = self.betas, group["lr"]
         first = first.lerp_(gradient, 1.0 - beta1)
         second = second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         size = second.sqrt().div_((1.0 - beta2**self.steps) ** 0.5).add_(self.eps)
-        master = master.mul_(1.0 - lr * group["weight_decay"]).addcdiv_(
-            first, size, value=-lr / (1.0 - beta1**self.steps)
-        )
+        main = main.mul_(1.0 - lr * group["weight_decay"]).addcdiv_(first, size, value=-lr / (1.0 - beta1**self.steps))
         entry.slots["exp_avg"].write(low, first, chance)
         entry.slots["exp_avg_sq"].write(low, second, chance)
-        self._keep_master(entry, low, master, chance)
+        self._keep_master(entry, low, main, chance)
 
     def _keep_master(self, entry: Entry, low: int, values: Tensor, chance: torch.Generator) -> None:
         kept = entry.slots["master"]
@@ -87,24 +110,24 @@ def entry_of(segment: Segment, precision: PrecisionConfig) -> Entry:
     """A segment's state, from its weights."""
     data, half = segment.data, segment.data.dtype in (torch.bfloat16, torch.float16)
     if not half:
-        master: Kept = Wide(data)
+        main: Kept = Wide(data)
     elif precision.main_params_dtype == "fp16":
-        master = kept_as("fp16", data)
+        main = kept_as("fp16", data)
     elif data.dtype == torch.bfloat16:
-        master = Remainder(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
+        main = Remainder(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
     else:
-        master = Wide(data.float())
+        main = Wide(data.float())
     entry = Entry(
         segment,
         {
-            "master": master,
+            "master": main,
             "exp_avg": kept_as(precision.exp_avg_dtype, data),
             "exp_avg_sq": kept_as(precision.exp_avg_sq_dtype, data, as_root=True),
         },
-        half and not isinstance(master, Remainder),
+        half and not isinstance(main, Remainder),
     )
-    if isinstance(master, Blocks):
-        pack(master, data.float())
+    if isinstance(main, Blocks):
+        pack(main, data.float())
     return entry
 
 

@@ -11,7 +11,7 @@ matrix and experts are matrices of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer.groups import is_by_muon
 from megatron.core.optimizer.orthogonal import Iteration, orthogonalize, orthogonalize_together, scale_of
 from megatron.core.optimizer.owners import Slab, divided, slabs_of
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, local_shards
@@ -36,75 +37,75 @@ class _Held:
     """What this rank owns of a parameter, from element `low` of its local tensor on."""
 
     low: int
-    master: Tensor
+    main: Tensor
     momentum: Tensor
 
 
-class Muon:
-    """The matrices of this rank's stages. lr, weight_decay: of the next step.
+class Muon(UpdateRule):
+    """The matrices of this rank's stages.
 
     slabs: axis of the data ranks -> what they work on, the same list on each of them.
     """
 
     def __init__(
-        self,
-        parallels: Sequence[Parallel],
-        owned: Sequence[tuple[Segment, Tensor]],
-        mesh: Mesh,
-        config: OptimizerConfig,
-        *,
-        dtype: torch.dtype,
+        self, parallels: Sequence[Parallel], owned: Owned, mesh: Mesh, config: OptimizerConfig, *, dtype: torch.dtype
     ) -> None:
-        """owned: this rank's segments with their masters, those of other rules among them. dtype: of masters, also where it has none."""
-        self.mesh, self.config = mesh, config
+        """dtype: of main weights, also where this rank owns none."""
+        super().__init__(owned, config)
+        self.mesh = mesh
         self.nothing = torch.zeros(0, dtype=dtype, device=mesh.device)
-        self.lr = self.weight_decay = 0.0
         self.how = Iteration(
             config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec == "medium"
         )
-        self.held = {
-            segment.name: _Held(segment.low, master, torch.zeros_like(master))
-            for segment, master in owned
-            if is_by_muon(segment.spec, config)
-        }
-        found: dict[str, list[Slab]] = {}
+        self.held = {segment.name: _Held(segment.low, main, torch.zeros_like(main)) for segment, main in owned}
+        by_axis: dict[str, list[Slab]] = {}
         for one in (one for parallel in parallels for one in parallel.ownership() if is_by_muon(one.spec, config)):
-            found.setdefault(one.spec.reduce_over, []).extend(slabs_of(one, self._is_split))
-        self.slabs = {axis: divided(slabs, mesh.axis(axis).size) for axis, slabs in found.items()}
+            by_axis.setdefault(one.spec.reduce_over, []).extend(slabs_of(one, self._is_split))
+        self.slabs = {axis: divided(slabs, mesh.axis(axis).size) for axis, slabs in by_axis.items()}
 
-    def step(self) -> None:
-        """Update the masters by their gradients, which are used up."""
+    @property
+    def lr(self) -> float:
+        """The rate of the next step; matrices have one group. On a rank that owns none it is not used."""
+        return self.param_groups[0]["lr"] if self.param_groups else 0.0
+
+    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+        """The momentum."""
+        yield "momentum_buffer", segment, self.held[segment.name].momentum
+
+    def step(self, factor: float | Tensor) -> None:
+        """Update the main weights. All ranks that share matrices step together, also those that own none."""
+        scale_gradients([held.main for held in self.held.values()], factor)
         directions = {name: self._direction(held) for name, held in self.held.items()}
-        for held in self.held.values():
-            held.master.mul_(1.0 - self.lr * self.weight_decay)
+        for settings in self.param_groups:
+            torch._foreach_mul_(settings["params"], 1.0 - settings["lr"] * settings["weight_decay"])
         for name, slabs in self.slabs.items():
             for turn in range(max(slab.turn for slab in slabs) + 1):
                 self._turn([slab for slab in slabs if slab.turn == turn], directions, self.mesh.axis(name))
 
     def _direction(self, held: _Held) -> Tensor:
         """The momentum with the newest gradient in it, of what this rank owns."""
-        gradient, beta = held.master.grad, self.config.muon_momentum
+        gradient, beta = held.main.grad, self.config.muon_momentum
         held.momentum.lerp_(gradient, 1.0 - beta)
         return gradient.lerp_(held.momentum, beta) if self.config.muon_nesterov else held.momentum
 
     def _turn(self, slabs: Sequence[Slab], directions: Mapping[str, Tensor], axis: Axis) -> None:
         """Update some slabs: those that no rank holds whole by their owners, all others by each rank for itself."""
         whole = [slab for slab in slabs if not slab.is_shared_out]
-        for slab, update in zip(
-            whole,
-            self._updates(whole, [self._own(slab, directions, 0, slab.high - slab.low) for slab in whole]),
-            strict=True,
-        ):
+        flats = [self._local(slab, directions, 0, slab.high - slab.low) for slab in whole]
+        for slab, update in zip(whole, self._updates(whole, flats), strict=True):
             self._apply(slab, update, 0)
-        away = sorted((slab for slab in slabs if slab.is_shared_out), key=lambda slab: slab.owner)
-        if not away:
-            return
+        if len(whole) < len(slabs):
+            away = sorted((slab for slab in slabs if slab.is_shared_out), key=lambda slab: slab.owner)
+            self._turn_by_owners(away, directions, axis)
+
+    def _turn_by_owners(self, away: Sequence[Slab], directions: Mapping[str, Tensor], axis: Axis) -> None:
+        """Send slabs to their owners, update them there, and send the updates back. away: sorted by owner."""
         mine = [slab for slab in away if slab.owner == axis.rank]
         sent = [slab.ranges[axis.rank] for slab in away]
         out = _sizes(away, [high - low for low, high in sent], axis.size)
         back = [sum(slab.ranges[rank][1] - slab.ranges[rank][0] for slab in mine) for rank in range(axis.size)]
         leaving = [
-            self._own(slab, directions, low, high) for slab, (low, high) in zip(away, sent, strict=True) if low < high
+            self._local(slab, directions, low, high) for slab, (low, high) in zip(away, sent, strict=True) if low < high
         ]
         coming, work = collectives.start_exchange(torch.cat([self.nothing, *leaving]), out, back, axis)
         collectives.wait(work)
@@ -114,7 +115,7 @@ class Muon:
         for slab, (low, high), update in zip(away, sent, coming.split([high - low for low, high in sent]), strict=True):
             self._apply(slab, update, low)
 
-    def _own(self, slab: Slab, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
+    def _local(self, slab: Slab, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
         start = slab.low - self.held[slab.name].low
         return directions[slab.name][start + low : start + high]
 
@@ -122,7 +123,7 @@ class Muon:
         """Move this rank's elements of a slab, from `low` on, by an update."""
         if update.numel():
             start = slab.low - self.held[slab.name].low + low
-            self.held[slab.name].master[start : start + update.numel()].add_(update, alpha=-self.lr)
+            self.held[slab.name].main[start : start + update.numel()].add_(update, alpha=-self.lr)
 
     def _is_split(self, spec: ParamSpec) -> bool:
         return self.config.muon_split_qkv or "linear_qkv" not in spec.name
@@ -134,12 +135,12 @@ class Muon:
             alike.setdefault((slab.spec.shape, slab.spec.shards, slab.shape, self._is_split(slab.spec)), []).append(
                 place
             )
-        found: list[Tensor] = list(flats)
+        updates: list[Tensor] = list(flats)
         for places in alike.values():
             stack = torch.stack([flats[place].view(slabs[place].shape) for place in places])
             for place, update in zip(places, self._matrices(stack, slabs[places[0]].spec), strict=True):
-                found[place] = update.reshape(-1)
-        return found
+                updates[place] = update.reshape(-1)
+        return updates
 
     def _matrices(self, x: Tensor, spec: ParamSpec) -> Tensor:
         """What this rank holds of some matrices of one spec, made orthogonal and scaled. x: [k, rows, columns], as is returned."""
@@ -164,10 +165,10 @@ class Muon:
         whole = torch.cat(
             [self._scaled(orthogonalize(part, self.how), part.shape[1:]) for part in whole.split(sizes, dim)], dim
         )
-        found = torch.zeros_like(x)
+        local = torch.zeros_like(x)
         for piece in local_shards(spec, self.mesh):
-            found[(slice(None), *piece.local.slices())] = whole[(slice(None), *piece.box.slices())]
-        return found
+            local[(slice(None), *piece.local.slices())] = whole[(slice(None), *piece.box.slices())]
+        return local
 
     def _together(self, x: Tensor, spec: ParamSpec, axis: Axis) -> Tensor:
         """The same by all tensor ranks together, of which none sees the others' pieces."""
@@ -181,13 +182,13 @@ class Muon:
         )
         sizes = [piece.local.shape[cut.dim] for piece in held] if self._is_split(spec) else [len(counted)]
         lengths = [part.size for part in cut.parts] if self._is_split(spec) else [spec.shape[cut.dim]]
-        found = []
+        parts = []
         for part, mask, length in zip(x.split(sizes, cut.dim - 2), counted.split(sizes), lengths, strict=True):
             shape = (length, spec.shape[1]) if cut.dim == 0 else (spec.shape[0], length)
             wide = part.mT if cut.dim == 0 else part
             wide = orthogonalize_together(wide, self.how, axis, None if bool(mask.all()) else mask)
-            found.append(self._scaled(wide.mT if cut.dim == 0 else wide, shape))
-        return torch.cat(found, cut.dim - 2)
+            parts.append(self._scaled(wide.mT if cut.dim == 0 else wide, shape))
+        return torch.cat(parts, cut.dim - 2)
 
     def _scaled(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x * (scale_of(shape[0], shape[1], self.config.muon_scale_mode) * self.config.muon_extra_scale_factor)
@@ -202,14 +203,14 @@ def _sizes(slabs: Sequence[Slab], elements: Sequence[int], ranks: int) -> list[i
 
 def _assembled(slabs: Sequence[Slab], coming: Tensor, ranks: int) -> list[Tensor]:
     """Whole slabs, flat, from what all ranks sent, by sender and then by slab."""
-    found = [coming.new_empty(slab.high - slab.low) for slab in slabs]
+    whole = [coming.new_empty(slab.high - slab.low) for slab in slabs]
     start = 0
     for rank in range(ranks):
-        for slab, flat in zip(slabs, found, strict=True):
+        for slab, flat in zip(slabs, whole, strict=True):
             low, high = slab.ranges[rank]
             flat[low:high] = coming[start : start + high - low]
             start += high - low
-    return found
+    return whole
 
 
 def _returned(updates: Sequence[Tensor], slabs: Sequence[Slab], ranks: int, nothing: Tensor) -> Tensor:

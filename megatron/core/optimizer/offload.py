@@ -1,7 +1,7 @@
 """Masters and moments in the memory of the CPU, and their update there (`--optimizer-cpu-offload`).
 
     device    gradient ----> |                               | ----> weight
-    CPU                      pinned gradient, update of the master
+    CPU                      pinned gradient, update of the main weight
 
 Of all elements that a rank owns, the first few are kept there: whole segments, and a piece of the one in which the share
 ends. Copies go by a lane of their own. With `--overlap-cpu-optimizer-d2h-h2d` segments travel and are updated in a few groups,
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
-from megatron.core.optimizer.elementwise import Elementwise
+from megatron.core.optimizer.rule import UpdateRule
 from megatron.core.parallel.device import Lane, host_memory
 
 _GROUPS = 4  # of segments, where copies go beside updates
@@ -29,7 +29,7 @@ class _Away:
     """A segment that is updated here. gradient, weights: what comes down, and what goes up in its own format."""
 
     segment: Segment
-    master: Tensor
+    main: Tensor
     gradient: Tensor
     weights: Tensor
 
@@ -39,26 +39,26 @@ class Host:
 
     def __init__(self, device: torch.device, segments: Sequence[Segment], config: OptimizerConfig) -> None:
         self.segments, self.lane = segments, Lane(device)
-        self.masters: list[Tensor] = []
+        self.main_weights: list[Tensor] = []
         self._groups: list[list[_Away]] = []
         size = -(-len(segments) // _GROUPS) if config.overlap_cpu_optimizer_d2h_h2d else len(segments)
         for place, segment in enumerate(segments):
             wide = torch.float64 if segment.data.dtype == torch.float64 else torch.float32
-            count, master = segment.data.numel(), host_memory(segment.data.numel(), wide, pinned=config.pin_cpu_params)
-            self.masters.append(master.copy_(segment.data))
+            count, main = segment.data.numel(), host_memory(segment.data.numel(), wide, pinned=config.pin_cpu_params)
+            self.main_weights.append(main.copy_(segment.data))
             # Half-precision weights are rounded before they travel.
             weights = (
-                master
+                main
                 if segment.data.dtype == wide
                 else host_memory(count, segment.data.dtype, pinned=config.pin_cpu_params)
             )
             if place % max(1, size) == 0:
                 self._groups.append([])
             self._groups[-1].append(
-                _Away(segment, master, host_memory(count, wide, pinned=config.pin_cpu_grads), weights)
+                _Away(segment, main, host_memory(count, wide, pinned=config.pin_cpu_grads), weights)
             )
 
-    def step(self, inner: Elementwise, factor: float | Tensor, here: Callable[[], None]) -> None:
+    def step(self, rule: UpdateRule, factor: float | Tensor, here: Callable[[], None]) -> None:
         """Send gradients down, update by factor times them, and send the weights up. here: the device's own work, begun meanwhile."""
         marks = []
         for group in self._groups:
@@ -71,37 +71,37 @@ class Host:
         for mark, group in zip(marks, self._groups, strict=True):
             mark.wait_on_host()
             for one in group:
-                one.master.grad = one.gradient.mul_(factor)
-            inner.step()
+                one.main.grad = one.gradient
+            rule.step(factor)
             for one in group:
-                one.master.grad = None
-                if one.weights is not one.master:
-                    one.weights.copy_(one.master)
+                one.main.grad = None
+                if one.weights is not one.main:
+                    one.weights.copy_(one.main)
             with self.lane:
                 for one in group:
                     one.segment.data.copy_(one.weights, non_blocking=True)
         self.lane.join()
 
     def adopt(self) -> None:
-        """Weights were loaded that are their own masters elsewhere: the masters here are those."""
-        for master, segment in zip(self.masters, self.segments, strict=True):
-            if segment.data.dtype == master.dtype and segment.rounds_to is None:
-                master.copy_(segment.data)
+        """Weights were loaded that are their own main weights elsewhere: copy them into those here."""
+        for main, segment in zip(self.main_weights, self.segments, strict=True):
+            if segment.data.dtype == main.dtype and segment.rounds_to is None:
+                main.copy_(segment.data)
 
 
 def divided(segments: Sequence[Segment], fraction: float) -> tuple[list[Segment], int]:
     """The segments, of which the first so many hold a share `fraction` of all elements: one may have been divided for that."""
-    left, found = round(fraction * sum(segment.high - segment.low for segment in segments)), []
+    left, parts = round(fraction * sum(segment.high - segment.low for segment in segments)), []
     count = 0
     for segment in segments:
         size = segment.high - segment.low
         inside = min(left, size)
         if inside:
-            found.append(_part(segment, 0, inside))
-            count, left = len(found), left - inside
+            parts.append(_part(segment, 0, inside))
+            count, left = len(parts), left - inside
         if inside < size:
-            found.append(_part(segment, inside, size))
-    return found, count
+            parts.append(_part(segment, inside, size))
+    return parts, count
 
 
 def _part(segment: Segment, low: int, high: int) -> Segment:

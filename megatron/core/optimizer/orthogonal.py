@@ -79,14 +79,14 @@ def orthogonalize_together(x: Tensor, how: Iteration, axis: Axis, counted: Tenso
 def _iterate(x: Tensor, how: Iteration, axis: Axis, counted: Tensor | None) -> Tensor:
     own = x if counted is None else x * counted
     norm = collectives.all_reduce(own.square().sum((-2, -1), keepdim=True), axis).sqrt()
-    found = x / norm.clamp(min=_SMALLEST)
+    x_n = x / norm.clamp(min=_SMALLEST)
     if how.is_half and x.dtype != torch.float64:
-        found = found.bfloat16()
+        x_n = x_n.bfloat16()
     for a, b, c in how.coefficients():
-        own = found if counted is None else found * counted.to(found.dtype)
-        gram = collectives.all_reduce(own @ found.mT, axis)
-        found = a * found + (b * gram + c * (gram @ gram)) @ found
-    return found.to(x.dtype)
+        own = x_n if counted is None else x_n * counted.to(x_n.dtype)
+        gram = collectives.all_reduce(own @ x_n.mT, axis)
+        x_n = a * x_n + (b * gram + c * (gram @ gram)) @ x_n
+    return x_n.to(x.dtype)
 
 
 def scale_of(rows: int, columns: int, mode: str) -> float:

@@ -70,15 +70,15 @@ def _slab(owned: Ownership, spec: ParamSpec, shape: tuple[int, ...], number: int
 def divided(slabs: Sequence[Slab], ranks: int) -> list[Slab]:
     """The slabs with their owners and turns. A rank that owns most of a slab anyway has it, of those with the least work."""
     load, taken = [0.0] * ranks, [0] * ranks
-    found: dict[int, Slab] = {}
+    assigned: dict[int, Slab] = {}
     for place in sorted(range(len(slabs)), key=lambda place: (-slabs[place].cost, place)):
         slab = slabs[place]
         held = [high - low for low, high in slab.ranges]
         owner = min(range(ranks), key=lambda rank: (load[rank], -held[rank], rank))
-        found[place] = replace(slab, owner=owner, turn=taken[owner] // _ROUND)
+        assigned[place] = replace(slab, owner=owner, turn=taken[owner] // _ROUND)
         load[owner] += slab.cost
         taken[owner] += slab.high - slab.low
-    return [found[place] for place in range(len(slabs))]
+    return [assigned[place] for place in range(len(slabs))]
 
 
 def balance(slabs: Sequence[Slab], ranks: int) -> float:

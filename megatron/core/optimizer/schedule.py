@@ -135,18 +135,18 @@ class Schedule:
         return {name for name, holds in unused.items() if holds}
 
     def _problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.warmup_samples >= self.decay_samples:
-            found.append(
+            problems.append(
                 f"the warm-up of {self.warmup_samples:g} samples does not end before the decay horizon of "
                 f"{self.decay_samples} samples; shorten --lr-warmup-... or lengthen --lr-decay-..."
             )
         if self.wsd_samples is not None and not 0 < self.wsd_samples <= self.decay_samples:
-            found.append(
+            problems.append(
                 f"the WSD anneal of {self.wsd_samples} samples does not fit into the decay horizon of "
                 f"{self.decay_samples} samples"
             )
-        return found
+        return problems
 
 
 def choose(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -94,24 +95,30 @@ def local_shape(spec: ParamSpec, mesh: Mesh) -> tuple[int, ...]:
 
 def local_shards(spec: ParamSpec, mesh: Mesh) -> list[LocalShard]:
     """The rectangles of the global tensor that this rank holds. At most one dimension of a parameter has more than one segment."""
+    return list(_local_shards(spec, tuple((axis.size, axis.rank) for axis in (mesh.axis(c.axis) for c in spec.shards))))
+
+
+@lru_cache(maxsize=1 << 16)  # asked for each parameter several times a step, and the same in each
+def _local_shards(spec: ParamSpec, places: tuple[tuple[int, int], ...]) -> tuple[LocalShard, ...]:
+    """places: (size, rank) of the axis of each of `spec.shards`."""
     held = [LocalShard(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
-    for cut in spec.shards:
-        held = [cut_piece for piece in held for cut_piece in _cut(piece, cut, mesh)]
-    return held
+    for cut, (size, rank) in zip(spec.shards, places, strict=True):
+        held = [cut_piece for piece in held for cut_piece in _cut(piece, cut, size, rank)]
+    return tuple(held)
 
 
-def _cut(piece: LocalShard, cut: Shard, mesh: Mesh) -> Iterator[LocalShard]:
-    axis, start, local_start = mesh.axis(cut.axis), 0, 0
+def _cut(piece: LocalShard, cut: Shard, size: int, rank: int) -> Iterator[LocalShard]:
+    start, local_start = 0, 0
     for part in cut.parts:
-        length = part.local_size(axis.size)
-        begin = axis.rank // part.replicas * length
+        length = part.local_size(size)
+        begin = rank // part.replicas * length
         held = max(0, min(length, part.size - begin))
         if held:
             yield LocalShard(
                 _replace(piece.box, cut.dim, start + begin, held),
                 _replace(piece.local, cut.dim, local_start, held),
                 piece.replicas * part.replicas,
-                piece.is_first_replica and axis.rank % part.replicas == 0,
+                piece.is_first_replica and rank % part.replicas == 0,
             )
         start, local_start = start + part.size, local_start + length
 

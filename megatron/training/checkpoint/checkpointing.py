@@ -283,7 +283,7 @@ class Checkpoint:
         return state
 
     def weights(self, *, rounded: bool = False) -> Tree:
-        """The weights that this rank holds: views of them. rounded: as they work, also where a rank has only their masters."""
+        """The weights that this rank holds: views of them. rounded: as they work, also where a rank has only their main weights."""
         weights: Tree = {}
         for parallel in self.trainer.parallels:
             for param in parallel.whole:
@@ -310,7 +310,7 @@ class Checkpoint:
         return tensors
 
     def _instead(self, formats: Formats) -> dict[str, str]:
-        """Weights to read from their masters: those saved in another format than this run's, so as to round only once."""
+        """Weights to read from their main weights: those saved in another format than this run's, so as to round only once."""
         replacements = {}
         for stage in self.trainer.stages:
             for param in stage.parameters():
@@ -321,7 +321,7 @@ class Checkpoint:
 
     def _settle(self, slots: Sequence[Slot]) -> None:
         """Let everybody know that weights and slots were written."""
-        self.trainer.optimizer.settle(slots)
+        self.trainer.optimizer.load_slots(slots)
         for parallel in self.trainer.parallels:
             parallel.refresh()
 

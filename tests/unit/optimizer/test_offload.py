@@ -44,9 +44,9 @@ def test_steps_are_the_same_wherever_they_are_made(
     for name, value in expected.items():
         # A parameter in two pieces adds its squares to the norm in another order.
         torch.testing.assert_close(found[name], value, rtol=1e-6 if 0 < fraction < 1 else 0.0, atol=0.0)
-    there = sum(master.numel() for master in away.masters[: away.here.start])
-    everything = sum(master.numel() for master in away.masters)
-    assert there == round(fraction * everything) and everything == sum(master.numel() for master in plain.masters)
+    there = sum(master.numel() for master in away.main_weights[: away.here.start])
+    everything = sum(master.numel() for master in away.main_weights)
+    assert there == round(fraction * everything) and everything == sum(master.numel() for master in plain.main_weights)
     assert away.num_steps == 3
 
 
@@ -65,13 +65,13 @@ def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.Monk
     assert "master" not in {slot for slot, _, _ in optimizer.slots()}
     for value in weights.values():
         value.fill_(3.0)
-    optimizer.settle(list(optimizer.slots()))
-    assert all(bool((master == 3.0).all()) for master in optimizer.masters)
+    optimizer.load_slots(list(optimizer.slots()))
+    assert all(bool((master == 3.0).all()) for master in optimizer.main_weights)
 
 
 def test_on_a_cpu_nothing_is_moved() -> None:
     weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
     assert optimizer.host is None and all(
         master.data_ptr() == segment.data.data_ptr()
-        for master, segment in zip(optimizer.masters, optimizer.segments, strict=True)
+        for master, segment in zip(optimizer.main_weights, optimizer.segments, strict=True)
     )

@@ -189,10 +189,10 @@ def test_matrices_decay_and_embeddings_may_have_a_rate_of_their_own(
 def test_rates_reach_their_groups() -> None:
     module, optimizer = optimizer_of(torch.float64, precision=PrecisionConfig(fp64=True), grad_dtype=torch.float64)
     optimizer.set_rates(0.5, 0.25)
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.inner.param_groups] == [(0.5, 0.25)]
-    optimizer.groups = [Group(False, True)]
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.rules[-1].param_groups] == [(0.5, 0.25)]
+    optimizer.rules[-1].param_groups[0]["group"] = Group(False, True)
     optimizer.set_rates(0.5, 0.25, decoupled_lr=2.0)
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.inner.param_groups] == [(2.0, 0.0)]
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.rules[-1].param_groups] == [(2.0, 0.0)]
 
 
 def test_a_rank_that_owns_nothing_steps_all_the_same() -> None:

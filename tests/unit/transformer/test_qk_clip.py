@@ -140,9 +140,9 @@ def test_heads_of_latent_attention_shrink_without_the_shared_key(rank: int | Non
 
 def test_masters_shrink_and_half_precision_weights_are_their_copies() -> None:
     trainer, _ = listening(bf16=True)
-    before = [master.clone() for master in trainer.optimizer.masters]
+    before = [master.clone() for master in trainer.optimizer.main_weights]
     train_step(trainer, tiny.batches(trainer.run, 0))
-    for master, old, segment in zip(trainer.optimizer.masters, before, trainer.optimizer.segments, strict=True):
+    for master, old, segment in zip(trainer.optimizer.main_weights, before, trainer.optimizer.segments, strict=True):
         changed = segment.name.endswith("linear_qkv.weight")
         assert torch.equal(master, old) != changed, segment.name
         assert torch.equal(segment.data, master.bfloat16())
@@ -157,16 +157,16 @@ def test_rows_are_scaled_wherever_a_piece_of_a_parameter_begins(monkeypatch: pyt
     for low, high in ((0, 96 * 32), (5, 70), (40, 64), (33, 96 * 32 - 1), (64, 640)):
         piece = torch.ones(high - low, dtype=torch.float64)
         optimizer.segments[place] = replace(whole, low=low, high=high)
-        optimizer.masters[place] = piece
+        optimizer.main_weights[place] = piece
         optimizer._scale_rows({whole.name: rows})
         assert torch.equal(piece, rows.repeat_interleave(32)[low:high])
 
 
 def test_a_step_that_overflows_clips_nothing_and_its_scores_are_forgotten() -> None:
     trainer, _ = listening(fp16=True, initial_loss_scale=2.0**40, loss_scale_window=1000)
-    before = [master.clone() for master in trainer.optimizer.masters]
+    before = [master.clone() for master in trainer.optimizer.main_weights]
     assert train_step(trainer, tiny.batches(trainer.run, 0)).skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.optimizer.masters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.optimizer.main_weights, strict=True))
     peaks = [module.peaks for module in trainer.stages[0].modules() if getattr(module, "peaks", None) is not None]
     assert len(peaks) == 2 and all(peak.take(8, torch.device("cpu")).isinf().all() for peak in peaks)
 

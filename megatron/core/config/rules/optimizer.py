@@ -86,11 +86,11 @@ def narrow_state(s: Setting) -> str:
         problems.append("--main-grads-dtype bf16 sums up gradients as --bf16 makes them; add that, or choose fp32")
     if precision.main_params_dtype == "fp16" and not (precision.bf16 or precision.fp16):
         problems.append(
-            "--main-params-dtype fp16 is of masters beside half-precision weights; add --bf16 or --fp16, or choose fp32"
+            "--main-params-dtype fp16 is of main weights beside half-precision weights; add --bf16 or --fp16, or choose fp32"
         )
     if run.parallel.use_torch_fsdp2 and (precision.main_params_dtype == "fp16" or precision.main_grads_dtype == "bf16"):
         problems.append(
-            "--use-torch-fsdp2 has fp32 masters and gradients, which are all it keeps; leave --main-params-dtype and "
+            "--use-torch-fsdp2 has fp32 main weights and gradients, which are all it keeps; leave --main-params-dtype and "
             "--main-grads-dtype at fp32"
         )
     return "\n  ".join(problems)

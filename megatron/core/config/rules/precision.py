@@ -87,7 +87,7 @@ def _kept_weights(run: RunConfig) -> Iterator[str]:
         if on
     ]
     if given:
-        yield f"{flag} keeps masters of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
+        yield f"{flag} keeps main weights of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 
 
 def low_precision_sizes(s: Setting) -> str:

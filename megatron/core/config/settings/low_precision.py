@@ -41,7 +41,7 @@ class LowPrecisionConfig:
     num_layers_at_end_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the end", role="training")
     fp8_param_gather: bool = flag(
         False,
-        "--fp8-format, --use-distributed-optimizer: weights are kept, and gathered, in 8 bits (mxfp8: twice) beside their fp32 masters",
+        "--fp8-format, --use-distributed-optimizer: weights are kept, and gathered, in 8 bits (mxfp8: twice) beside their fp32 main weights",
         role="training",
     )
     fp4_format: Literal["e2m1"] | None = flag(None, "multiply in 4 bits", role="training")
@@ -52,7 +52,7 @@ class LowPrecisionConfig:
     )
     fp4_param_gather: bool = flag(
         False,
-        "--fp4-format, --use-distributed-optimizer: weights are kept in 4 bits, and gathered in a byte each, beside their fp32 masters",
+        "--fp4-format, --use-distributed-optimizer: weights are kept in 4 bits, and gathered in a byte each, beside their fp32 main weights",
         role="training",
     )
     fp8_emulation: bool = flag(

@@ -30,7 +30,7 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = flag(False, "gradients are summed over data-parallel ranks in bf16", role="training")
     use_precision_aware_optimizer: bool = flag(
         False,
-        "Adam's state in the formats below; bf16 weights are the upper half of their fp32 masters",
+        "Adam's state in the formats below; bf16 weights are the upper half of their fp32 main weights",
         role="training",
     )
     main_grads_dtype: Literal["fp32", "bf16"] = flag(
@@ -135,7 +135,7 @@ class OptimizerConfig:
         "adam", "Muon: update rule of embeddings, output layer, biases and norms", role="training"
     )
     optimizer_cpu_offload: bool = flag(
-        False, "keep masters and moments in CPU memory, and update them there", role="free"
+        False, "keep main weights and moments in CPU memory, and update them there", role="free"
     )
     optimizer_offload_fraction: float = flag(1.0, "with --optimizer-cpu-offload: share of the elements", role="free")
     overlap_cpu_optimizer_d2h_h2d: bool = flag(

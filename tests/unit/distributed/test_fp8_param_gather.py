@@ -1,4 +1,4 @@
-"""Weights that are kept in 8 bits: what a rank holds of them, and that they are its masters, rounded once."""
+"""Weights that are kept in 8 bits: what a rank holds of them, and that they are its main weights, rounded once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.distributed.rounded import RoundedBucket
+from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket
 from megatron.core.parallel.spec import spec_of
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -33,16 +33,16 @@ def trainer_of(**changes: Any) -> Trainer:
     )
 
 
-def test_a_rank_holds_masters_and_bytes_and_no_other_weights() -> None:
+def test_a_rank_holds_main_weights_and_bytes_and_no_other_weights() -> None:
     trainer = trainer_of(first_last_layers_bf16=True)
-    (bucket,) = (bucket for bucket in trainer.parallels[0].buckets if isinstance(bucket, RoundedBucket))
+    (bucket,) = (bucket for bucket in trainer.parallels[0].buckets if isinstance(bucket, LowPrecisionBucket))
     names = {spec_of(param).name for param in bucket.params}
     assert names == {
         f"decoder.layers.{layer}.{part}.weight"
         for layer in (1, 2)
         for part in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     }
-    assert bucket.data.dtype == torch.uint8 and bucket.master.dtype == torch.float32
+    assert bucket.data.dtype == torch.uint8 and bucket.main.dtype == torch.float32
     assert all(param.untyped_storage().nbytes() == param.element_size() for param in bucket.params), (
         "a place, not values"
     )

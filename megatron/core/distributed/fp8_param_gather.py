@@ -1,6 +1,6 @@
 """Buckets of weights that work in few bits (`--fp8-param-gather`): what is owned is kept in fp32, what is gathered in 8 bits.
 
-    master  [ rank's own range, fp32 ]                                 a `Segment`, which the optimizer steps in place
+    main weight  [ rank's own range, fp32 ]                                 a `Segment`, which the optimizer steps in place
     data    [ rank 0  |  rank 1  |  rank 2  |  rank 3 ]  1 byte each   values of all weights, which layers multiply
     sizes   [ a block, a block, ... ]                                  largest values of blocks, or of each weight as a whole
 
@@ -70,7 +70,7 @@ class _Matrix:
         return max(low - self.start, 0), max(min(high - self.start, size), 0)
 
 
-class RoundedBucket(Bucket):
+class LowPrecisionBucket(Bucket):
     """A bucket whose parameters have their values in `holders` alone, a holder each."""
 
     holds_values = False
@@ -82,7 +82,7 @@ class RoundedBucket(Bucket):
         self.dtype, first = params[0].dtype, holders[params[0]]
         self.recipe, self.cut = first.recipe, first.cut
         low, high = self.owned()
-        self.master = self.data[low:high].to(wide(self.dtype), copy=True)
+        self.main = self.data[low:high].to(wide(self.dtype), copy=True)
         self.data = torch.zeros(len(self.data), dtype=torch.uint8, device=self.data.device)
         self.turned = self.data if self.recipe.turns("weight") else torch.zeros_like(self.data)
         self.matrices: list[_Matrix] = []
@@ -97,18 +97,18 @@ class RoundedBucket(Bucket):
 
     def _add(self, data: Tensor, start: int, shape: torch.Size, block: tuple[int, int]) -> tuple[Quantised, ...]:
         """Room for the matrices of a weight [.., m, k]."""
-        found, (rows, columns) = [], shape[-2:]
+        parts, (rows, columns) = [], shape[-2:]
         if self.recipe.one_scale:
             block = (rows, columns)
         table = (-(-rows // block[0]), -(-columns // block[1]))
-        nothing = self.master.new_ones(table)
+        nothing = self.main.new_ones(table)
         for place in range(start, start + shape.numel(), rows * columns):
             values = data[place : place + rows * columns].view(self.recipe.forward.dtype).view(rows, columns)
             scale, blocks = self.recipe.weight_scales(nothing.amax(), nothing)
-            found.append(Quantised(values, scale, blocks, (1, 1) if blocks is None else block))
+            parts.append(Quantised(values, scale, blocks, (1, 1) if blocks is None else block))
             before = self.matrices[-1].sizes.stop if self.matrices else 0
-            self.matrices.append(_Matrix(data, place, found[-1], slice(before, before + table[0] * table[1]), table))
-        return tuple(found)
+            self.matrices.append(_Matrix(data, place, parts[-1], slice(before, before + table[0] * table[1]), table))
+        return tuple(parts)
 
     @property
     def gathered(self) -> tuple[Tensor, ...]:
@@ -116,19 +116,19 @@ class RoundedBucket(Bucket):
         return (self.data,) if self.turned is self.data else (self.data, self.turned)
 
     def segments(self) -> Iterator[Segment]:
-        """What this rank owns of each parameter: its fp32 master."""
+        """What this rank owns of each parameter: its fp32 main weight."""
         low, _ = self.owned()
         for segment in super().segments():
             start = self.starts[self._place(segment)] + segment.low - low
             yield replace(
                 segment,
-                data=self.master[start : start + segment.high - segment.low],
-                rounds_to=self.dtype if self.dtype != self.master.dtype else None,
+                data=self.main[start : start + segment.high - segment.low],
+                rounds_to=self.dtype if self.dtype != self.main.dtype else None,
             )
 
     def prepare(self) -> None:
         """Round this rank's range anew. All ranks that hold a piece of these weights call it together."""
-        sizes = self.master.new_zeros(self.matrices[-1].sizes.stop)
+        sizes = self.main.new_zeros(self.matrices[-1].sizes.stop)
         for matrix in self.matrices:
             if (own := self._own_rows(matrix)) is not None:
                 # What is no number would be lost in a maximum.
@@ -145,9 +145,9 @@ class RoundedBucket(Bucket):
     def _round(self, matrix: _Matrix, largest: Tensor, sizes: Tensor) -> None:
         """Its scales anew, and the values of this rank's range. sizes: of all matrices."""
         scales = self.recipe.weight_scales(largest, sizes[matrix.sizes].view(matrix.table))
-        for kept, found in zip((matrix.held.scale, matrix.held.blocks), scales, strict=True):
+        for kept, scale in zip((matrix.held.scale, matrix.held.blocks), scales, strict=True):
             if kept is not None:
-                kept.copy_(found)
+                kept.copy_(scale)
         if (own := self._own_rows(matrix)) is None:
             return
         first, rows = own
@@ -165,8 +165,8 @@ class RoundedBucket(Bucket):
         first = low // width // matrix.rows * matrix.rows
         last = min(-(-high // (width * matrix.rows)) * matrix.rows, count)
         begin = matrix.start + low - self.owned()[0]
-        rows = self.master.new_zeros((last - first) * width)
-        rows[low - first * width : high - first * width] = self.master[begin : begin + high - low]
+        rows = self.main.new_zeros((last - first) * width)
+        rows[low - first * width : high - first * width] = self.main[begin : begin + high - low]
         return first, rows.view(-1, width)
 
     def _sizes(self, matrix: _Matrix, rows: Tensor) -> Tensor:
@@ -180,9 +180,9 @@ class RoundedBucket(Bucket):
 
 def holders_of(module: nn.Module) -> dict[nn.Parameter, Holder]:
     """The weights of a stage that are to be kept in few bits, with what holds them."""
-    found = {}
+    holders = {}
     for part in module.modules():
         holder = getattr(part, "scaling", None)
         if holder is not None and holder.recipe.holds_weights:
-            found[part.weight] = holder
-    return found
+            holders[part.weight] = holder
+    return holders
