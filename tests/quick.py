@@ -24,6 +24,7 @@ FILES: Sequence[str] = (
     "tests/test_words.py",
     "tests/oracle/test_first_step.py",
     "tests/parity/test_layouts.py",
+    f"{UNIT}/adapters/test_plan.py",
     f"{UNIT}/config/test_flags.py",
     f"{UNIT}/context_parallel/test_sequence.py",
     f"{UNIT}/datasets/test_gpt.py",

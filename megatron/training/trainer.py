@@ -22,6 +22,7 @@ from megatron.core.parallel.rng import materialize
 from megatron.core.pipeline_parallel.schedules import choose, forward_only, with_reduction
 from megatron.core.pipeline_parallel.transfers import Script, script
 from megatron.core.transformer.activation_offloading import offload_activations
+from megatron.core.transformer.adapters import freeze
 from megatron.core.transformer.layer import Layer
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.microbatches import BatchSchedule
@@ -108,6 +109,8 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     config, mesh = run.config, run.mesh
     specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
+    for stage in stages:
+        freeze(stage, config.model.adapter)
     for stage in stages:
         offload_activations(stage, config.offload, mesh.device)
     parallels = [_wrap(run, stage) for stage in stages]

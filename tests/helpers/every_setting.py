@@ -57,6 +57,7 @@ NETWORKS: dict[str, Changes] = {
         "moe_router_score_function": "sigmoid",
     },
     "ahead": {"mtp_num_layers": 2},
+    "adapters": {"lora_rank": 4, "lora_alpha": 6.0},
     "bert": {"architecture": "bert"},
     "t5": {
         "architecture": "t5",
@@ -78,6 +79,7 @@ OTHERS: Changes = {  # where no other value follows from the type
     "no_rope_freq": "3",
     "moe_layer_freq": "3",
     "mrope_section": [0, 1, 1],
+    "lora_targets": ["q_proj"],
     "data_path": ["0.4", "b/one", "0.6", "b/two"],
     "split": "80,10,10",
 }

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.core.config.adapters import AdapterPlan, adapters_of
 from megatron.core.config.flags import refuse
 from megatron.core.config.layer_pattern import read_pattern
 from megatron.core.config.settings.model import ModelConfig
@@ -39,7 +40,7 @@ class LayerPlan:
     """One layer.
 
     mixer: attention or mla. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
-    mlp: dense or moe.
+    mlp: dense or moe. adapters: of its linear layers.
     """
 
     index: int
@@ -49,6 +50,7 @@ class LayerPlan:
     window: tuple[int, int] | None = None
     rope: bool = True
     mlp: str = "dense"
+    adapters: tuple[AdapterPlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ def layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) ->
 
 def layer_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """The rows of the whole network: of T5 the encoder's and then the decoder's, each numbered from 0."""
+    return tuple(replace(row, adapters=adapters_of(model, row)) for row in _bare_rows(model))
+
+
+def _bare_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+    """The rows without their adapters."""
     if model.architecture == "t5":
         return layer_plans(model.encoder_num_layers, causal=False) + layer_plans(model.decoder_num_layers, cross=True)
     rows = layer_plans(model.num_layers, causal=model.architecture == "gpt")

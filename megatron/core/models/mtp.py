@@ -113,7 +113,7 @@ class MTPLayer(nn.Module):
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        self.mtp_model_layer = Layer(replace(layer_rows(model)[-1], index=model.num_layers + depth), build)
+        self.mtp_model_layer = Layer(replace(layer_rows(model)[-1], index=model.num_layers + depth, adapters=()), build)
         self.final_layernorm = build.norm(size)
 
     def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:

@@ -47,7 +47,7 @@ class UpdateRule(ABC):
         """Rates of the next step. decoupled_lr: of the embedding and the output layer, None for `lr`."""
         for settings in self.param_groups:
             group = settings["group"]
-            settings["lr"] = decoupled_lr if group.decoupled and decoupled_lr is not None else lr
+            settings["lr"] = group.ratio * (decoupled_lr if group.decoupled and decoupled_lr is not None else lr)
             settings["weight_decay"] = weight_decay if group.decays else 0.0
 
     @abstractmethod

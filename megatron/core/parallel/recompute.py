@@ -64,8 +64,11 @@ def recompute(
     """function(*tensors), keeping only the inputs. The function is called with None where None is given.
 
     axis: keep the first input in pieces over this axis (`--distribute-saved-activations`); its size must divide the
-    input's number of elements. At least one input must require a gradient for the function's parameters to get theirs.
+    input's number of elements. Where no input requires a gradient, since all before it is frozen, the first one is given one: without
+    it the function's parameters would get none.
     """
+    if torch.is_grad_enabled() and not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        tensors = (None if tensors[0] is None else tensors[0].detach().requires_grad_(), *tensors[1:])
     return _Recompute.apply(function, streams, axis, *tensors)
 
 

@@ -46,6 +46,12 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
             made = nn.Parameter(value, requires_grad=param.requires_grad)
             made.spec = spec  # type: ignore[attr-defined]
             setattr(owner, name, made)
+    for owner in module.modules():
+        initialize = getattr(
+            owner, "initialize_from_others", None
+        )  # of what has its initial values from other parameters
+        if callable(initialize):
+            initialize()
 
 
 def _draw_stack(value: torch.Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:

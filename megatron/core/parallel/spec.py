@@ -28,7 +28,8 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 
 Initial = Callable[[tuple[int, ...], torch.Generator], Tensor]
-Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm"]  # a table is looked up, as is the embedding
+# a table is looked up, as is the embedding; lora_a and lora_b are the factors of an adapter
+Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm", "lora_a", "lora_b"]
 
 
 @dataclass(frozen=True, slots=True)

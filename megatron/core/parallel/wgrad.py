@@ -56,7 +56,7 @@ class WeightGradStore:
 
     def pop(self, key: Key) -> None:
         """Compute what the backward pass delayed, and accumulate it as autograd would, hooks included."""
-        _add(self._waiting.pop(key))
+        _add(self._waiting.pop(key, []))  # nothing, where all of a stage is frozen
 
     def flush(self) -> None:
         """The same for what the collecting backward pass has delayed so far."""

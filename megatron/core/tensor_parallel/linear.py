@@ -8,6 +8,7 @@ column layer sends back is on its way while the gradient of its weight is comput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
+from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
 from megatron.core.tensor_parallel.region import Region
@@ -41,7 +43,8 @@ class _EnterLinear(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.bias, context.into = region, bias, region.sum_of(weight)
+        context.region, context.into = region, region.sum_of(weight)
+        context.bias = bias if bias is not None and bias.requires_grad else None
         if region.overlapped.gathers:
             return all_gather_matmul(x, weight.t(), bias, region.axis)[0]
         whole = collectives.all_gather(x, region.axis) if region.sequence_parallel else x
@@ -51,10 +54,11 @@ class _EnterLinear(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = context.saved_tensors
         region, axis, bias = context.region, context.region.axis, context.bias
+        learns = context.needs_input_grad[1] or bias is not None  # a frozen weight needs no gradient
         later = region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]
         gathering, whole = None, x
         if (
-            region.sequence_parallel and not later
+            region.sequence_parallel and learns and not later
         ):  # the gathered input is not kept: it is fetched again behind the first matmul
             whole, gathering = _start_gather(x, region)
         if region.overlapped.gradients:
@@ -75,7 +79,7 @@ class _EnterLinear(Function):
                 partial(_later, x, gradient, region, bias is not None, context.into),
                 context.into,
             )
-        else:
+        elif learns:
             gradients = _weight_gradients(whole, gradient, bias=bias is not None, into=context.into)
         collectives.wait_for_axis(sending, axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
@@ -132,7 +136,8 @@ class _Multiply(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.bias, context.into = region, bias, region.sum_of(weight)
+        context.region, context.into = region, region.sum_of(weight)
+        context.bias = bias if bias is not None and bias.requires_grad else None
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -144,7 +149,7 @@ class _Multiply(Function):
         if wgrad_store is not None and wgrad_store.collects and context.needs_input_grad[1]:
             compute = partial(_weight_gradients, x, gradient, bias=bias is not None, into=context.into)
             wgrad_store.put([weight] if bias is None else [weight, bias], compute, context.into)
-        elif context.needs_input_grad[1]:
+        elif context.needs_input_grad[1] or bias is not None:
             gradients = _weight_gradients(x, gradient, bias=bias is not None, into=context.into)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
@@ -162,7 +167,36 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> 
     return F.linear(x, weight, bias) if by_autograd else _Multiply.apply(x, weight, bias, region)
 
 
-class ColumnLinear(nn.Module):
+class AdaptedLinear(nn.Module):
+    """What linear layers have in common: a weight, perhaps a bias, and perhaps an adapter beside them."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter: LinearAdapter | None = None
+
+    def adapted(self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+        """multiply(x, bias) with what the adapter adds; a bias is added behind the lengths of rows (DoRA)."""
+        if self.adapter is None:
+            return multiply(x, bias)
+        if not self.adapter.has_lengths:
+            return self.adapter(x, multiply(x, bias), self.weight)
+        result = self.adapter(x, multiply(x, None), self.weight)
+        return result if bias is None else result + bias
+
+    def merged_weight(self) -> Tensor:
+        """The matrix of the layer and its adapter together, [out, in], the shard of this rank. For decoding: without gradients."""
+        return self.weight if self.adapter is None else self.adapter.merged(self.weight)
+
+    def initialize_from_others(self) -> None:
+        """The lengths of rows begin as those of the weight."""
+        if self.adapter is not None:
+            self.adapter.reset_lengths(self.weight)
+
+
+class ColumnLinear(AdaptedLinear):
     """A linear layer whose output is cut. parts: the segments of its output, each cut by itself."""
 
     def __init__(
@@ -186,13 +220,16 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp]."""
+        return self.adapted(x, self.bias, self._multiply)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
             way = Way(self.scaling, self.region.axis, self.region.sequence_parallel, self.region.wgrad_store)
-            return low_linear(x, self.weight, self.bias, way)
-        return enter_linear(x, self.weight, self.bias, self.region)
+            return low_linear(x, self.weight, bias, way)
+        return enter_linear(x, self.weight, bias, self.region)
 
 
-class Linear(nn.Module):
+class Linear(AdaptedLinear):
     """A linear layer that is whole on every rank. sum_over: axes whose ranks each see a share of the positions."""
 
     def __init__(
@@ -213,10 +250,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
-        return F.linear(x, self.weight, self.bias)
+        return self.adapted(x, self.bias, lambda x, bias: F.linear(x, self.weight, bias))
 
 
-class RowLinear(nn.Module):
+class RowLinear(AdaptedLinear):
     """A linear layer whose input is cut. Its bias is added once, after the sum."""
 
     def __init__(
@@ -240,15 +277,18 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, in/tp]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
+        return self.adapted(x, self.bias, self._summed)
+
+    def _summed(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.region.axis.size == 1:
-            return self._multiply(x, self.bias)
+            return self._multiply(x, bias)
         overlapped = self.region.overlapped
         total = (
             _ExitLinear.apply(x, self.weight, self.region)
             if overlapped.gathers or overlapped.sums
             else self.region.reduce_from_region(self._multiply(x, None))
         )
-        return total if self.bias is None else total + self.bias
+        return total if bias is None else total + bias
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.parallel.recompute import recompute
+from megatron.core.transformer.adapters import add_adapters
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.cross_attention import CrossAttention
@@ -44,6 +45,7 @@ class Layer(nn.Module):
         self.mlp = MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)
         self.post_mlp_layernorm = build.norm(model.hidden_size) if behind else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
+        add_adapters(self, plan, build)
 
     def forward(
         self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None

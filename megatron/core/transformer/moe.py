@@ -24,6 +24,7 @@ from megatron.core.parallel.recompute import dropping_output, recompute
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
+from megatron.core.transformer.adapters import GroupedAdapter
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dispatch import ExpertInputs, dispatcher_of
 from megatron.core.transformer.mlp import MLP
@@ -99,6 +100,7 @@ class GroupedLinear(nn.Module):
             stacked=True,
         )
         self.bias = parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
+        self.adapter: GroupedAdapter | None = None
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         """x: [n, in], sorted by expert; counts: [e]. weights: [n], of each row's bias. Returns [n, out]."""
@@ -108,6 +110,10 @@ class GroupedLinear(nn.Module):
         return self._multiply(x, counts) + bias.to(x.dtype)
 
     def _multiply(self, x: Tensor, counts: Tensor) -> Tensor:
+        product = self._product(x, counts)
+        return product if self.adapter is None else product + self.adapter(x, counts)
+
+    def _product(self, x: Tensor, counts: Tensor) -> Tensor:
         if self.wgrad_store is None or self.scaling is not None:
             return self.grouped_linear(x, self.weight, counts, None)
         return _LaterWeights.apply(x, self.weight, counts, self.grouped_linear, self.wgrad_store)

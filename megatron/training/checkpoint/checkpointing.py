@@ -3,7 +3,7 @@
     model.<name>               weights                          run.progress           counters
     optimizer.<slot>.<name>    moments, fp32 master weights     run.schedule           the learning rate's curve
     run.random.<pp>.<tp>.<dp>.<stream>   dropout streams        run.optimizer_steps, run.loss_scale, run.config, run.tokenizer
-    run.amax.<layer>           histories of delayed scales
+    run.amax.<layer>           histories of delayed scales      run.base               hash of the frozen weights that adapters belong to
 
 Names are global, so a checkpoint does not know the layout that wrote it, except for the dropout streams: in another
 layout they start afresh. What is loaded is chosen in resuming.py; how it is saved beside training, in
@@ -37,9 +37,19 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import spec_of
 from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.core.tokenizers.base import fingerprint
+from megatron.training.checkpoint.adapters import (
+    BASE,
+    WithLengths,
+    base_hash,
+    base_weights,
+    demand_same_base,
+    holds_adapters,
+    trained_only,
+)
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.resuming import (
     Opened,
+    ResumeRequest,
     decided,
     demand_same_tokenizer,
     find_wanted,
@@ -99,6 +109,8 @@ class Checkpoint:
         self._staging = _Staging()
         trainer.add_hook(self._staging)
         self._fingerprint: dict[str, Any] = {}
+        self._adapter = self.config.model.adapter
+        self._base: dict[str, Any] = {}
 
     def prepare(self) -> None:
         """Before the first step: take what saves beside training need, so that the first one is as short as the others."""
@@ -154,6 +166,15 @@ class Checkpoint:
         """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
         started = time.perf_counter()
         request = decided(self.mesh.world, lambda: find_wanted(self.config))
+        options = self.config.checkpoint
+        apart = self._adapter.has_adapters and request is not None and request.path != options.pretrained_checkpoint
+        if apart and options.pretrained_checkpoint and not self._base:
+            only = dataclasses.replace(options, load=None, ckpt_step=None, require_iteration=None)
+            config = dataclasses.replace(self.config, checkpoint=only)
+            self._resume_from(decided(self.mesh.world, lambda: find_wanted(config)), started)
+        return self._resume_from(request, started)
+
+    def _resume_from(self, request: ResumeRequest | None, started: float) -> bool:
         if request is None:
             if self.config.checkpoint.load:
                 self._say(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
@@ -201,6 +222,9 @@ class Checkpoint:
         continues = self._loads_optimizer(opened)
         if opened.step is not None:
             _check_contents(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
+        if self._adapter.has_adapters or holds_adapters(source):
+            source = self._with_adapters(source)
+            continues = continues and holds_adapters(source)
         names = _values_to_load(opened, optimizer=continues)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"), source)
@@ -208,6 +232,8 @@ class Checkpoint:
             self._say_formats(opened.source.settings)
         slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
         state = self._tensors(formats, slots, optimizer=continues)
+        if self._adapter.has_adapters:
+            state = trained_only(state, self._adapter) if holds_adapters(source) else base_weights(state)
         histories = self._fitting_histories(formats) if continues else {}
         load(state | streams | histories, source, axis, complete=("model.",), instead=self._instead(formats))
         self._settle(slots)
@@ -216,6 +242,8 @@ class Checkpoint:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._adopt(values)
         self.trainer.schedule = schedule
+        if self._adapter.has_adapters and not holds_adapters(source):
+            self._base = self._own_base(opened.source.where)
         if values and options.save and opened.step is not None and same_folder(options.save, opened.step.folder.parent):
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
@@ -266,7 +294,10 @@ class Checkpoint:
     def state(self) -> Tree:
         """Everything that a save holds: this rank's part."""
         options, trainer = self.config.checkpoint, self.trainer
-        state: Tree = self.weights(rounded=True)
+        state: Tree = trained_only(self.weights(rounded=True), self._adapter)
+        if self._adapter.has_adapters:
+            self._base = self._base or self._own_base("the initial values of --seed")
+            state[BASE] = self._base
         state["run.config"] = to_values(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None
@@ -292,6 +323,23 @@ class Checkpoint:
                 values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
                 put(weights, f"model.{segment.name}", placed_segment(segment, values, self.mesh))
         return weights
+
+    def _with_adapters(self, source: Source) -> Source:
+        """What a run with adapters loads: adapters of its own base, or a base with the lengths of its rows."""
+        if not holds_adapters(source):
+            return WithLengths(source, self.config.model)
+        if not self._adapter.has_adapters:
+            raise CheckpointError(
+                f"{source.where} holds adapters without their network; give its flags (--use-checkpoint-args), and the network with "
+                "--pretrained-checkpoint"
+            )
+        self._base = self._base or self._own_base("the initial values of --seed")
+        demand_same_base(source.values[BASE], self._base, source.where)
+        return source
+
+    def _own_base(self, where: str) -> dict[str, Any]:
+        """What the adapters of this run belong to. All ranks call this together. where: its weights come from."""
+        return {"hash": base_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
 
     def _streams(self) -> Tree:
         place = f"{self.mesh.pp.rank}.{self.mesh.tp.rank}.{self.mesh.dp_cp.rank}"

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
+from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
@@ -293,6 +294,9 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     if not args.use_tokenizer_model_from_checkpoint_args:
         fields -= tokenizer
     values, beside = settings
+    if values.get("lora_rank") is None:  # a base says nothing of the adapters that are put beside it
+        own = {field.name for field, _ in flag_fields(AdapterConfig)}
+        values = {name: value for name, value in values.items() if name not in own}
     given = {name for name, origin in args.origins.items() if origin != "script"}
     given |= tokenizer if tokenizer & given else set()
     for name, value in {**{name: value for name, value in beside.items() if name not in given}, **values}.items():

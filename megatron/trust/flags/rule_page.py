@@ -121,6 +121,9 @@ EXAMPLES: Mapping[str, Example] = {
         "--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True
     ),
     "command-line": Example("--num-leyers 8"),
+    "adapter-targets": Example("--lora-rank 8 --lora-targets q_porj"),
+    "adapter-fit": Example("--lora-rank 8 --optimizer muon"),
+    "adapter-numbers": Example("--lora-alpha 16"),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.rules import (
+    adapters,
     attention,
     checkpoint,
     context,
@@ -41,6 +42,7 @@ _FILES = (
     cuda_graphs,
     data,
     checkpoint,
+    adapters,
 )
 NEEDS = run.NEEDS
 # These can only be asked once sizes are known to be there and positive.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError, flag, plain
+from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.moe import MoEConfig
 
@@ -262,6 +263,7 @@ class RequestedModel:
     mtp: MTPConfig = MTPConfig()
     moe: MoEConfig = MoEConfig()
     kernels: KernelConfig = KernelConfig()
+    adapter: AdapterConfig = AdapterConfig()
     architecture: Literal["gpt", "bert", "t5"] = plain("gpt", role="network")  # said by the entry script
 
     def resolve(self) -> ModelConfig:

@@ -43,6 +43,7 @@ _YARN = (
 _RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _LATENT = tuple(field.name for field in fields(MLAConfig) if field.name != "multi_latent_attention")
 _EXPERTS = tuple(field.name for field in fields(MoEConfig) if field.name != "num_experts")
+_ADAPTERS = ("lora_alpha", "lora_targets", "lora_rslora", "dora")
 
 
 def network_fields() -> dict[str, str]:
@@ -64,6 +65,7 @@ def unused(model: ModelConfig) -> frozenset[str]:
         _LATENT: not latent,
         ("kv_channels", "num_query_groups", "rotary_interleaved"): latent,
         _EXPERTS: not moe.num_experts,
+        _ADAPTERS: not model.adapter.has_adapters,
         ("ffn_hidden_size",): "dense" not in kinds,
         ("moe_router_pre_softmax",): moe.moe_router_score_function != "softmax",
         ("moe_router_group_topk", "moe_router_group_score"): not moe.moe_router_num_groups,

@@ -85,6 +85,9 @@ class OptimizerConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "constant", "how weight decay moves", role="training"
     )
+    lora_plus_ratio: float = flag(
+        1.0, "learning rate of the factors B of adapters over that of A (LoRA+, whose paper takes 16)", role="training"
+    )
     adam_beta1: float = flag(0.9, "decay of the first moment", role="training")
     adam_beta2: float = flag(0.999, "decay of the second moment", role="training")
     adam_eps: float = flag(1e-8, "added to the root of the second moment", role="training")

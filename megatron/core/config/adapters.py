@@ -1,0 +1,217 @@
+"""Which linear layers of a layer have an adapter, and of what rank: the part of a layer's plan that adapters are made from.
+
+    --lora-targets q_proj v_proj=16  ->  layers.0.self_attention.linear_qkv: part q of rank 8, part v of rank 16;  layers.1 ...
+
+A fused matrix is made of parts (q, k, v; gate, up). An adapter belongs to one part, as in PEFT's files, or to all parts of the
+matrix together, which then share A.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.model import ModelConfig
+
+ALL_LINEAR = "all-linear"
+EXPERTS = ".mlp.experts."
+WHOLE = "whole"  # what the pair of factors of a whole matrix is called among parameters
+# (our matrix, its part) -> the projection as published networks call it.
+PROJECTIONS: Mapping[tuple[str, str], str] = {
+    ("linear_qkv", "q"): "q_proj",
+    ("linear_qkv", "k"): "k_proj",
+    ("linear_qkv", "v"): "v_proj",
+    ("linear_q", ""): "q_proj",
+    ("linear_kv", "k"): "k_proj",
+    ("linear_kv", "v"): "v_proj",
+    ("linear_proj", ""): "o_proj",
+    ("linear_fc1", "gate"): "gate_proj",
+    ("linear_fc1", "up"): "up_proj",
+    ("linear_fc1", ""): "up_proj",
+    ("linear_fc2", ""): "down_proj",
+    ("linear_q_proj", ""): "q_proj",
+    ("linear_q_down_proj", ""): "q_a_proj",
+    ("linear_q_up_proj", ""): "q_b_proj",
+    ("linear_kv_down_proj", ""): "kv_a_proj_with_mqa",
+    ("linear_kv_up_proj", ""): "kv_b_proj",
+}
+
+
+class LayerRow(Protocol):
+    """What of a layer's plan says which linear layers it has."""
+
+    @property
+    def index(self) -> int:
+        """Number of the layer."""
+
+    @property
+    def mixer(self) -> str:
+        """attention or mla."""
+
+    @property
+    def cross(self) -> bool:
+        """Whether it looks at an encoder."""
+
+    @property
+    def mlp(self) -> str:
+        """dense or moe."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer of a layer: inputs, and the parts of its output with their sizes. A matrix that is not fused has one, named ""."""
+
+    inputs: int
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def outputs(self) -> int:
+        """Size of the whole output."""
+        return sum(size for _, size in self.parts)
+
+    def rows(self, part: str) -> tuple[int, int]:
+        """First row and number of rows of a part; of "" all."""
+        first = 0
+        for name, size in self.parts if part else ():
+            if name == part:
+                return first, size
+            first += size
+        return 0, self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """One adapter. linear: path of the linear layer in its layer. part: of a fused matrix; "": all of it. scale: of the product B A."""
+
+    linear: str
+    part: str
+    rank: int
+    scale: float
+
+
+def linear_layers(model: ModelConfig, plan: LayerRow) -> dict[str, LinearShape]:
+    """Every linear layer of a layer, by its path in it."""
+    result = _attention(model) if plan.mixer == "attention" else _latent_attention(model)
+    hidden = model.hidden_size
+    if plan.cross:
+        result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_size),))
+        result["cross_attention.linear_kv"] = LinearShape(hidden, (("k", model.key_size), ("v", model.key_size)))
+        result["cross_attention.linear_proj"] = LinearShape(model.query_size, (("", hidden),))
+    widths = {"mlp": model.ffn_hidden_size}
+    if plan.mlp == "moe":
+        shared = model.moe.moe_shared_expert_intermediate_size
+        widths = {"mlp.experts": model.moe.moe_ffn_hidden_size or model.ffn_hidden_size}
+        widths |= {} if shared is None else {"mlp.shared_experts": shared}
+    for path, width in widths.items():
+        parts = (("gate", width), ("up", width)) if model.gated else (("", width),)
+        result[f"{path}.linear_fc1"] = LinearShape(hidden, parts)
+        result[f"{path}.linear_fc2"] = LinearShape(width, (("", hidden),))
+    return result
+
+
+def _attention(model: ModelConfig) -> dict[str, LinearShape]:
+    heads = (("q", model.query_size), ("k", model.key_size), ("v", model.key_size))
+    result = {"self_attention.linear_qkv": LinearShape(model.hidden_size, heads)}
+    if model.attention_output_gate:
+        result["self_attention.linear_gate"] = LinearShape(model.hidden_size, (("", model.query_size),))
+    return result | {"self_attention.linear_proj": LinearShape(model.query_size, (("", model.hidden_size),))}
+
+
+def _latent_attention(model: ModelConfig) -> dict[str, LinearShape]:
+    mla, heads, hidden = model.mla, model.num_attention_heads, model.hidden_size
+    query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    sizes = {"linear_q_proj": (hidden, query)}
+    if mla.q_lora_rank is not None:
+        sizes = {"linear_q_down_proj": (hidden, mla.q_lora_rank), "linear_q_up_proj": (mla.q_lora_rank, query)}
+    sizes |= {
+        "linear_kv_down_proj": (hidden, mla.kv_lora_rank + mla.qk_pos_emb_head_dim),
+        "linear_kv_up_proj": (mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim)),
+        "linear_proj": (heads * mla.v_head_dim, hidden),
+    }
+    return {
+        f"self_attention.{name}": LinearShape(inputs, (("", outputs),)) for name, (inputs, outputs) in sizes.items()
+    }
+
+
+def layer_name(model: ModelConfig, plan: LayerRow) -> str:
+    """Global name of a layer: `decoder.layers.3`."""
+    encodes = model.architecture == "bert" or (model.architecture == "t5" and not plan.cross)
+    return f"{'encoder' if encodes else 'decoder'}.layers.{plan.index}"
+
+
+def adapters_of(model: ModelConfig, plan: LayerRow) -> tuple[AdapterPlan, ...]:
+    """The adapters of a layer. Of several targets that name the same adapter the last one holds."""
+    config, result = model.adapter, []
+    if config.lora_rank is None:
+        return ()
+    for linear, shape in linear_layers(model, plan).items():
+        chosen: dict[str, str] = {}
+        for target in config.lora_targets:
+            chosen |= dict.fromkeys(parts_named(target, f"{layer_name(model, plan)}.{linear}", shape), target)
+        for part in ("", *(name for name, _ in shape.parts if name)):
+            rank, alpha = read_target(config, chosen[part]) if part in chosen else (0, 0.0)
+            if rank > 0:
+                scale = alpha / (math.sqrt(rank) if config.lora_rslora else rank)
+                result.append(AdapterPlan(linear, part, rank, scale))
+    return tuple(result)
+
+
+def read_target(config: AdapterConfig, target: str) -> tuple[int, float]:
+    """Rank and alpha of a target: NAME, NAME=RANK or NAME=RANK:ALPHA; rank 0 where that cannot be read, which a rule refuses."""
+    result = re.fullmatch(r"[^=]+(?:=(\d+)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?)?", target)
+    if result is None:
+        return 0, 0.0
+    default = config.lora_rank or 0
+    alpha = float(default) if config.lora_alpha is None else config.lora_alpha
+    return int(result[1] or default), float(result[2] or alpha)
+
+
+def parts_named(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
+    """What a target names of a linear layer: "" all of the matrix as one, else names of its parts. linear: its global name.
+
+    What names the whole and the parts means the parts; of experts, whose matrices published networks have fused, the whole.
+    """
+    name, matrix = target.partition("=")[0], linear.rpartition(".")[2]
+    parts = [""] if len(shape.parts) == 1 else ["", *(part for part, _ in shape.parts)]
+    result = [
+        part
+        for part in parts
+        if _is_named(name, f"{linear}.{part}" if part else linear, PROJECTIONS.get((matrix, part)))
+    ]
+    if "" in result and len(result) > 1:
+        result = [""] if EXPERTS in linear else result[1:]
+    return tuple(result)
+
+
+def _is_named(name: str, full: str, projection: str | None) -> bool:
+    return name in (ALL_LINEAR, projection, full) or fnmatchcase(full, name) or fnmatchcase(full, f"*.{name}")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, by its global name, belongs to an adapter."""
+    return ".adapter." in name
+
+
+def is_trained(name: str, config: AdapterConfig) -> bool:
+    """Whether a parameter, by its global name, is trained: with adapters these and --lora-modules-to-save, and nothing of --freeze."""
+    frozen = config.has_adapters and not is_adapter(name) and not _named_by(name, config.lora_modules_to_save)
+    return not frozen and not _named_by(name, config.freeze)
+
+
+def _named_by(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def chosen_layers(model: ModelConfig, rows: Iterable[LayerRow], target: str) -> list[tuple[str, str, LinearShape]]:
+    """(linear layer, part, its shape) of everything that a target names in a network."""
+    return [
+        (linear, part, shape)
+        for plan in rows
+        for linear, shape in linear_layers(model, plan).items()
+        for part in parts_named(target, f"{layer_name(model, plan)}.{linear}", shape)
+    ]

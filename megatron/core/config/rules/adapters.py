@@ -1,0 +1,117 @@
+"""Rules about adapters and frozen weights. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.adapters import ALL_LINEAR, EXPERTS, PROJECTIONS, LinearShape, chosen_layers, read_target
+from megatron.core.config.flags import spelling
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.settings.adapter import AdapterConfig
+
+_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora", "dora", "lora_modules_to_save")
+
+
+def _numbers(s: Setting) -> str:
+    config, usual = s.run.model.adapter, AdapterConfig()
+    if not config.has_adapters:
+        given = [spelling(name) for name in _OF_ADAPTERS if getattr(config, name) != getattr(usual, name)]
+        given += ["--lora-plus-ratio"] if s.run.optimizer.lora_plus_ratio != 1.0 else []
+        return f"{', '.join(given)}: of adapters, and there are none; give --lora-rank" if given else ""
+    problems = []
+    if (config.lora_rank or 0) < 1:
+        problems.append(f"--lora-rank {config.lora_rank} is not a positive number")
+    if not 0.0 <= config.lora_dropout < 1.0:
+        problems.append(f"--lora-dropout {config.lora_dropout} must lie in [0, 1)")
+    if s.run.optimizer.lora_plus_ratio <= 0.0:
+        problems.append(f"--lora-plus-ratio {s.run.optimizer.lora_plus_ratio} is not a positive number")
+    if not config.lora_targets:
+        problems.append("--lora-targets names nothing; leave it out for all linear layers")
+    return "\n  ".join(problems)
+
+
+def _targets(s: Setting) -> str:
+    model, problems = s.run.model, list[str]()
+    config = model.adapter
+    if not config.has_adapters or (config.lora_rank or 0) < 1:
+        return ""
+    broken = [target for target in config.lora_targets if read_target(config, target)[0] < 1]
+    if broken:
+        return f"--lora-targets {' '.join(broken)}: write NAME, NAME=RANK or NAME=RANK:ALPHA, a rank being 1 or more"
+    rows = layer_rows(model)
+    kinds: dict[str, set[bool]] = {}
+    for target in config.lora_targets:
+        chosen = chosen_layers(model, rows, target)
+        problems += _target_problems(config, target, chosen)
+        for linear, part, shape in chosen:
+            if len(shape.parts) > 1:
+                kinds.setdefault(linear, set()).add(part == "")
+    both = [linear for linear, choices in kinds.items() if len(choices) > 1]
+    if both:
+        problems.append(
+            f"--lora-targets adapt {both[0]} as one matrix and its parts by themselves; keep either the matrix or the parts"
+        )
+    return "\n  ".join(dict.fromkeys(problems))
+
+
+def _target_problems(config: AdapterConfig, target: str, chosen: list[tuple[str, str, LinearShape]]) -> Iterator[str]:
+    """What is wrong with a target. chosen: what it names."""
+    rank = read_target(config, target)[0]
+    if not chosen:
+        yield (
+            f"--lora-targets {target} names no linear layer of this network; choose of {ALL_LINEAR}, "
+            f"{', '.join(dict.fromkeys(PROJECTIONS.values()))}, our names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or patterns of "
+            "full names"
+        )
+        return
+    most, name = min(
+        (min(shape.inputs, shape.rows(part)[1]), f"{linear}.{part}".rstrip(".")) for linear, part, shape in chosen
+    )
+    if rank > most:
+        yield f"--lora-rank {rank} does not fit {name}, a matrix of rank {most} at most; choose up to {most}, or {target}={most} in --lora-targets"
+    if any(f".{linear}".find(EXPERTS) >= 0 for linear, _, _ in chosen) and (config.dora or config.lora_dropout):
+        flag = "--dora" if config.dora else f"--lora-dropout {config.lora_dropout}"
+        yield f"{flag} and adapters of experts ({target}) do not go together; name other --lora-targets, or drop it"
+
+
+def _others(s: Setting) -> str:
+    run, problems = s.run, []
+    config = run.model.adapter
+    if not config.has_adapters and not config.freeze:
+        return ""
+    what = "--lora-rank" if config.has_adapters else "--freeze"
+    if run.model.qk_clip:
+        problems.append(f"--qk-clip scales weights that {what} freezes; drop one of them")
+    if not config.has_adapters:
+        return "\n  ".join(problems)
+    if run.checkpoint.export_hf is not None:
+        problems.append(
+            "--export-hf writes whole networks, and checkpoints of a run with --lora-rank hold adapters; leave it out"
+        )
+    if run.optimizer.is_muon:
+        problems.append("--optimizer muon updates whole matrices, and adapters are factors of matrices; choose adam")
+    if (
+        run.model.moe.num_experts
+        and run.model.moe.moe_router_enable_expert_bias
+        and run.model.moe.moe_router_bias_update_rate
+    ):
+        problems.append(
+            "--moe-router-enable-expert-bias moves the bias of experts, which --lora-rank freezes; give --moe-router-bias-update-rate 0"
+        )
+    if run.model.moe.moe_use_upcycling:
+        problems.append(
+            "--moe-use-upcycling makes experts of a dense network, and --lora-rank freezes them; drop one of them"
+        )
+    return "\n  ".join(problems)
+
+
+ALWAYS = (Rule("adapter-numbers", _numbers, "what is said of adapters belongs to a run that has them"),)
+RULES = (
+    Rule(
+        "adapter-targets",
+        _targets,
+        "every target of adapters names a linear layer of the network, whose rank is not below theirs",
+    ),
+    Rule("adapter-fit", _others, "weights that are frozen are changed by nothing else"),
+)

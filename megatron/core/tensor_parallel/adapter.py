@@ -1,0 +1,201 @@
+"""Adapters of linear layers: LoRA (Hu et al., 2021), rsLoRA (Kalajdzievski, 2023) and DoRA (Liu et al., 2024).
+
+    y = W x + scale B A dropout(x)            A: [r, in], drawn; B: [out, r], zero at first
+    DoRA: y = m / |W + scale B A| (W x + scale B A dropout(x))      |.|: of each row, taken as a constant; m: [out], |W| at first
+
+What an adapter adds is in the same state as what its layer gives: whole, cut by columns, or a partial sum. So
+
+    layer       A                       between the factors         B
+    column      whole                   gathered, width r           cut as the rows of W
+    row         cut as W's columns      summed, width r             whole
+    whole       whole                                               whole
+
+Where a factor that is whole sees a shard of the sequence (sequence parallelism), its gradient is summed over the tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.adapters import WHOLE, AdapterPlan
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter, spec_of
+from megatron.core.tensor_parallel.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBuild:
+    """What all adapters of a network are made with. dropout: share of an input's elements. dora: rows have lengths of their own."""
+
+    mesh: Mesh
+    streams: RandomStreams
+    dtype: torch.dtype
+    dropout: float = 0.0
+    dora: bool = False
+
+
+def kaiming_uniform() -> Initial:
+    """Initial values of A: uniform within 1 / sqrt(in), as `nn.Linear` draws its weight. Shape [r, in]."""
+
+    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        bound = shape[-1] ** -0.5
+        return torch.empty(shape, device=generator.device).uniform_(-bound, bound, generator=generator)
+
+    return draw
+
+
+class LowRank(nn.Module):
+    """One pair of factors, and the lengths of the rows (DoRA). rows: that B has, as segments of the cut output."""
+
+    def __init__(
+        self,
+        plan: AdapterPlan,
+        weight: ParamSpec,
+        rows: tuple[FusedSegment, ...],
+        build: AdapterBuild,
+        sums: tuple[str, ...],
+    ) -> None:
+        """weight: of the base. sums: axes whose ranks each see a share of the sequence where the layer is whole."""
+        super().__init__()
+        self.scale, self.rank, dim = plan.scale, plan.rank, _cut_dim(weight)
+        out, width = sum(part.size for part in rows), weight.shape[1]
+        cut_input = weight.shards if dim == 1 else ()
+        cut_output = (Shard(0, weight.shards[0].axis, rows),) if dim == 0 else ()
+        first = ParamSpec((plan.rank, width), kaiming_uniform(), "lora_a", cut_input, () if dim == 1 else sums)
+        second = ParamSpec((out, plan.rank), constant(0.0), "lora_b", cut_output, () if dim == 0 else sums)
+        length = ParamSpec((out,), constant(1.0), "vector", cut_output, () if dim == 0 else sums)
+        self.lora_A = parameter(first, build.mesh, build.dtype)
+        self.lora_B = parameter(second, build.mesh, build.dtype)
+        self.magnitude = parameter(length, build.mesh, build.dtype) if build.dora else None
+
+
+class LinearAdapter(nn.Module):
+    """The adapters of one linear layer: one of the whole matrix, or one of each of some of its parts."""
+
+    def __init__(
+        self,
+        plans: Sequence[AdapterPlan],
+        names: Sequence[str],
+        weight: nn.Parameter,
+        region: Region,
+        build: AdapterBuild,
+    ) -> None:
+        """plans: of this layer. names: of its parts. weight: of the layer, whose spec says how it is cut."""
+        super().__init__()
+        spec = spec_of(weight)
+        self.region, self.build, self.dim = region, build, _cut_dim(spec)
+        self.axis: Axis = build.mesh.tp
+        sums = region.outside_sums if self.dim is not None else spec.sum_over
+        segments = spec.shards[0].parts if self.dim == 0 else (FusedSegment(spec.shape[0]),)
+        ranks = self.axis.size if self.dim == 0 else 1
+        self.pairs, self.sizes = nn.ModuleDict(), []
+        for place, name in enumerate(names):
+            rows = (segments[place],) if len(segments) > 1 else segments
+            self.sizes.append(sum(part.local_size(ranks) for part in rows))
+            for plan in plans:
+                if plan.part == name != "" or (plan.part == "" and place == 0):
+                    self.pairs[plan.part or WHOLE] = LowRank(
+                        plan, spec, segments if plan.part == "" else rows, build, sums
+                    )
+        self.names = tuple(names)
+        # The input of a row layer differs from rank to rank, and so does that of any layer under sequence parallelism.
+        self.stream = "cut" if self.dim == 1 or "tp" in sums else "default"
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether rows have lengths of their own (DoRA), by which also the layer's product is multiplied."""
+        return self.build.dora
+
+    def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
+        """x: the layer's input; base: its output without a bias if rows have lengths; weight: [out, in], its shard. Returns the adapted output."""
+        low = F.linear(self._dropped(x), torch.cat([pair.lora_A for _, pair in self._named_pairs]))
+        if self.dim == 0:
+            low = self.region.copy_to_region(low)
+        elif self.dim == 1:
+            low = self.region.reduce_from_region(low)
+        parts = low.split([pair.rank for _, pair in self._named_pairs], dim=-1)
+        products = {
+            name: F.linear(part, pair.lora_B) * pair.scale
+            for (name, pair), part in zip(self._named_pairs, parts, strict=True)
+        }
+        adapted = base + self._joined(products, base.new_zeros(()))
+        if not self.build.dora:
+            return adapted
+        lengths = {
+            name: pair.magnitude / self._norm(name, pair, weight)
+            for name, pair in self._named_pairs
+            if pair.magnitude is not None
+        }
+        return adapted * self._joined(lengths, base.new_ones(())).to(adapted.dtype)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """The matrix that does the same as the layer with its adapters. weight: [out, in], the shard of this rank."""
+        deltas = {name: pair.scale * (pair.lora_B @ pair.lora_A) for name, pair in self._named_pairs}
+        whole = weight + self._rows(deltas, weight, 0.0)
+        if not self.build.dora:
+            return whole
+        lengths = {
+            name: (pair.magnitude / self._norm(name, pair, weight))[:, None]
+            for name, pair in self._named_pairs
+            if pair.magnitude is not None
+        }
+        return whole * self._rows(lengths, weight[:, :1], 1.0).to(whole.dtype)
+
+    @torch.no_grad()
+    def reset_lengths(self, weight: Tensor) -> None:
+        """Give rows the lengths that they have in the layer's own matrix. weight: [out, in], the shard of this rank."""
+        for name, pair in self._named_pairs:
+            if pair.magnitude is not None:
+                pair.magnitude.copy_(self._norm(name, pair, weight))
+
+    @property
+    def _named_pairs(self) -> list[tuple[str, LowRank]]:
+        return cast(list[tuple[str, LowRank]], list(self.pairs.items()))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if self.build.dropout == 0.0 or not self.training:
+            return x
+        with self.build.streams.use(self.stream):
+            return torch.native_dropout(x, self.build.dropout, True)[0]
+
+    def _joined(self, parts: dict[str, Tensor], other: Tensor) -> Tensor:
+        """Results of parts, [.., size] each, laid end to end; other: [], of a part without an adapter."""
+        if WHOLE in parts:
+            return parts[WHOLE]
+        some = next(iter(parts.values()))
+        return torch.cat(
+            [
+                parts[name] if name in parts else other.to(some.dtype).expand(*some.shape[:-1], size)
+                for name, size in zip(self.names, self.sizes, strict=True)
+            ],
+            dim=-1,
+        )
+
+    def _rows(self, parts: dict[str, Tensor], like: Tensor, other: float) -> Tensor:
+        """The same of rows [size, ..]."""
+        if WHOLE in parts:
+            return parts[WHOLE]
+        pieces = zip(self.names, like.split(self.sizes), strict=True)
+        return torch.cat([parts[name] if name in parts else torch.full_like(rows, other) for name, rows in pieces])
+
+    @torch.no_grad()
+    def _norm(self, name: str, pair: LowRank, weight: Tensor) -> Tensor:
+        """The length of each row of W + scale B A, [rows of this rank]. Ranks that share a row sum their squares."""
+        rows = weight if name == WHOLE else weight.split(self.sizes)[self.names.index(name)]
+        squares = torch.addmm(rows, pair.lora_B.to(rows.dtype), pair.lora_A.to(rows.dtype), alpha=pair.scale)
+        total = squares.to(torch.promote_types(squares.dtype, torch.float32)).square().sum(dim=1)
+        return (collectives.all_reduce(total, self.axis) if self.dim == 1 else total).sqrt().to(weight.dtype)
+
+
+def _cut_dim(spec: ParamSpec) -> int | None:
+    """The dimension of a matrix that is cut over the tensor ranks."""
+    return spec.shards[0].dim if spec.shards else None

@@ -1,0 +1,109 @@
+"""Give the linear layers of a layer the adapters of its plan. Those of experts: each expert has factors of its own.
+
+An expert's adapter sums as its layer does: what enters is whole on all etp ranks and cut rows give columns, or what enters is cut and
+each rank has a partial sum. The factor that is whole sees a share of its gradient on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained, linear_layers
+from megatron.core.config.plan import LayerPlan
+from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter, spec_of
+from megatron.core.tensor_parallel.adapter import AdapterBuild, LinearAdapter, kaiming_uniform
+from megatron.core.transformer.build import Build
+
+
+def add_adapters(layer: nn.Module, plan: LayerPlan, build: Build) -> None:
+    """Put an adapter beside each linear layer that the plan names."""
+    config = build.model.adapter
+    made = AdapterBuild(build.mesh, build.streams, build.dtype, config.lora_dropout, config.dora)
+    shapes = linear_layers(build.model, plan)
+    for path, group in groupby(plan.adapters, key=lambda one: one.linear):
+        linear, names = layer.get_submodule(path), [name for name, _ in shapes[path].parts]
+        if spec_of(linear.weight).stacked:  # type: ignore[arg-type]
+            linear.adapter = GroupedAdapter(tuple(group), names, linear.weight, build)  # type: ignore[arg-type]
+        else:
+            linear.adapter = LinearAdapter(tuple(group), names, linear.weight, build.region, made)  # type: ignore[arg-type]
+
+
+def freeze(network: nn.Module, config: AdapterConfig) -> None:
+    """Take the gradient from all parameters of a named network that are not trained: with adapters all but those and --lora-modules-to-save."""
+    for param in network.parameters():
+        name = spec_of(param).name
+        if not is_trained(name, config):
+            param.requires_grad_(False)
+
+
+class GroupedPair(nn.Module):
+    """The factors of all experts of this rank: A [e, r, in], B [e, out, r]."""
+
+    def __init__(self, plan: AdapterPlan, weight: ParamSpec, rows: tuple[FusedSegment, ...], build: Build) -> None:
+        super().__init__()
+        self.scale, self.rank = plan.scale, plan.rank
+        experts, _, inputs = weight.shape
+        by_expert, by_width = weight.shards
+        cut_output = by_width.dim == 1
+        first = ParamSpec(
+            (experts, plan.rank, inputs),
+            kaiming_uniform(),
+            "lora_a",
+            (by_expert,) if cut_output else (by_expert, by_width),
+            ("etp",) if cut_output else (),
+            reduce_over="edp",
+            stacked=True,
+        )
+        second = ParamSpec(
+            (experts, sum(part.size for part in rows), plan.rank),
+            constant(0.0),
+            "lora_b",
+            (by_expert, Shard(1, "etp", rows)) if cut_output else (by_expert,),
+            () if cut_output else ("etp",),
+            reduce_over="edp",
+            stacked=True,
+        )
+        self.lora_A, self.lora_B = (parameter(spec, build.mesh, build.dtype) for spec in (first, second))
+
+
+class GroupedAdapter(nn.Module):
+    """The adapters of a linear layer of experts: one of the whole matrix, or one of each of some of its parts."""
+
+    def __init__(self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: Build) -> None:
+        super().__init__()
+        spec = spec_of(weight)
+        by_width = spec.shards[1]
+        segments = by_width.parts if by_width.dim == 1 else (FusedSegment(spec.shape[1]),)
+        ranks = build.mesh.etp.size if by_width.dim == 1 else 1
+        self.multiply: Callable[..., Tensor] = build.kernels.grouped_linear
+        self.names, self.pairs, self.sizes = (
+            tuple(names),
+            nn.ModuleDict(),
+            [part.local_size(ranks) for part in segments],
+        )
+        for plan in plans:
+            rows = segments if plan.part == "" else (segments[self.names.index(plan.part)],)
+            self.pairs[plan.part or WHOLE] = GroupedPair(plan, spec, rows, build)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """What the adapters add. x: [n, in], sorted by expert; counts: [e]. Returns [n, out], in the state of the layer's product."""
+        products = {}
+        for name, pair in cast(list[tuple[str, GroupedPair]], list(self.pairs.items())):
+            low = self.multiply(x, pair.lora_A, counts, None)
+            products[name] = self.multiply(low, pair.lora_B, counts, None) * pair.scale
+        if WHOLE in products:
+            return products[WHOLE]
+        nothing = x.new_zeros(())
+        return torch.cat(
+            [
+                products[name] if name in products else nothing.expand(x.shape[0], size)
+                for name, size in zip(self.names, self.sizes, strict=True)
+            ],
+            dim=-1,
+        )

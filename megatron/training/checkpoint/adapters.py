@@ -1,0 +1,129 @@
+"""Checkpoints of a run with adapters: they hold what is trained, and the hash of the frozen weights that it belongs to.
+
+--pretrained-checkpoint BASE  ->  frozen weights  ->  hash        --load RUN  ->  adapters, if they were trained on that hash
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.adapters import WHOLE, is_adapter, is_trained, layer_name, linear_layers
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.tree import Tree
+from megatron.core.parallel import collectives
+from megatron.core.parallel.boxes import Box
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
+
+_LENGTHS = ".magnitude"
+BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
+_BLOCK = 1 << 22  # elements that are hashed together
+_ODD = 6364136223846793005
+
+
+def holds_adapters(source: Source) -> bool:
+    """Whether a checkpoint holds adapters without the network that they belong to."""
+    return BASE in source.values
+
+
+def trained_only(tree: Tree, config: AdapterConfig) -> Tree:
+    """The tree without weights that are not trained; all of it in a run without adapters."""
+    return {
+        name: value
+        for name, value in tree.items()
+        if not config.has_adapters or not name.startswith("model.") or is_trained(name.removeprefix("model."), config)
+    }
+
+
+def base_weights(tree: Tree) -> Tree:
+    """The weights of a tree that a base has, and the lengths of rows, which begin as the base's."""
+    return {name: value for name, value in tree.items() if not is_adapter(name) or name.endswith(_LENGTHS)}
+
+
+class WithLengths:
+    """A network's source with the lengths of the rows of its matrices, by the names that adapters have for them (DoRA)."""
+
+    def __init__(self, source: Source, model: ModelConfig) -> None:
+        """model: with its adapters."""
+        self.where, self.values, self.settings, self._source = source.where, source.values, source.settings, source
+        self._rows: dict[str, tuple[str, int, int]] = {}
+        for plan in layer_rows(model) if model.adapter.dora else ():
+            shapes = linear_layers(model, plan)
+            for adapter in plan.adapters:
+                matrix = f"model.{layer_name(model, plan)}.{adapter.linear}"
+                first, size = shapes[adapter.linear].rows(adapter.part)
+                self._rows[f"{matrix}.adapter.pairs.{adapter.part or WHOLE}{_LENGTHS}"] = (
+                    f"{matrix}.weight",
+                    first,
+                    size,
+                )
+        lengths = {
+            name: Format((size,), source.formats[matrix].dtype) for name, (matrix, _, size) in self._rows.items()
+        }
+        self.formats: Mapping[str, Format] = {**source.formats, **lengths}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`."""
+        if name not in self._rows:
+            return self._source.read(name, box)
+        matrix, first, _ = self._rows[name]
+        rows = Box((first + box.offset[0], 0), (box.shape[0], self._source.formats[matrix].shape[1]))
+        values = self._source.read(matrix, rows)
+        return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
+
+
+def demand_same_base(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
+    """Refuse adapters that were trained on other frozen weights. saved, mine: the values of `BASE`."""
+    if saved.get("hash") != mine["hash"]:
+        raise CheckpointError(
+            f"{where} holds adapters of another base: they were trained on {saved.get('where')} with hash {saved.get('hash')}, and this "
+            f"run's frozen weights, of {mine['where']}, have {mine['hash']}; give their base with --pretrained-checkpoint"
+        )
+
+
+def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) -> str:
+    """A hash of the frozen weights that is the same under every layout, and in every format that bfloat16 is rounded from.
+
+    All ranks call this together. A sum over elements, modulo 2**64, of a number made of the name, the place and the value.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    seen: set[str] = set()
+    for stage in stages:
+        for param in stage.parameters():
+            spec = spec_of(param)
+            frozen = not is_adapter(spec.name) and not is_trained(spec.name, config)
+            counted = mesh.axis(spec.reduce_over).is_first and not (
+                is_shared_over_tensor(spec) and not mesh.axis(tensor_axis(spec)).is_first
+            )
+            if spec.tied:
+                counted = counted and mesh.axis(spec.tied_over).is_first and spec.name not in seen
+            seen.add(spec.name)
+            for piece in local_shards(spec, mesh) if frozen and counted else ():
+                if piece.is_first_replica:
+                    total += _hashed(
+                        param.detach()[piece.local.slices()], piece.box, spec.shape, seed_of("base", spec.name)
+                    )
+    return f"{int(collectives.all_reduce(total, mesh.world)) % 2**64:016x}"
+
+
+def _hashed(values: Tensor, box: Box, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The sum [] over a box of a tensor of this whole shape."""
+    place = torch.zeros((), dtype=torch.int64, device=values.device)
+    for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        steps = torch.arange(start, start + size, device=values.device)
+        place = place * shape[dim] + steps.view(-1, *(1,) * (len(shape) - 1 - dim))
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    bits = values.to(torch.bfloat16).contiguous().view(torch.int16).flatten()
+    for numbers, places in zip(bits.split(_BLOCK), place.expand(box.shape).flatten().split(_BLOCK), strict=True):
+        factors = places * _ODD + seed
+        total += ((numbers.to(torch.int64) + 40503) * ((factors ^ (factors >> 29)) | 1)).sum()
+    return total
