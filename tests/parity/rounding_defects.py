@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.core.distributed import rounded
+from megatron.core.distributed import fp8_param_gather
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket
 from megatron.core.kernels.low_precision.fp8 import Quantised, largest_of
@@ -60,7 +60,7 @@ def _own_tokens_later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...
 
 
 def _rounded_by_own_range(self: LowPrecisionBucket) -> None:
-    with patch.object(rounded, "collectives", collectives_with(all_reduce=_of_own_piece)):
+    with patch.object(fp8_param_gather, "collectives", collectives_with(all_reduce=_of_own_piece)):
         _prepare(self)
 
 

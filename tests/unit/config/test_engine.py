@@ -76,7 +76,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("few-bits", 1, {**ZERO, "fp4_format": "e2m1", "fp8_param_gather": True}, ("another format", "--fp4-param-gather instead")),
     ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "num_attention_heads": 4, **MLA, "kv_lora_rank": 32, "qk_head_dim": 16,
                      "qk_pos_emb_head_dim": 16, "v_head_dim": 16}, ("--multi-latent-attention",)),
-    ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "bf16": True, "use_precision_aware_optimizer": True}, ("masters of its own",)),
+    ("few-bits", 1, {**FP8, **ZERO, "fp8_param_gather": True, "bf16": True, "use_precision_aware_optimizer": True}, ("main weights of its own",)),
     ("few-bits-over-tensor", 8, {**FP8, "tensor_model_parallel_size": 8}, ("all queries is 8 over 8 ranks", "no multiple of the 16")),
     ("few-bits-over-tensor", 1, {**FP8, "fp8_recipe": "blockwise"}, ("--hidden-size 64 is 64, no multiple of the 128", "another recipe")),
     ("few-bits-over-tensor", 4, {**FP8, "fp8_recipe": "mxfp8", **TP4}, ("all queries is 16 over 4 ranks, no multiple of the 32",)),

@@ -222,6 +222,9 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--decoder-seq-length 1024", "encoder-and-decoder", 1),
     (8, "--elastic --save x --load y --save-interval 5", "elastic", 1),
     (8, "--elastic --save x --load x --save-interval 5 --dataloader-type cyclic", "elastic", 1),
+    (1, "--lora-alpha 16", "adapter-numbers", 1),
+    (1, "--lora-rank 8 --lora-targets q_porj", "adapter-targets", 1),
+    (1, "--lora-rank 8 --optimizer muon", "adapter-fit", 1),
     (1, "--num-leyers 3", "command-line", 0),
     (1, "--micro-batch-size many", "command-line required", 1),
     # What a search must put together: one change that mends several rules, and several that are needed.

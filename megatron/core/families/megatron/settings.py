@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.flags import flag_fields
+from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig
 from megatron.core.config.settings.moe import MoEConfig
@@ -28,7 +29,7 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     does not have: a checkpoint holds every default of Megatron's, sizes of experts without any experts too.
     """
     settings = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
-    settings |= {name: _spelled(name, value) for name, value in arguments.items() if name in _known(ModelConfig)}
+    settings |= {name: _spelled(name, value) for name, value in arguments.items() if name in _model_fields()}
     settings = {name: value for name, value in settings.items() if value is not None}
     if arguments.get("use_rotary_position_embeddings"):
         settings["position_embedding_type"] = "rope"
@@ -57,6 +58,11 @@ def _known(config: type) -> frozenset[str]:
     return frozenset(field.name for field, _ in flag_fields(config)) | (
         {"true_vocab_size"} if config is ModelConfig else set()
     )
+
+
+def _model_fields() -> frozenset[str]:
+    """Settings of the model that Megatron's arguments can hold: all but those of adapters, which its checkpoints do not have."""
+    return _known(ModelConfig) - _known(AdapterConfig)
 
 
 def _spelled(name: str, value: Any) -> Any:
