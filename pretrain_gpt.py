@@ -30,7 +30,7 @@ from megatron.training.run import Run
 from megatron.training.trainer import Samples
 
 
-def datasets(run: Run, samples: tuple[int, int, int]) -> Datasets:
+def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
     """Training, validation and test samples: windows of tokens, or with --sft conversations."""
     train, valid, test = samples
     return build_datasets(
@@ -71,6 +71,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
 def samples(run: Run) -> Samples:
     """What continues the prompts of --eval-generate."""
     train = run.config.train
+    assert train.eval_generate is not None, "nothing is continued without --eval-generate"
     prompts = read_prompts(
         train.eval_generate,
         run.tokenizer,

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
+from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.executor import Shape, run
@@ -25,7 +26,7 @@ from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel.loss import cross_entropy
 from megatron.inference.sampling import Sampling, draw
-from megatron.training.checkpoint.inference_model import InferenceModel, Stage
+from megatron.training.checkpoint.inference_model import InferenceModel
 
 Ids = tuple[int, ...]
 Batch = Sequence[Ids]
@@ -43,7 +44,7 @@ class Network(Protocol):
         """Its ranks."""
 
     @property
-    def stages(self) -> Sequence[Stage]:
+    def stages(self) -> Sequence[GPTModel]:
         """Those of this rank, in order."""
 
 
@@ -66,7 +67,7 @@ class BatchSize:
             if full:
                 batches.append([])
             batches[-1].append(ids)
-        return batches
+        return list(batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def _alike(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
 
     What is missing is filled with the round's longest input, whose answer then comes more than once.
     """
-    mine = []
+    mine: list[Batch] = []
     for start in range(0, len(batches), axis.size):
         together = batches[start : start + axis.size]
         rows, longest = max(map(len, together)) + 1, together[0][0]

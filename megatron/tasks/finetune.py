@@ -102,7 +102,7 @@ def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple
     scores = judged(batch, stage)
 
     def loss(scores: Tensor) -> Loss:
-        assert batch.labels is not None, "the stage of the loss reads its labels"
+        assert batch.labels is not None and batch.loss_mask is not None, "the stage of the loss reads its labels"
         scores, labels = scores if scores.dtype == torch.float64 else scores.float(), batch.labels[:, 0]
         losses = (
             F.mse_loss(scores[:, 0], labels.to(scores.dtype), reduction="none")
@@ -289,6 +289,7 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: StepValidat
             record_steps(run.ledger, resolved)
             watch.demand_finite(resolved)
             train = run.config.train
+            assert train.train_iters is not None, "finetuning counts its steps before it begins"
             writers.report(
                 meter.report(
                     train_iters=train.train_iters,
@@ -372,13 +373,13 @@ def _record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[
         uid = question.uid
     else:
         classes, uid = TASKS[str(task.task)].classes, samples.texts[row.index].uid
-    record = {
+    record: dict[str, object] = {
         "file": name,
         "uid": uid,
-        "prediction": classes[row.predicted],
+        "prediction": classes[int(row.predicted)],
         "scores": dict(zip(classes, (round(score, 6) for score in row.scores))),
     }
-    return record if row.label is None else {**record, "label": classes[row.label]}
+    return record if row.label is None else {**record, "label": classes[int(row.label)]}
 
 
 def _metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:

@@ -30,7 +30,6 @@ from megatron.tasks.detokenize import detokenized
 from megatron.tasks.flags import TaskConfig
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.checkpoint.inference_model import Stage
 from megatron.training.data.batch import Batch, LossFunction, masked_loss
 from megatron.training.data.sample_order import needs_text
 from megatron.training.evaluate import evaluate, resting
@@ -202,7 +201,7 @@ class _Stages:
 
     config: RunConfig
     mesh: Mesh
-    stages: Sequence[Stage]
+    stages: Sequence[GPTModel]
 
 
 def last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
@@ -210,7 +209,7 @@ def last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
     run, train = trainer.run, trainer.run.config.train
     with resting(trainer), torch.no_grad():
         return loglikelihoods(
-            _Stages(run.config, run.mesh, trainer.stages),
+            _Stages(run.config, run.mesh, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]),
             passages,
             max_length=train.seq_length,
             size=BatchSize(train.micro_batch_size),

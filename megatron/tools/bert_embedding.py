@@ -109,7 +109,10 @@ class Embedder:
             wide = hidden if hidden.dtype == torch.float64 else hidden.float()
             found = (wide * mask.t()[:, :, None]).sum(dim=0) / lengths[:, None]
         else:
-            found = hidden[0] if self.pooling == "first" else self.network.pooler(hidden)
+            found = hidden[0]
+            if self.pooling == "pooled":
+                assert self.network.pooler is not None, "a BERT without a pooler is refused"
+                found = self.network.pooler(hidden)
         return torch.nn.functional.normalize(found, dim=-1) if self.normalize else found
 
 

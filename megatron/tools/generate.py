@@ -126,14 +126,16 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
     """What answers, on this rank."""
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
-    config, how = from_namespace(InferenceConfig, given), {"parallel": parallel, "dtype": given.dtype}
+    config = from_namespace(InferenceConfig, given)
     if architecture_of(open_checkpoint(given.load, given.ckpt_step)) == "t5":
         if given.draft:
             raise ConfigError("a T5 is decoded without drafts; leave out --draft")
-        loaded = load_network(given.load, ModelKind("t5", T5Model), step=given.ckpt_step, **how)
-        return EncoderDecoder(loaded.stages, loaded.tokenizer, config, start=start_of(loaded))
-    loaded = load_network(given.load, GPT, step=given.ckpt_step, **how)
-    draft = load_network(given.draft, GPT, **how).stages if given.draft else ()
+        t5 = load_network(
+            given.load, ModelKind("t5", T5Model), step=given.ckpt_step, parallel=parallel, dtype=given.dtype
+        )
+        return EncoderDecoder(t5.stages, t5.tokenizer, config, start=start_of(t5))
+    loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype)
+    draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     return Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
 
 

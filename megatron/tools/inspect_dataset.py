@@ -105,7 +105,7 @@ def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.n
     if len(lengths) and lengths.min() < 0:
         raise DataError(f"{idx_path(prefix)} is damaged; see --verify")
     facts = sidecar.read(prefix)
-    found = {
+    found: dict[str, Any] = {
         "prefix": prefix,
         "documents": data.num_documents,
         "empty_documents": int((np.diff(data.document_indices) == 0).sum()),
@@ -181,7 +181,7 @@ def draw(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -
     longest = max((int(lengths.max()) for lengths in lengths_of.values() if len(lengths)), default=1)
     edges = np.unique(np.logspace(0, np.log10(longest + 1), 60).astype(np.int64))
     for prefix, lengths in lengths_of.items():
-        axes.hist(lengths[lengths > 0], bins=np.append(edges, longest + 1), histtype="step", label=Path(prefix).name)
+        axes.hist(lengths[lengths > 0], bins=[*edges.tolist(), longest + 1], histtype="step", label=Path(prefix).name)
     if seq_length is not None:
         axes.axvline(seq_length, color="gray", linestyle="--", label=f"{seq_length} tokens")
     axes.set(xscale="log", xlabel="tokens a document", ylabel="documents")
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> bool:
             if tokenizer:
                 sidecar.check_tokenizer(prefix, fingerprint(tokenizer))
             facts, lengths_of[prefix] = inspect(prefix, args)
-            if args.documents:
+            if args.documents and tokenizer:
                 facts["first_documents"] = first_documents(prefix, args.documents, tokenizer)
         if args.verify:
             facts["problems"] = problems

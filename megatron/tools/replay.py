@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pretrain_bert
@@ -24,9 +24,10 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.trainer import ForwardStep, ModelProvider
 from megatron.trust.compare.replay import Replayed, replay
 
-PROVIDERS = {
+PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
     "gpt": (pretrain_gpt.model, pretrain_gpt.forward_step),
     "bert": (pretrain_bert.model, pretrain_bert.forward_step),
     "t5": (pretrain_t5.model, pretrain_t5.forward_step),

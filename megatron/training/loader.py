@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -104,6 +104,7 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
         if not complete:
             return Evaluations(train.eval_iters, batches)
         full = trainer.batches.evaluated
+        assert is_numbered(dataset), "a rule refuses --full-validation of what has no length"
         return Evaluations(
             -(-len(dataset) // full),
             batches,
@@ -134,6 +135,11 @@ def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None
     return datasets
 
 
+def is_numbered(dataset: SampleSource) -> TypeGuard[Dataset]:
+    """Whether samples have numbers, so that they can be read in any order."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
 def microbatches(
     run: Run, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
 ) -> Batches:
@@ -141,8 +147,11 @@ def microbatches(
     if dataset is None or not reads:
         return _nothing()
     if run.config.data.dataloader_type == "external":
-        arrays = ((None, arrays) for arrays in read_external(iter(dataset), run.config.train.micro_batch_size))
+        assert isinstance(dataset, Iterable), "external data are read in their own order"
+        samples = (dict(sample) for sample in dataset)
+        arrays = ((None, arrays) for arrays in read_external(samples, run.config.train.micro_batch_size))
         return _batches(run, arrays, split)
+    assert is_numbered(dataset), "only external data are not numbered"
     regroups = run.config.parallel.hybrid_context_parallel
     order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, **_readers(run, regroups))
     batches = _batches(run, _read_ahead(run, dataset, order), split)

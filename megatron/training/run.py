@@ -47,7 +47,6 @@ class RunOutcome:
 class Run:
     """One process's handle on the run."""
 
-    args: argparse.Namespace
     config: RunConfig
     mesh: Mesh
     kernels: Kernels
@@ -55,6 +54,7 @@ class Run:
     streams: RandomStreams
     timers: Timers
     log: logging.Logger
+    args: argparse.Namespace = field(default_factory=argparse.Namespace)
     ledger: RunLog = field(default_factory=RunLog)
     progress: Progress = field(default_factory=Progress)
     ending: RunOutcome = field(default_factory=RunOutcome)

@@ -14,6 +14,7 @@ from megatron.core.config.stages import stages_of
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.models.bert import BERTModel
+from megatron.core.models.classify import ClassifierModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer.optimizer import Optimizer
@@ -32,7 +33,7 @@ from megatron.training.run import Progress, Run
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
 
-Network = GPTModel | BERTModel | T5Model
+Network = GPTModel | BERTModel | T5Model | ClassifierModel
 ModelProvider = Callable[[Run, StageSpec], Network]
 # (run, microbatches, stage) -> the message to the next stage, one tensor or several; on the last, what the loss is made of
 ForwardStep = Callable[[Run, Iterator[Batch], Any], tuple[Any, LossFunction]]

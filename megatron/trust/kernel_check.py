@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class KernelTrial:
     op: str
     inputs: tuple[Tensor, ...]
     call: Callable[..., Tensor]
-    reference: Op
+    reference: Callable[..., Any]
 
     def error(self, kernel: Op, device: torch.device, dtype: torch.dtype) -> float:
         """The largest relative difference between a kernel and the reference; infinite where a value is none."""

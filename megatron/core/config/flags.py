@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
@@ -94,7 +94,7 @@ def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
         kind = hints[field.name]
         if "help" in field.metadata:
             fields.append((field, kind))
-        elif dataclasses.is_dataclass(kind):
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
             fields += flag_fields(kind)
     return fields
 
@@ -182,18 +182,20 @@ def _describe(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
 
 
 @cache
-def _types(config_class: type) -> dict[str, Any]:
+def _types(config_class: Hashable) -> dict[str, Any]:
     """The type of each field: `get_type_hints` compiles the text of every annotation."""
-    return typing.get_type_hints(config_class)
+    return typing.get_type_hints(typing.cast(type, config_class))
 
 
 def from_values(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     """Build the frozen config from a mapping of field names; fields that it lacks keep their defaults."""
-    hints = _types(config_class)
+    hints = _types(typing.cast(Hashable, config_class))
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
         kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):  # never looked up by name: a part may share its name with a flag
+        if isinstance(kind, type) and dataclasses.is_dataclass(
+            kind
+        ):  # never looked up by name: a part may share its name with a flag
             chosen[field.name] = from_values(kind, values)
         elif field.name in values:
             value = values[field.name]

@@ -55,7 +55,7 @@ class BlendedDataset:
                 f"a blend of {len(datasets)} datasets; at most {MOST_DATASETS} can be numbered: join "
                 "some with tools/merge_datasets.py"
             )
-        self.datasets = tuple(datasets)
+        self.datasets, self.weights = tuple(datasets), tuple(weights)
         self.description = {
             "class": type(self).__name__,
             "datasets": [dataset.description for dataset in datasets],
@@ -135,9 +135,9 @@ def build_splits(config: DataConfig, kind: DatasetKind, samples: Samples) -> Spl
     with ThreadPoolExecutor(config.num_dataset_builder_threads) as threads:
         sources = dict(zip(prefixes, threads.map(kind.open, prefixes)))
         builder = _Builder(config, kind, sources, threads.map)
-        built = [builder.build(*job) if job else None for job in requested]
+        built = [builder.build(*job) if job is not None else None for job in requested]
     for dataset, job in zip(built, requested):
-        if dataset is not None:
+        if dataset is not None and job is not None:
             _report(dataset, *job, most_epochs=config.warn_epochs)
     train, valid, test = built
     return train, valid, test
@@ -160,7 +160,7 @@ def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[Pref
     parts: tuple[SampleSet, ...]
     weights: Sequence[float]
     if isinstance(dataset, BlendedDataset):
-        parts, weights = dataset.datasets, dataset.description["weights"]
+        parts, weights = dataset.datasets, dataset.weights
         rounds, rest = divmod(count, len(dataset))
         drawn = (rounds * dataset.counts(len(dataset)) + dataset.counts(rest)).tolist()
     else:

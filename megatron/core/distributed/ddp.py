@@ -53,7 +53,9 @@ class DataParallel:
             bucket_size=bucket_size,
             others=dict.fromkeys(holders, partial(LowPrecisionBucket, holders=holders)),
         )
-        self._place = {param: index for index, bucket in enumerate(self.buckets) for param in bucket.params}
+        self._place: dict[torch.Tensor, int] = {
+            param: index for index, bucket in enumerate(self.buckets) for param in bucket.params
+        }
         self._reducing: list[collectives.Work] = []
         self._missing: list[int] | None = None
         self._launched = 0

@@ -146,7 +146,7 @@ class LowPrecisionBucket(Bucket):
         """Its scales anew, and the values of this rank's range. sizes: of all matrices."""
         scales = self.recipe.weight_scales(largest, sizes[matrix.sizes].view(matrix.table))
         for kept, scale in zip((matrix.held.scale, matrix.held.blocks), scales, strict=True):
-            if kept is not None:
+            if kept is not None and scale is not None:
                 kept.copy_(scale)
         if (own := self._own_rows(matrix)) is None:
             return
@@ -180,9 +180,9 @@ class LowPrecisionBucket(Bucket):
 
 def holders_of(module: nn.Module) -> dict[nn.Parameter, Holder]:
     """The weights of a stage that are to be kept in few bits, with what holds them."""
-    holders = {}
+    holders: dict[nn.Parameter, Holder] = {}
     for part in module.modules():
-        holder = getattr(part, "scaling", None)
-        if holder is not None and holder.recipe.holds_weights:
-            holders[part.weight] = holder
+        holder, weight = getattr(part, "scaling", None), getattr(part, "weight", None)
+        if holder is not None and holder.recipe.holds_weights and isinstance(weight, nn.Parameter):
+            holders[weight] = holder
     return holders

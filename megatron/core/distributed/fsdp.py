@@ -63,7 +63,7 @@ class FullySharded:
         self.module, self.cut, self._owned = module, list[Segment](), list[Ownership]()
         # Nobody writes into what a stage returns.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        ours = DeviceMesh.from_group(mesh.dp_cp.group, mesh.device.type)
+        ours = _device_mesh(mesh.dp_cp, mesh)
         experts = _placement(mesh.edp, mesh) if mesh.edp.group not in (None, mesh.dp_cp.group) else None
         stay: set[nn.Parameter] = set()
         for part in (*layers, module):
@@ -73,7 +73,7 @@ class FullySharded:
             specs = {path: spec_of(param) for path, param in fresh.items()}
             narrow = _widen(list(fresh.values()))
             policy = MixedPrecisionPolicy(narrow, grad_dtype, cast_forward_inputs=False)
-            fully_shard(
+            unit = fully_shard(
                 part,
                 mesh=ours,
                 reshard_after_forward=part is not module and not keep_layers,
@@ -81,8 +81,8 @@ class FullySharded:
                 shard_placement_fn=lambda p: experts if spec_of(p).reduce_over == "edp" else None,
                 ignored_params=stay,
             )
-            part.set_gradient_divide_factor(float(mesh.dp_cp.size) if average else 1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
+            unit.set_gradient_divide_factor(float(mesh.dp_cp.size) if average else 1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
             for path, spec in specs.items():
                 param, axis = part.get_parameter(path), mesh.axis(spec.reduce_over)
                 self.cut += _share(param, spec, axis, narrow)
@@ -92,7 +92,7 @@ class FullySharded:
                     )
                 )
         if experts:  # where those of a rank see no token, others still wait for it to sum their gradients
-            module.set_reduce_scatter_unused_params(True)
+            unit.set_reduce_scatter_unused_params(True)
         module.register_forward_hook(_let_go)
         self.whole = [param for param in module.parameters() if param in stay]
         self._rest = DataParallel(
@@ -151,8 +151,14 @@ def _placement(axis: Axis, mesh: Mesh) -> Any:
             f"--use-torch-fsdp2 cuts experts over {axis.size} ranks and the rest over {mesh.dp_cp.size}, which torch "
             f"{torch.__version__} cannot; use torch 2.13, --expert-model-parallel-size 1, or --use-distributed-optimizer"
         )
-    device_mesh = DeviceMesh.from_group(axis.group, mesh.device.type)
-    return placements.ShardPlacementResult(Shard(0), placements.FSDPMeshInfo(device_mesh, shard_mesh_dim=0))
+    return placements.ShardPlacementResult(
+        Shard(0), placements.FSDPMeshInfo(_device_mesh(axis, mesh), shard_mesh_dim=0)
+    )
+
+
+def _device_mesh(axis: Axis, mesh: Mesh) -> DeviceMesh:
+    assert axis.group is not None, f"{axis.name} has several ranks, and so a group"
+    return DeviceMesh.from_group(axis.group, mesh.device.type)
 
 
 def _widen(params: Sequence[nn.Parameter]) -> torch.dtype | None:
@@ -167,7 +173,10 @@ def _share(param: nn.Parameter, spec: ParamSpec, axis: Axis, narrow: torch.dtype
     """The rows of a parameter that this rank holds, if any, with room for their gradient. narrow: format that it works in."""
     param.spec = spec  # type: ignore[attr-defined]
     param.grad = torch.zeros_like(param)
-    data, grad = param.detach().to_local().view(-1), param.grad.to_local().view(-1)
+    assert isinstance(param, DTensor) and isinstance(param.grad, DTensor), (
+        "FSDP2 shards every parameter that it is given"
+    )
+    data, grad = param.to_local().detach().view(-1), param.grad.to_local().view(-1)
     low, high = _rows(param, axis.size, axis.rank)
     assert high - low == data.numel(), f"torch gave this rank {data.numel()} elements of {spec.name}, not {high - low}"
     return [Segment(spec, tuple(param.shape), low, high, data, grad, narrow)] if data.numel() else []

@@ -35,7 +35,7 @@ class _Rows(torch.autograd.Function):
     """Inside, [b * g, n/g * queries, d] meets [b * g, keys, d]: all queries that share a key head, in one matmul."""
 
     @staticmethod
-    def forward(context: Any, mask: MaskSpec, dropout: float, scores: Scores, *tensors: Tensor | None) -> Tensor:
+    def forward(context: Any, mask: MaskSpec, dropout: float, scores: Scores, *tensors: Any) -> Tensor:
         context.settings, context.state = (mask, dropout, scores), torch.get_rng_state()
         context.save_for_backward(*tensors)
         work = _Work(mask, dropout, scores, *tensors)
@@ -176,7 +176,7 @@ class _Work:
             dk,
             dv,
             *(
-                None if total is None else total.to(given.dtype)
+                None if total is None or given is None else total.to(given.dtype)
                 for total, given in ((dbias, self.bias), (dsink, self.sink))
             ),
         )

@@ -121,7 +121,8 @@ class _Gradients:
         """What a block says. factor: [k], what makes exponentials shares, times `weights`, what each token's loss weighs."""
         hit = block.here * weights
         if shares.gradient is None:
-            self._add_apart(block, shares, weight, factor, hit)
+            assert shares.apart is not None, "a block has its gradients, or what they are made of"
+            self._add_apart(block, shares.apart, weight, factor, hit)
             return
         change = shares.gradient(factor, hit)
         if self.x is not None:
@@ -133,9 +134,11 @@ class _Gradients:
         if self.bias is not None:
             self.bias.add_(change.sum(0, dtype=self.bias.dtype))
 
-    def _add_apart(self, block: _Block, shares: _Shares, weight: Tensor, factor: Tensor, hit: Tensor) -> None:
+    def _add_apart(
+        self, block: _Block, apart: tuple[Tensor, Tensor | None], weight: Tensor, factor: Tensor, hit: Tensor
+    ) -> None:
         """The same without another pass through the block: factor and hit go to the much smaller states and rows of words."""
-        exponentials, slope = shares.apart
+        exponentials, slope = apart
         hit = hit if slope is None else hit * slope
         if self.x is not None:
             own = torch.mm(exponentials, weight, out=self.x[block.tokens])

@@ -73,8 +73,7 @@ class ClassifierModel(nn.Module):
         if self.pooler is None or self.dropout is None:
             return x
         pooled = self.dropout(self.pooler(x))
-        return (
-            self.classification_head(pooled)
-            if self.classification_head is not None
-            else (self.multichoice_head(pooled).view(-1, self.choices))
-        )
+        if self.classification_head is not None:
+            return self.classification_head(pooled)
+        assert self.multichoice_head is not None, "the last stage has one of the two heads"
+        return self.multichoice_head(pooled).view(-1, self.choices)

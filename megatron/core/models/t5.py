@@ -31,6 +31,7 @@ from megatron.core.transformer.rope import rotary_of
 from megatron.core.transformer.stack import Stack
 
 Message = tuple[Tensor, ...]
+_WHOLE = "a stage that encodes and decodes is the whole network"
 
 
 class T5Model(nn.Module):
@@ -120,6 +121,7 @@ class T5Model(nn.Module):
         gave, padding: what it was given. Returns logits [1, b, v/tp].
         """
         memory, *tables = message
+        assert self.embedding is not None and self.decoder is not None and self.output_layer is not None, _WHOLE
         positions = torch.full_like(ids, place)
         state = self.embedding(ids, positions)
         context = ForwardContext(
@@ -136,17 +138,17 @@ class T5Model(nn.Module):
         return output_matrix(self.output_layer, self.embedding)
 
     def _begin(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
+        assert self.embedding is not None, "the first stage reads ids"
         memory = self.embedding(encoder_ids, positions_of(encoder_ids))
         state = self.embedding(decoder_ids, positions_of(decoder_ids))
-        if self.encoder_relative_pos_emb is None:
+        encoder, decoder = self.encoder_relative_pos_emb, self.decoder_relative_pos_emb
+        if encoder is None or decoder is None:
             return state, memory
-        tables = [
-            half.relative_attention_bias.weight
-            for half in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)
-        ]
+        tables = (encoder.relative_attention_bias.weight, decoder.relative_attention_bias.weight)
         return state, memory, torch.stack(tables)
 
     def _encode(self, memory: Tensor, tables: list[Tensor], padding: Tensor | None) -> Tensor:
+        assert self.encoder is not None, _WHOLE
         return self.encoder(
             memory,
             ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),

@@ -64,6 +64,12 @@ class _Held:
     blocks: tuple[_Block, ...]
     second: tuple[Tensor, ...]
 
+    @property
+    def gradient(self) -> Tensor:
+        """The main weight's gradient, which is attached while a step lasts; then the direction."""
+        assert self.main.grad is not None, "the gradients of all main weights are attached"
+        return self.main.grad
+
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
@@ -168,19 +174,20 @@ class Adafactor(UpdateRule):
         """This rank's shares of the sums of squares: of weights [e] or [], and of a matrix's gradients by row and by column."""
         weights = self.nothing.new_zeros(whole.stack)
         sums = tuple(self.nothing.new_zeros(shape) for shape in _factors(whole.shape)) if whole.is_factored else ()
-        for block in whole.held.blocks if whole.held is not None else ():
-            if not block.counts:
-                continue
-            _add_squares(weights, whole, block, block.of(whole.held.main))
+        held = whole.held
+        if held is None:
+            return weights, *sums
+        for block in (block for block in held.blocks if block.counts):
+            _add_squares(weights, whole, block, block.of(held.main))
             if whole.is_factored:
-                squares, (rows, columns) = block.of(whole.held.main.grad).square(), sums
+                squares, (rows, columns) = block.of(held.gradient).square(), sums
                 rows[block.where[:-1]] += squares.sum(-1)
                 columns[(*block.where[:-2], block.where[-1])] += squares.sum(-2)
         return weights, *sums
 
     def _direct(self, whole: _Whole, held: _Held, sums: Sequence[Tensor]) -> None:
         """Take the newest squares into the second moments, and make gradients directions."""
-        newest, gradient = self.steps**-self.config.adafactor_decay_rate, held.main.grad
+        newest, gradient = self.steps**-self.config.adafactor_decay_rate, held.gradient
         least = torch.finfo(held.main.dtype).eps
         if not whole.is_factored:
             (second,) = held.second
@@ -198,9 +205,10 @@ class Adafactor(UpdateRule):
     def _squared_norm_share(self, whole: _Whole) -> Tensor:
         """This rank's share of the sum of squares of directions, [e] or []."""
         share = self.nothing.new_zeros(whole.stack)
-        for block in whole.held.blocks if whole.held is not None else ():
-            if block.counts:
-                _add_squares(share, whole, block, block.of(whole.held.main.grad))
+        held = whole.held
+        for block in held.blocks if held is not None else ():
+            if held is not None and block.counts:
+                _add_squares(share, whole, block, block.of(held.gradient))
         return share
 
     def _move(self, whole: _Whole, held: _Held, sums: tuple[Tensor, Tensor], group: dict[str, Any]) -> None:
@@ -210,7 +218,7 @@ class Adafactor(UpdateRule):
         factor = rate / (directions / self.config.adafactor_clip_threshold).clamp_(min=1.0)
         held.main.mul_(1.0 - group["lr"] * group["weight_decay"])
         for block in held.blocks:
-            block.of(held.main).addcmul_(block.of(held.main.grad), whole.numbers(factor, block), value=-1.0)
+            block.of(held.main).addcmul_(block.of(held.gradient), whole.numbers(factor, block), value=-1.0)
 
     def _sum(self, shares: Sequence[tuple[_Whole, Tensor]]) -> None:
         """Make every share the sum over the ranks that hold pieces of its parameter, in place."""

@@ -85,6 +85,7 @@ class Muon(UpdateRule):
     def _direction(self, held: _Held) -> Tensor:
         """The momentum with the newest gradient in it, of what this rank owns."""
         gradient, beta = held.main.grad, self.config.muon_momentum
+        assert gradient is not None, "the gradients of all main weights are attached"
         held.momentum.lerp_(gradient, 1.0 - beta)
         return gradient.lerp_(held.momentum, beta) if self.config.muon_nesterov else held.momentum
 
@@ -158,9 +159,10 @@ class Muon(UpdateRule):
         held = collectives.all_gather(x[None], axis)
         whole = x.new_empty((len(x), *spec.shape))
         for rank in range(axis.size):
-            for piece in local_shards(spec, replace(self.mesh, **{cut.axis: replace(axis, rank=rank)})):
+            for piece in local_shards(spec, self.mesh.with_axes({cut.axis: replace(axis, rank=rank)})):
                 if piece.is_first_replica:
-                    whole[(slice(None), *piece.box.slices())] = held[(rank, slice(None), *piece.local.slices())]
+                    into = (slice(None), *piece.box.slices())
+                    whole[into] = held[rank][(slice(None), *piece.local.slices())]
         sizes = [part.size for part in cut.parts] if split else [spec.shape[cut.dim]]
         whole = torch.cat(
             [self._scaled(orthogonalize(part, self.how), part.shape[1:]) for part in whole.split(sizes, dim)], dim

@@ -47,11 +47,14 @@ class Schedule:
     def build(cls, schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> Schedule:
         """Read the curves from the flags; every setting that does not fit is named in one error."""
         refuse(_unfit(schedule, optimizer, train))
+        assert schedule.lr is not None, "without --lr, the flags are refused"
+        total: int
         if train.train_iters is not None:
             # With iterations the horizon counts full batches, so ramp-up reaches it later than iteration N.
             scale, total = train.global_batch_size, train.train_iters
             decay, warmup, wsd = schedule.lr_decay_iters, schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
         else:
+            assert train.train_samples is not None, "without a length of training, the flags are refused"
             scale, total = 1, train.train_samples
             decay, warmup, wsd = schedule.lr_decay_samples, schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
         horizon = (total if decay is None else decay) * scale

@@ -11,6 +11,7 @@ pp 1   4  [5]      6   7
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -128,6 +129,11 @@ class Mesh:
     def sharing(self, size: int) -> Axis:
         """This rank and those with which it shares a sequence that is cut over so many."""
         return next(axis for axis in (self.cp, *self.blocks) if axis.size == size)
+
+    def with_axes(self, axes: Mapping[str, Axis]) -> Mesh:
+        """The mesh with other axes under some names."""
+        changes: dict[str, Any] = dict(axes)
+        return replace(self, **changes)
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""

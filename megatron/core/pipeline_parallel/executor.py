@@ -39,7 +39,9 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 class PipelineWork(Protocol):
     """What the caller does for the executor, on the stages of this rank."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's stages are."""
 
     def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """Shape and dtype of each tensor that the stage takes from the one before; asked some actions ahead."""

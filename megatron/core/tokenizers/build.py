@@ -91,7 +91,7 @@ class ByteTokenizer(SpecialTokens):
     vocab_size = 257
     eod = 256
     eos: int | None = eod
-    special_ids = (eod,)
+    special_ids: tuple[int, ...] = (eod,)
     special: Mapping[str, int] = MappingProxyType({"<eod>": eod})
     engine = "the bytes of the text are its ids"
 

@@ -20,7 +20,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
 from importlib.resources import files
 from typing import Any
 
@@ -210,7 +210,7 @@ class Chunks(StreamingResponse):
         )
         self._call = call
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:

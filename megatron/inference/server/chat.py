@@ -71,11 +71,9 @@ def messages_of(value: Any) -> list[dict[str, str]]:
 def _content(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
-    texts = (
-        [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
-        if isinstance(value, list)
-        else []
-    )
-    if not texts or len(texts) != len(value) or not all(isinstance(text, str) for text in texts):
+    parts = value if isinstance(value, list) else []
+    of_text = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [text for text in of_text if isinstance(text, str)]
+    if not texts or len(texts) != len(parts):
         raise Refused(f"{where}: content must be a string, or a list of parts of the type text")
     return "".join(texts)

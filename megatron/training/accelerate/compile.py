@@ -32,7 +32,7 @@ from megatron.core.transformer.layer import Layer
 from megatron.training.trainer import Trainer
 
 # Ops of several steps, in plain torch: what a compiler makes one kernel of.
-_PLAIN = {
+_PLAIN: dict[str, tuple[Callable, ...]] = {
     "rms_norm": (reference.rms_norm, fused.rms_norm),
     "activation": (reference.activation,),
     "gated_activation": (reference.gated_activation,),

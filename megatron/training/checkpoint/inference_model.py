@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from megatron.training.launch.launch_info import launcher_place, world_size
 from megatron.training.launch.rendezvous import join_ranks
 
 Stage = GPTModel | BERTModel | T5Model
+AnyStage = TypeVar("AnyStage", GPTModel, BERTModel, T5Model)
 FORMATS = ("float32", "bfloat16", "float16", "float64")
 _EMBEDDING = "model.embedding.word_embeddings.weight"
 _NAMES = {"gpt": "a GPT-like model", "bert": "a BERT", "t5": "a T5"}
@@ -56,11 +57,11 @@ _SEED = 1234  # of initial values, which the checkpoint's replace
 
 
 @dataclass(frozen=True, slots=True)
-class ModelKind:
+class ModelKind(Generic[AnyStage]):
     """What is loaded. parts: beginnings of the names (`model.<parameter>`) that are filled; all others stay random."""
 
     architecture: str
-    model: Callable[[StageSpec, Build], Stage]
+    model: Callable[[StageSpec, Build], AnyStage]
     parts: tuple[str, ...] = ("model.",)
 
 
@@ -68,26 +69,26 @@ GPT = ModelKind("gpt", GPTModel)
 
 
 @dataclass(frozen=True, slots=True)
-class InferenceModel:
+class InferenceModel(Generic[AnyStage]):
     """stages: this rank's, in order, filled, in evaluation mode and without gradients."""
 
     config: RunConfig
     mesh: Mesh
-    stages: tuple[Stage, ...]
+    stages: tuple[AnyStage, ...]
     tokenizer: Tokenizer
     source: Source
 
 
 def load_network(
     path: str,
-    kind: ModelKind,
+    kind: ModelKind[AnyStage],
     *,
     step: int | None = None,
     parallel: ParallelConfig = ParallelConfig(),
     dtype: str = "auto",
     tokenizer: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
-) -> InferenceModel:
+) -> InferenceModel[AnyStage]:
     """Load the network of a checkpoint of any dialect. All ranks of the launcher call this together.
 
     step: iteration, in a folder of several. dtype: a name of `FORMATS`; auto: as the weights were saved. tokenizer: settings
@@ -198,7 +199,7 @@ def _join(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _stages(source: Source, kind: ModelKind, config: RunConfig, mesh: Mesh) -> tuple[Stage, ...]:
+def _stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, mesh: Mesh) -> tuple[AnyStage, ...]:
     """This rank's stages, filled from the checkpoint."""
     dtype = getattr(torch, config.precision.dtype)
     need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")

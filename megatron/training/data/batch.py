@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from megatron.core.transformer.passing import MicrobatchContext
 
 # What a loss function gives: the sum over this microbatch's tokens, their number, and [sum, count] pairs to report.
 Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
-LossFunction = Callable[[Tensor], Loss]
+LossFunction = Callable[[Any], Loss]  # of what the last stage returns
 _TOKENS = ("tokens", "text", "text_enc")  # what datasets call the ids that the first stage embeds
 
 

@@ -33,7 +33,7 @@ class RebalancedBatches:
     plan: of the last global batch.
     """
 
-    rows: Generator[Batch]
+    rows: Iterator[Batch]
     mesh: Mesh
     config: RunConfig
     plan: Assignment | None = None
@@ -48,7 +48,8 @@ class RebalancedBatches:
 
     def close(self) -> None:
         """End what reads the rows."""
-        self.rows.close()
+        if isinstance(self.rows, Generator):
+            self.rows.close()
 
     def begin(self, num_microbatches: int) -> int:
         """Read the next global batch, of so many microbatches a rank before it was regrouped; the number of this rank's."""
@@ -90,9 +91,9 @@ class RebalancedBatches:
 
 def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
     """Which ranks work on which documents of these lengths."""
-    return assign(
-        lengths, ranks=ranks, limit=config.parallel.max_seqlen_per_dp_cp_rank, linear=12.0 * config.model.hidden_size
-    )
+    limit = config.parallel.max_seqlen_per_dp_cp_rank
+    assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
+    return assign(lengths, ranks=ranks, limit=limit, linear=12.0 * config.model.hidden_size)
 
 
 def documents_of(batch: Batch) -> Iterator[Document]:

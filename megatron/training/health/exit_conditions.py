@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -71,7 +72,7 @@ class ExitConditions:
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
         self._profile = profile
         self._ending = RunOutcome() if ending is None else ending
-        self._handlers_before: dict[int, object] = {}
+        self._handlers_before: dict[int, Any] = {}
         self._collected_before = True
         self._open = ExitStack()
 

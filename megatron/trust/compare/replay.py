@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,7 +135,7 @@ class Observer:
 
 def replay(
     folder: Path,
-    providers: dict[str, tuple[ModelProvider, ForwardStep]],
+    providers: Mapping[str, tuple[ModelProvider, ForwardStep]],
     *,
     weights: Path | None = None,
     bound: float = float("inf"),
@@ -212,7 +211,6 @@ def _trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProv
         config.model.kernel_wishes,
     )
     run = Run(
-        args=SimpleNamespace(),
         config=config,
         mesh=mesh,
         kernels=kernels,
@@ -280,10 +278,14 @@ def _whole(pieces: tuple[dict[str, Any], ...]) -> Batch:
         return torch.cat(rows, dim=-1)[..., cut.in_order(range(len(rows)), rows[0].device)]
 
     names = [name for name in first if name not in ("samples", "extras")]
-    extras = {name: joined(lambda piece, key=name: piece["extras"][key]) for name in first["extras"]}
+    extras = {name: joined(partial(_extra, name)) for name in first["extras"]}
     samples = None if first["samples"] is None else tuple(first["samples"])
     fields: dict[str, Any] = {name: joined(itemgetter(name)) for name in names}
     return Batch(**fields, extras=extras, samples=samples)
+
+
+def _extra(name: str, piece: dict[str, Any]) -> Tensor:
+    return piece["extras"][name]
 
 
 def _floating(value: Any) -> list[Tensor]:

@@ -61,10 +61,9 @@ def _results(connections: list[Connection], processes: list[Any], folder: Path, 
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(connections):
-        waiting = [connection for rank, connection in enumerate(connections) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        missing = [rank for rank in range(len(connections)) if rank not in results]
+        ready = wait([connections[rank] for rank in missing], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            missing = [rank for rank in range(len(connections)) if rank not in results]
             raise RankFailed(
                 "\n".join(
                     [
@@ -73,10 +72,9 @@ def _results(connections: list[Connection], processes: list[Any], folder: Path, 
                     ]
                 )
             )
-        for connection in ready:
-            rank = connections.index(connection)
+        for rank in (rank for rank in missing if connections[rank] in ready):
             try:
-                worked, value = connection.recv()
+                worked, value = connections[rank].recv()
             except EOFError:
                 worked, value = False, "the process died"
             if not worked:

@@ -259,14 +259,19 @@ def _forward_start(
     expected: RecordedActivation, seen: RecordedActivation, before: RecordedActivation | None, where: str
 ) -> DivergenceStart:
     """What is known of the first activation that differs. before: the last one of its microbatch that does not."""
-    agrees = before is not None and before.microbatch == expected.microbatch
-    after = f"; the {before.side} of {before.module}, just before it, agrees" if agrees else ""
-    between = agrees and before.stage != seen.stage
+    if before is not None and before.microbatch != expected.microbatch:
+        before = None
+    after = f"; the {before.side} of {before.module}, just before it, agrees" if before is not None else ""
+    between = before is not None and before.stage != seen.stage
     if expected.side == "output":
         return DivergenceStart("forward", expected.module, f"the output of {expected.module} ({where}){after}")
     # An input that is wrong was made by who calls the module, after what went before it.
     module = expected.module if between else _outside(expected.module)
-    message = f", which a message brings from stage {before.stage} to stage {seen.stage}" if between else ""
+    message = (
+        f", which a message brings from stage {before.stage} to stage {seen.stage}"
+        if before is not None and between
+        else ""
+    )
     return DivergenceStart("forward", module, f"the input of {expected.module}{message} ({where}){after}")
 
 

@@ -141,11 +141,10 @@ def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[P
     chunks = len(stages_of(config)) // parallel.pp
     sizes = [range(1, min(size, 4) + 1) for size in (given.tp, given.pp, given.cp, given.dp, given.ep, given.etp)]
     found = []
-    for numbers in product(
-        *([size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5]))
-    ):
+    axes = [[size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5])]
+    for tp, pp, cp, dp, ep in product(*axes):
         for etp in (0,) if not given.etp else (1, 2, 4):
-            one = ParallelDegrees(*numbers, etp)
+            one = ParallelDegrees(tp, pp, cp, dp, ep, etp)
             if one.ranks <= most_ranks and one.edp == int(one.edp):
                 found.append(one)
     return sorted(found, key=lambda one: (-_kept(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp))

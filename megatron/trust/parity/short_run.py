@@ -13,7 +13,6 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,7 +96,6 @@ def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run
     kernels = select(Need(device=device.type, dtype=getattr(torch, config.precision.dtype)), config.model.kernel_wishes)
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
     return Run(
-        args=SimpleNamespace(),
         config=config,
         mesh=mesh,
         kernels=kernels,
@@ -119,7 +117,7 @@ def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     kept = random.random(shape) < random.uniform(0.1, 1.0, (shape[0], 1))
     kept[:, 0] = True
     ends = random.random(shape) < 0.15
-    documents = np.cumsum(ends, axis=1) - ends
+    documents: np.ndarray = np.cumsum(ends, axis=1) - ends
     if config.model.architecture != "gpt":
         return _with_padding(config, random, window, kept)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
@@ -232,9 +230,10 @@ def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients) -> ShortSt
     watch.begin(step.seen)
     made = train_step(trainer, batches(run, trainer.progress.iteration))
     for name, pair in made.losses.items():
-        if name.endswith("loss"):
+        if isinstance(pair, Tensor) and name.endswith("loss"):
             total, count = collectives.all_reduce(torch.stack(tuple(pair.double())), run.mesh.world).tolist()
             step.losses[name] = total / count if count else 0.0
+    assert made.grad_norm is not None, "a training step has the norm of its gradient"
     step.norm = float(made.grad_norm)
     step.weights = owned(trainer, [segment.data for segment in trainer.optimizer.segments])
     return step
@@ -341,7 +340,7 @@ class _Watch:
 
     def _keep(self, name: str, side: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) and value else value
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
+        if self._stage is not None and isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
             index, dp = self._stage.stage.index, self.run.mesh.dp
             microbatch = self._counts.get(index, 0) * dp.size + dp.rank
             columns = self._columns[name].get(int(side == "input"))

@@ -347,7 +347,7 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
     numbers: dict[tuple[Group, int, str], int] = {}
     for step in line.steps:
         message = isinstance(step, MatchedCollective) and step.name in ("send", "receive")
-        if not message or step.axis in _ALONE:
+        if isinstance(step, str) or not message or step.axis in _ALONE:
             yield from _through(together)
             together = []
         if isinstance(step, str):

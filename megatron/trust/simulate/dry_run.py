@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,11 +102,8 @@ class _Told(FlightRecorder):
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     """A trainer that is built as every run's, on a mesh whose flight recorder tells the recorder where its steps are."""
     shared: dict[str, Any] = {"flight_recorder": _Told(recorder), "overlap": Overlap()}
-    mesh = replace(
-        mesh,
-        **{name: replace(mesh.axis(name), **shared) for name in axes_of(mesh)},
-        blocks=tuple(replace(axis, **shared) for axis in mesh.blocks),
-    )
+    axes = {name: replace(mesh.axis(name), **shared) for name in axes_of(mesh)}
+    mesh = replace(mesh.with_axes(axes), blocks=tuple(replace(axis, **shared) for axis in mesh.blocks))
     if config.parallel.use_torch_fsdp2:
         recorder.shared = {
             axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None
@@ -117,7 +113,6 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
         wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
     kernels = select(need, available(need, wishes))
     run = Run(
-        args=SimpleNamespace(),
         config=config,
         mesh=mesh,
         kernels=kernels,
@@ -422,4 +417,4 @@ def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, d
             made.clear()
         axes[name] = grouped(mesh.axis(name))
     made.clear()
-    return replace(mesh, **axes, blocks=tuple(map(grouped, mesh.blocks))), ranks
+    return replace(mesh.with_axes(axes), blocks=tuple(map(grouped, mesh.blocks))), ranks

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,8 +63,9 @@ def document_lengths(config: RunConfig, number: int) -> Sequence[int]:
 
 def _document(config: RunConfig, number: int) -> int:
     """How long the documents of a microbatch are, but for the last of a row."""
-    length = config.train.seq_length
-    sizes = deserved(length, config.parallel.max_seqlen_per_dp_cp_rank).bit_length()
+    length, limit = config.train.seq_length, config.parallel.max_seqlen_per_dp_cp_rank
+    assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
+    sizes = deserved(length, limit).bit_length()
     return -(-length // 2 ** (number % sizes))
 
 
@@ -77,11 +79,10 @@ def _rows(trainer: Trainer) -> Generator[Batch]:
         batch = Batch.from_arrays(
             _sample(run.config, train.micro_batch_size), run.mesh.device, positions=run.config.data.restarts_positions
         )
-        batch = replace(
-            batch,
-            **{name: _own(getattr(batch, name)) for name in _TEXT},
-            extras={name: _own(value) for name, value in batch.extras.items()},
-        )
+        text: dict[str, Any] = {
+            name: value if (value := getattr(batch, name)) is None else _fresh(value) for name in _TEXT
+        }
+        batch = replace(batch, **text, extras={name: _fresh(value) for name, value in batch.extras.items()})
         if run.config.parallel.hybrid_context_parallel:
             document = torch.arange(train.seq_length, device=run.mesh.device) // _document(run.config, number)
             batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
@@ -90,9 +91,9 @@ def _rows(trainer: Trainer) -> Generator[Batch]:
         ).over_context(run.mesh.cp)
 
 
-def _own(tensor: Tensor | None) -> Tensor | None:
+def _fresh(tensor: Tensor) -> Tensor:
     """A tensor like this one, that is made here and now."""
-    return None if tensor is None else torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:

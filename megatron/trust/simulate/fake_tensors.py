@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.trust.simulate.recorder import OpFacts, Recorder, chosen_in_turn, facts_of, tensors_of
+from megatron.trust.simulate.recorder import OpFacts, Recorder, facts_of, tensors_of
 
 aten = torch.ops.aten
 _MOST_KNOWN = 1 << 21  # elements of a tensor whose values are kept
@@ -104,23 +104,23 @@ class FakeRecorder(Recorder):
         """Give the results of an operation the numbers that are known of them, and take old ones from what it changed."""
         if self._chooses(func, args):
             with torch._C._DisableTorchDispatch():
-                result[1].known = chosen_in_turn(*result[1].shape, self.choices[0])
+                result[1].known = self._choice(result[1])
         elif func is aten.sort.stable and args[0].dim() == 1 and args[0].dtype.is_floating_point:
             with torch._C._DisableTorchDispatch():  # one order is as good as another: numbers follow from none
                 result[1].known = torch.arange(args[0].numel())
         elif known is not None:
             for tensor, value in zip(tensors_of((result,)), tensors_of((known,)), strict=True):
-                tensor.known = value if value.numel() <= _MOST_KNOWN else None
+                _set_known(tensor, value if value.numel() <= _MOST_KNOWN else None)
         elif func._schema.is_mutable:
             for tensor in tensors_of((result,)):
-                tensor.known = None
+                _set_known(tensor, None)
 
     def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """As `Recorder` says. All ranks choose alike, so what they gather is this rank's, again and again."""
         result = func(*args, **kwargs)
         if self.knows:
             for tensor in tensors_of((args[0],)):
-                tensor.known = None
+                _set_known(tensor, None)
             if func is torch.ops.c10d._allgather_base_.default and (own := getattr(args[1], "known", None)) is not None:
                 with torch._C._DisableTorchDispatch():
                     args[0].known = own.reshape(-1).repeat(args[0].numel() // args[1].numel()).view(args[0].shape)
@@ -129,7 +129,7 @@ class FakeRecorder(Recorder):
     def _answer(self, tensor: Tensor, where: str) -> Any:
         """The number that a step asks for."""
         known = getattr(tensor, "known", None)
-        known = tensor.constant if known is None else known
+        known = _constant(tensor) if known is None else known
         if known is not None:
             with torch._C._DisableTorchDispatch():
                 return known.item()
@@ -151,11 +151,8 @@ class FakeRecorder(Recorder):
             return None
         if func in _LIKE and inputs[0].dtype in self._kept and inputs[0].numel() <= _MOST_KNOWN:
             with torch._C._DisableTorchDispatch():
-                return torch.full(
-                    inputs[0].shape,
-                    _LIKE[func] if func is not aten.full_like.default else args[1],
-                    dtype=inputs[0].dtype,
-                )
+                value = args[1] if func is aten.full_like.default else _LIKE[func]
+                return torch.full(inputs[0].shape, value or 0, dtype=inputs[0].dtype)
         if any(getattr(tensor, "known", None) is None for tensor in inputs):
             return None
         with torch._C._DisableTorchDispatch():
@@ -173,7 +170,7 @@ class FakeRecorder(Recorder):
         inputs: list[Tensor] = []
         key = (func, _key(args, inputs), _key(tuple(kwargs.items()), inputs) if kwargs else ())
         plan = self.world.plans.get(key)
-        if plan is None or any(tensor.constant is not None for tensor in inputs):
+        if plan is None or any(_constant(tensor) is not None for tensor in inputs):
             result = func(*args, **kwargs)
             facts = facts_of(func, args, kwargs, result)
             if key not in self.world.plans and func not in _MAKES_CONSTANTS:
@@ -233,12 +230,26 @@ def _output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], plac
     if id(value) in alike:
         return _Output(*shape, alike[id(value)], same=True)
     place = places.get(value.untyped_storage()._cdata, -1)
-    return _Output(*shape, place, 0 if place < 0 else value.storage_offset() - inputs[place].storage_offset())
+    return _Output(*shape, place, 0 if place < 0 else int(value.storage_offset() - inputs[place].storage_offset()))
+
+
+def _set_known(tensor: Any, value: Tensor | None) -> None:
+    """Attach the numbers of a fake tensor, None for unknown ones."""
+    tensor.known = value
+
+
+def _constant(tensor: Any) -> Tensor | None:
+    """The numbers that torch itself knows of a fake tensor."""
+    return tensor.constant
 
 
 def _values(args: Any) -> list[Any]:
     """Arguments with known values in the place of tensors."""
     return [
-        value.known if isinstance(value, Tensor) else _values(value) if isinstance(value, (list, tuple)) else value
+        getattr(value, "known")
+        if isinstance(value, Tensor)
+        else _values(value)
+        if isinstance(value, (list, tuple))
+        else value
         for value in args
     ]

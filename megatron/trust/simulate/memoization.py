@@ -256,7 +256,7 @@ class MicrobatchMemo:
         for which, tensor in enumerate(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._comes_back, waiting, seen, which))
-        if stage.settled >= 0 and not seen.like(stage.forward):
+        if stage.settled >= 0 and (stage.forward is None or not seen.like(stage.forward)):
             raise TraceMismatch("the last forward pass of a stage is another than those before")
         if stage.forward is not None and seen.like(stage.forward) and stage.settled < 0:
             stage.settled, stage.output = number, _without_tensors(output)
@@ -275,6 +275,7 @@ class MicrobatchMemo:
     def _came_back(self, waiting: _Pass, forward: _RecordedPass) -> None:
         """The backward pass of a stage that was followed has ended."""
         heap, mark = self.recorder.heap, waiting.mark
+        assert mark is not None, "the beginning of a backward pass was marked"
         stretch, births, deaths = heap.stretch(mark.clock, mark.event, mark.live)
         place = {id(life): birth for birth, life in enumerate(births)}
         gradients = tuple(
@@ -319,7 +320,7 @@ class MicrobatchMemo:
             place[id(life)],
             tuple(tensor.size()),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.dtype,
             tensor.requires_grad,
             not isinstance(tensor.grad_fn, torch._C._FunctionBase),
@@ -345,9 +346,11 @@ class MicrobatchMemo:
 
     def _count(self, stage: _Stage, number: int, given: dict[str, Any]) -> Any:
         heap, seen, microbatch_context = self.recorder.heap, stage.forward, given.get("microbatch_context") or _SILENT
+        assert seen is not None, "a pass is counted once two alike were followed"
         self._same_notes(microbatch_context, seen)
         lives = self._again(seen, [heap.release(microbatch_context.metrics[name]) for _, name in seen.ended])
-        made = tuple((self._made(shape, lives), shape.asks) for shape in seen.given)
+        shapes = [shape for shape in seen.given if shape is not None]  # all outputs of a forward pass have one
+        made = tuple((self._made(shape, lives), shape.asks) for shape in shapes)
         microbatch_context.metrics |= {name: self._made(shape, lives) for name, shape in seen.notes}
         asking = _asking(given)
         held = {place: tensor for place, tensor in enumerate(_tensors(tuple(given.values()))) if place in stage.lasting}
@@ -357,29 +360,33 @@ class MicrobatchMemo:
         with _disable_current_modes():
             shown = [
                 torch.ops.aten.alias(tensor) if shape.asks and shape.plain else tensor
-                for tensor, shape in zip(outputs, seen.given)
+                for tensor, shape in zip(outputs, shapes)
             ]
         return _filled(stage.output, iter(shown))
 
     def count_backward(self, waiting: _Pass, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """The turn of a pass that was counted has come. Returns what ends with its graph."""
         heap, seen, forward = self.recorder.heap, waiting.stage.backward, waiting.stage.forward
-        if seen is None:
+        if seen is None or forward is None:
             raise TraceMismatch("a pass comes back before one that was followed")
         for life, flags in zip(waiting.lives, seen.flags, strict=True):
             life.kind, life.travels, life.sent = flags
         if not all(kind != "given" or place in waiting.held for kind, place in seen.ended):
             raise TraceMismatch("a graph keeps what it was given, which did not last before")
         self._same_notes(waiting.microbatch_context, seen)
-        held = {"gradient": gradients, "given": waiting.held, "note": waiting.microbatch_context.metrics}
+        held: dict[str, Any] = {
+            "gradient": gradients,
+            "given": waiting.held,
+            "note": waiting.microbatch_context.metrics,
+        }
         ending = [
             waiting.lives[place] if kind == "saved" else heap.release(held[kind][place]) for kind, place in seen.ended
         ]
         lives = self._again(seen, ending)
         waiting.microbatch_context.metrics |= {name: self._made(shape, lives) for name, shape in seen.notes}
         for reference, shape in zip(waiting.asking, seen.given, strict=True):
-            if shape is not None:
-                reference().grad = self._made(shape, lives)
+            if shape is not None and (tensor := reference()) is not None:
+                tensor.grad = self._made(shape, lives)
         self._left += [waiting.lives[birth] for birth in forward.kept]
         return [
             self._in(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)

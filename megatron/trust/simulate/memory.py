@@ -93,11 +93,9 @@ class Heap:
         ] = []  # who came or went at it; nobody's name is known in what is counted again
         self._again: list[tuple[int, LifetimeDelta]] = []  # (clock before it, what was counted again)
         self._open: dict[int, tuple[StorageLifetime, weakref.ref]] = {}
-        self._forward, self._forward_ends, self._forwards = (
-            -1,
-            [],
-            {},
-        )  # the pass under way, when each ended, its number
+        self._forward = -1  # the number of the pass under way
+        self._forward_ends: list[int] = []  # the clock at the end of each
+        self._forwards: dict[str, int] = {}  # action -> number
         self._microbatches: list[str] = []  # of each forward pass
 
     def see(self, tensor: Tensor, *, elsewhere: bool = False) -> None:
@@ -110,8 +108,10 @@ class Heap:
 
     def resized(self, storage: UntypedStorage) -> None:
         """FSDP2 let go of what it had gathered, or takes the room for it again: weights that end, and weights that begin."""
-        life, reference = self._open.get(storage._cdata, (None, None))
-        if life is not None and life.size != storage.nbytes():
+        if storage._cdata not in self._open:
+            return
+        life, reference = self._open[storage._cdata]
+        if life.size != storage.nbytes():
             life.kind = "weights"
             self._end(life)
             life = self._begin(storage.nbytes())

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
         """What an operation gives, and what is to be said of it."""
         result = func(*args, **kwargs)
         if self._chooses(func, args):
-            result[1].copy_(chosen_in_turn(*result[1].shape, self.choices[0]))
+            result[1].copy_(self._choice(result[1]))
         return result, facts_of(func, args, kwargs, result)
 
     def _elsewhere(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
@@ -206,6 +206,12 @@ class Recorder(TorchDispatchMode):
         done = FakeWork().boxed()
         return (args[0], done) if isinstance(result, tuple) else done
 
+    def _choice(self, chosen: Tensor) -> Tensor:
+        """What a router chooses: [t, k] like `chosen`."""
+        assert self.choices is not None, "only a router chooses"
+        tokens, each = chosen.shape
+        return chosen_in_turn(tokens, each, self.choices[0])
+
     def _chooses(self, func: Any, args: tuple) -> bool:
         """Whether the operation is a router's choice of experts."""
         return (
@@ -235,7 +241,9 @@ class Recorder(TorchDispatchMode):
         result = self.communicate(func, args, kwargs)
         larger = got if name == "all_gather" else given
         peer = ranks[args[2]] if name in ("send", "receive", "broadcast") else -1
-        kind = name if name in ("send", "receive") else "collective"
+        kind: Literal["send", "receive", "collective"] = (
+            "send" if name == "send" else "receive" if name == "receive" else "collective"
+        )
         self.events.append(
             Event(
                 kind,

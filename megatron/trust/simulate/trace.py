@@ -93,7 +93,9 @@ class Events(Sequence[Event]):
         """One more event."""
         if not self.parts or self.parts[-1].again:
             self._add(EventSpan([]))
-        self.parts[-1].events.append(event)
+        events = self.parts[-1].events
+        assert isinstance(events, list), "a span that is not repeated still grows"
+        events.append(event)
         self._count += 1
 
     def repeat(self, events: tuple[Event, ...], action: str, live: int) -> None:

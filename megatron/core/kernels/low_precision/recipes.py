@@ -76,9 +76,11 @@ class Recipe:
         """
         number = self.backward if operand == "gradient" else self.forward
         if self.one_scale:
+            assert largest is not None, "a scale of the whole tensor is made for its largest value"
             return fp8.by_tensor(x, number, fp8.tensor_scale(largest, number, self.margin))
         block = block or self.block_of(operand)
         if self.is_small:
+            assert largest is not None, "the scale of the blocks' scales is made for the largest value"
             noise = torch.rand(x.shape, device=x.device) if operand == "gradient" else None
             return fp4.by_small_blocks(x, largest, block, noise, sizes)
         return fp8.by_blocks(x, number, block, sizes)
