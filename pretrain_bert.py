@@ -55,8 +55,8 @@ def forward_step(
         padding=batch.extras["padding_mask"].bool(),
     )
 
-    def loss(said: BERTOutput) -> Loss:
-        return pair_loss(said, batch, per_token=run.config.train.calculate_per_token_loss)
+    def loss(output: BERTOutput) -> Loss:
+        return pair_loss(output, batch, per_token=run.config.train.calculate_per_token_loss)
 
     return output, loss
 

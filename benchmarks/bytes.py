@@ -83,16 +83,16 @@ class Case:
 def cases(t: int) -> list[Case]:
     """The rows of the paper's table for t tensor ranks; the argument of a formula is 5 * a * s / h."""
     cut = {"sequence_parallel": True}
-    found = [
+    rows = [
         Case("selective recomputation", t, SELECTIVE, lambda core: 10 + 24 / t),
         Case("attention kept", t, {}, lambda core: 10 + (24 + core) / t),
     ]
     if t > 1:
-        found += [
+        rows += [
             Case("sequence parallel, selective", t, cut | SELECTIVE, lambda core: 34 / t),
             Case("sequence parallel, attention kept", t, cut, lambda core: (34 + core) / t),
         ]
-    return found
+    return rows
 
 
 def kept_here(changes: Changes) -> int:
@@ -105,17 +105,19 @@ def kept_here(changes: Changes) -> int:
     layer = Layer(layer_rows(run.config.model)[0], run.build)
     name_all(layer)
     materialize(layer, run.mesh, 1)
-    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, Tensor] = {}
+    parameters_memory = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    storages: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     x = torch.randn(run.build.region.length(LENGTH), BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x, ForwardContext(MaskSpec()))
-    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    return sum(
+        tensor.untyped_storage().nbytes() for place, tensor in storages.items() if place not in parameters_memory
+    )
 
 
 def sent_here(changes: Changes) -> dict[str, int]:
@@ -153,7 +155,7 @@ def sent_here(changes: Changes) -> dict[str, int]:
     }
 
 
-def expected(changes: Changes, own: int) -> dict[str, int]:
+def expected(changes: Changes, weights: int) -> dict[str, int]:
     """Elements of one step by the mathematics. own: parameters of a rank.
 
     A layer is entered and left twice, and each is a sum over the tensor ranks of s * b * h, once forward and once backward;
@@ -168,16 +170,16 @@ def expected(changes: Changes, own: int) -> dict[str, int]:
         TRAINING["num_layers"] // p,
         LENGTH * BATCH * HIDDEN,
     )
-    found: dict[str, int] = {}
+    volumes: dict[str, int] = {}
     if t > 1:
         sums = (8 + 2) * layers + 5 if cut else 4 * layers + 2
         whole = layers * (2 * 2 + 2) * HIDDEN + 2 * HIDDEN + LENGTH * HIDDEN  # norms, biases after a sum, positions
-        found["tp"] = passes * (sums * hidden + 3 * LENGTH * BATCH) + (whole if cut else 0)
+        volumes["tp"] = passes * (sums * hidden + 3 * LENGTH * BATCH) + (whole if cut else 0)
     if p > 1:
-        found["pp"] = passes * hidden
+        volumes["pp"] = passes * hidden
     if d > 1:
-        found["dp_cp"] = own * (2 if changes.get("use_distributed_optimizer") else 1)
-    return found
+        volumes["dp_cp"] = weights * (2 if changes.get("use_distributed_optimizer") else 1)
+    return volumes
 
 
 def expected_of_experts(dispatcher: str, ranks: int) -> int:
@@ -245,16 +247,18 @@ def main() -> None:
             assert counted["pp"] == last["pp_backward"], "gradients of messages are as large as the messages"
         theory = expected(changes, counted.pop("parameters"))
         for axis in sorted(counted.keys() | theory.keys()):
-            found, computed = counted.get(axis, 0), theory.get(axis, 0)
+            measured, computed = counted.get(axis, 0), theory.get(axis, 0)
             print(
-                f"  {' '.join(f'{k}={v}' for k, v in words.items()):64} {axis:12} counted {found:10}   theory {computed:10}   "
-                f"{found / max(computed, 1):6.1%}"
+                f"  {' '.join(f'{k}={v}' for k, v in words.items()):64} {axis:12} counted {measured:10}   theory {computed:10}   "
+                f"{measured / max(computed, 1):6.1%}"
             )
     print("elements that two ranks bring to one step's calls for their experts, each token choosing 2 of 8")
     for dispatcher in ("alltoall", "allgather"):
-        found = sum(row["ep"] for row in worlds(2).run(sent_here, {**EXPERTS, "moe_token_dispatcher_type": dispatcher}))
+        measured = sum(
+            row["ep"] for row in worlds(2).run(sent_here, {**EXPERTS, "moe_token_dispatcher_type": dispatcher})
+        )
         computed = expected_of_experts(dispatcher, 2)
-        print(f"  {dispatcher:77} counted {found:10}   theory {computed:10}   {found / computed:6.1%}")
+        print(f"  {dispatcher:77} counted {measured:10}   theory {computed:10}   {measured / computed:6.1%}")
 
 
 if __name__ == "__main__":

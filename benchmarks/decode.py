@@ -72,8 +72,8 @@ def peers(size: str, folder: str) -> tuple[dict[str, Peer], Engine]:
         ids, past, new = torch.tensor(prompts), None, []
         with torch.inference_mode():
             for _ in range(count):
-                said = theirs(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
-                past, ids = said.past_key_values, said.logits[:, -1:].argmax(-1)
+                output = theirs(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+                past, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
                 new.append(ids)
         return torch.cat(new, dim=1).tolist()
 
@@ -89,8 +89,8 @@ def load(engine: Engine, words: int, options: argparse.Namespace) -> str:
     wall = time.perf_counter() - began
     first = sorted(reply.first for reply in replies if reply.first is not None)
     places = {"1 of 4": count // 4, "half": count // 2, "3 of 4": 3 * count // 4, "all": count}
-    told = ", ".join(f"{first[place - 1]:.2f} s ({name})" for name, place in places.items())
-    return f"  {count} requests at once: first token after {told}; {count * options.new / wall:.1f} new tokens/s"
+    percentiles = ", ".join(f"{first[place - 1]:.2f} s ({name})" for name, place in places.items())
+    return f"  {count} requests at once: first token after {percentiles}; {count * options.new / wall:.1f} new tokens/s"
 
 
 def main() -> None:
@@ -131,13 +131,13 @@ def main() -> None:
         assert answers["ours"] == answers["transformers"] == answers["plain loop"], "they do not say the same"
         for name, parts in spent.items():
             tokens = {"prefill": batch * options.prompt, "decode": batch * (options.new - 1)}
-            shown = []
+            lines = []
             for part, seconds in parts.items():
                 ratio = statistics.median(a / b for a, b in zip(seconds, spent["ours"][part], strict=True))
-                shown.append(
+                lines.append(
                     f"{part} {tokens[part] / statistics.median(seconds):8.1f} tokens/CPU-s, {ratio:5.2f} x ours"
                 )
-            print(f"  batch {batch:3}  {name:13} {'   '.join(shown)}", flush=True)
+            print(f"  batch {batch:3}  {name:13} {'   '.join(lines)}", flush=True)
     print(load(engine, words, options))
 
 

@@ -115,13 +115,13 @@ def matmuls(device: torch.device, dtype: torch.dtype) -> None:
             [forward_and_backward(lambda call=call: call(x, weight, counts), [x, weight]) for call in calls.values()],
             device,
         )
-        said = [
+        lines = [
             f"{name} {took * 1e3:.2f} ms, {loop / took:.2f} times as fast"
             for name, took in zip(list(calls)[1:], others, strict=True)
         ]
         print(
             f"  {rows} rows over {experts} experts {inputs} -> {outputs}, {dtype}: loop {loop * 1e3:.2f} ms; "
-            + "; ".join(said),
+            + "; ".join(lines),
             flush=True,
         )
 
@@ -257,8 +257,8 @@ def main() -> None:
     worlds = Worlds()
     for name, changes in LAYERS.items():
         for dispatcher in ("allgather", "alltoall"):
-            found = worlds(options.ranks).run(travel, changes, options.ranks, dispatcher, 1024)
-            whole, alone = (max(times) for times in zip(*found, strict=True))
+            measured = worlds(options.ranks).run(travel, changes, options.ranks, dispatcher, 1024)
+            whole, alone = (max(times) for times in zip(*measured, strict=True))
             print(
                 f"  {name} over {options.ranks} ranks, {dispatcher}: layer {whole * 1e3:.1f} ms, experts alone {alone * 1e3:.1f} ms: routing and "
                 f"sending take {1 - alone / whole:.0%}",

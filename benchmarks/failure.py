@@ -36,21 +36,21 @@ def main() -> int:
     """Measure and print one line a case; 1 if the promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds, kept = parser.parse_args().rounds, True
+    rounds, passed = parser.parse_args().rounds, True
     for case in CASES:
         seconds = []
         for _ in range(rounds):
             with tempfile.TemporaryDirectory() as folder:
-                (found,) = finished(started(case, Path(folder)))
-            seconds.append(found.seconds)
+                (outcome,) = finished(started(case, Path(folder)))
+            seconds.append(outcome.seconds)
         limit = PROMISE + case.notice + LOOK * (case.notice > 0)
-        kept = kept and max(seconds) < limit
+        passed = passed and max(seconds) < limit
         print(
             f"  {case.how + ' in ' + case.phase:20} {case.layout:9} {statistics.median(seconds):5.1f} s ({min(seconds):.1f} .. {max(seconds):.1f}), "
             f"promised {limit:.0f}: {'kept' if max(seconds) < limit else 'BROKEN'}",
             flush=True,
         )
-    return int(not kept)
+    return int(not passed)
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ def machine() -> str:
     cpu = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     info = Path("/proc/cpuinfo")
-    if info.exists() and (found := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
-        cpu = found[1].strip()
+    if info.exists() and (match := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
+        cpu = match[1].strip()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = (
         subprocess.run(
@@ -140,7 +140,7 @@ def written(page: str, name: str, text: str) -> str:
     return pattern.sub(lambda _: _PLACE.format(name, text), page)
 
 
-def shown(question: Question, output: str, load: float) -> str:
+def formatted(question: Question, output: str, load: float) -> str:
     """What the page says of an answer."""
     today = datetime.datetime.now(datetime.timezone.utc).date()
     return f"`python {question.command}`, {today}, {machine()}, load {load:.1f} before it began:\n\n```\n{output.rstrip()}\n```\n"
@@ -162,7 +162,7 @@ def answer(question: Question) -> bool:
     if done.returncode:
         print(f"  {question.name}: failed with {done.returncode}; its figures are left as they were")
         return False
-    PAGE.write_text(written(PAGE.read_text(), question.name, shown(question, done.stdout, load)))
+    PAGE.write_text(written(PAGE.read_text(), question.name, formatted(question, done.stdout, load)))
     return True
 
 
@@ -173,12 +173,12 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="list the questions and run nothing")
     options = parser.parse_args()
     gpu = has_gpu()
-    wanted = [q for q in QUESTIONS if not options.names or any(q.name.startswith(name) for name in options.names)]
+    questions = [q for q in QUESTIONS if not options.names or any(q.name.startswith(name) for name in options.names)]
     if missing := [name for name in options.names if not any(q.name.startswith(name) for q in QUESTIONS)]:
         parser.error(f"no question is called {', '.join(missing)}; there are: {', '.join(q.name for q in QUESTIONS)}")
     (ROOT / WORK).mkdir(parents=True, exist_ok=True)
     failed = []
-    for question in wanted:
+    for question in questions:
         reason = question.unfit(gpu)
         if options.list:
             print(f"  {question.name:12} python {question.command}{f'   ({reason})' if reason else ''}")
@@ -187,7 +187,7 @@ def main() -> int:
         elif not answer(question):
             failed.append(question.name)
     if failed:
-        print(f"  {len(failed)} of {len(wanted)} failed: {', '.join(failed)}")
+        print(f"  {len(failed)} of {len(questions)} failed: {', '.join(failed)}")
     return int(bool(failed))
 
 

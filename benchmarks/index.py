@@ -183,12 +183,12 @@ def main() -> None:
             roles = ["ours", "megatron"] if args.megatron else ["ours"]
             rounds = [{role: run(role, args, prefix, total, epochs) for role in roles} for _ in range(args.rounds)]
             for role in roles:
-                found = [one[role] for one in rounds]
-                cold = [one["cold"] for one in found]
+                values = [one[role] for one in rounds]
+                cold = [one["cold"] for one in values]
                 print(
-                    f"  {epochs} epochs  {role:9} cold {min(cold):.3f} s (to {max(cold):.3f}; CPU {min(one['cpu'] for one in found):.3f})  "
-                    f"warm {min(one['warm'] for one in found):.4f} s  +{found[0]['mb']} MB  cache {found[0]['cache_mb']} MB  "
-                    f"{found[0]['samples']:,} samples"
+                    f"  {epochs} epochs  {role:9} cold {min(cold):.3f} s (to {max(cold):.3f}; CPU {min(one['cpu'] for one in values):.3f})  "
+                    f"warm {min(one['warm'] for one in values):.4f} s  +{values[0]['mb']} MB  cache {values[0]['cache_mb']} MB  "
+                    f"{values[0]['samples']:,} samples"
                 )
             hashes = {tuple(one[role]["hash"]) for one in rounds for role in roles}
             assert len(hashes) == 1, f"all builds give the same arrays: {hashes}"

@@ -68,8 +68,8 @@ class Job:
         return 2 * sum(one.nbytes for one in (*self.inputs, *outputs))
 
 
-def _several(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator[Job]:
@@ -134,7 +134,7 @@ def seconds(passes: dict[str, Callable[[], None]], rounds: int, device: str) -> 
             _wait(device)
             if turn >= 2:
                 times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def _wait(device: str) -> None:

@@ -80,8 +80,8 @@ def plain(prefix: str, length: int) -> tuple[int, Callable]:
         return {"tokens": window[:-1], "labels": window[1:]}
 
     def batch(numbers: range) -> dict[str, np.ndarray]:
-        found = [sample(number) for number in numbers]
-        return {key: np.stack([one[key] for one in found]) for key in found[0]}
+        samples = [sample(number) for number in numbers]
+        return {key: np.stack([one[key] for one in samples]) for key in samples[0]}
 
     return len(shuffle), batch
 
@@ -157,7 +157,7 @@ def main() -> None:
     from benchmarks.sparse import write_pair
 
     roles = [role for role in READERS if role != "megatron" or args.megatron]
-    found: dict[str, list[dict]] = {role: [] for role in roles}
+    reports: dict[str, list[dict]] = {role: [] for role in roles}
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "random"
         write_pair(prefix, int(args.documents), int(args.tokens), vocabulary=VOCABULARY)
@@ -184,14 +184,16 @@ def main() -> None:
                 check=False,
             )
             assert done.returncode == 0, done.stderr
-            found[role].append(json.loads(done.stdout.splitlines()[-1]))
-    for role, runs in found.items():
+            reports[role].append(json.loads(done.stdout.splitlines()[-1]))
+    for role, runs in reports.items():
         rates = [run["rate"] / 1e6 for run in runs]
-        against = statistics.median(run["rate"] / peer["rate"] for run, peer in zip(runs, found["plain"], strict=True))
+        against = statistics.median(
+            run["rate"] / peer["rate"] for run, peer in zip(runs, reports["plain"], strict=True)
+        )
         print(
             f"  {role:17} {statistics.median(rates):6.1f} M tokens/s ({min(rates):.1f} .. {max(rates):.1f})   {against:.2f} x plain"
         )
-    hashes = {run["hash"] for runs in found.values() for run in runs}
+    hashes = {run["hash"] for runs in reports.values() for run in runs}
     assert len(hashes) == 1, f"all readers give the same tokens and labels: {hashes}"
 
 

@@ -108,10 +108,10 @@ def for_real(ranks: int) -> tuple[float, float, float]:
         ]
         for process in processes:
             process.start()
-        found = [report.get(timeout=600) for _ in processes]
+        reports = [report.get(timeout=600) for _ in processes]
         for process in processes:
             process.join()
-    return tuple(max(times) for times in zip(*found, strict=True))
+    return tuple(max(times) for times in zip(*reports, strict=True))
 
 
 def main() -> None:

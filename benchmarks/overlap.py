@@ -149,7 +149,7 @@ class Slow(torch.autograd.Function):
 
 def timed(*runs: Callable[[], None]) -> list[float]:
     """Seconds of each on the slowest rank, the least of some rounds taken in turn: whatever else a machine does only adds."""
-    found: list[list[float]] = []
+    samples: list[list[float]] = []
     for _ in range(ROUNDS):
         row = []
         for run in runs:
@@ -159,8 +159,8 @@ def timed(*runs: Callable[[], None]) -> list[float]:
             spent = torch.tensor([time.perf_counter() - began])
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             row.append(spent.item())
-        found.append(row)
-    return [min(times) for times in zip(*found, strict=True)]
+        samples.append(row)
+    return [min(times) for times in zip(*samples, strict=True)]
 
 
 # Tensor ranks: pieces of the sequence beside products.
@@ -186,8 +186,8 @@ def tensor_here(delay: float) -> tuple[list[float], float]:
             whole = overlapped_matmul.all_gather_matmul(x, matrix, None, axis)[0]
             overlapped_matmul.matmul_reduce_scatter(whole, matrix, axis)
 
-    found = timed(lambda: run(None), lambda: run(Link(delay, at_once=True)), lambda: run(Link(delay)))
-    return found, found[0] + 2 * (size - 1) * max(0.0, delay - STEP)
+    seconds = timed(lambda: run(None), lambda: run(Link(delay, at_once=True)), lambda: run(Link(delay)))
+    return seconds, seconds[0] + 2 * (size - 1) * max(0.0, delay - STEP)
 
 
 # Data ranks: gradients beside the backward pass, parameters beside the forward pass.
@@ -255,9 +255,9 @@ def data_here(delay: float, count: int, what: str) -> tuple[list[float], float]:
             parallel.finish_reduction()
 
     plain, overlapped = wrapped(False), wrapped(True)
-    found = timed(lambda: run(plain, None), lambda: run(plain, Link(delay)), lambda: run(overlapped, Link(delay)))
+    seconds = timed(lambda: run(plain, None), lambda: run(plain, Link(delay)), lambda: run(overlapped, Link(delay)))
     # The last sum begins with the last gradient, and the first gather is waited for; a layer takes two steps back, one ahead.
-    return found, found[0] + delay + (count - 1) * max(0.0, delay - (2 * STEP if what == "reduce" else STEP))
+    return seconds, seconds[0] + delay + (count - 1) * max(0.0, delay - (2 * STEP if what == "reduce" else STEP))
 
 
 # Expert ranks: the shared expert while tokens travel.
@@ -306,8 +306,8 @@ def expert_here(delay: float) -> tuple[list[float], float]:
             layer(torch.ones(8, 1, 32), None, ForwardContext(MaskSpec()))
 
     plain, overlapped = layers
-    found = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(overlapped, Link(delay)))
-    return found, found[0] + max(0.0, delay - STEP)
+    seconds = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(overlapped, Link(delay)))
+    return seconds, seconds[0] + max(0.0, delay - STEP)
 
 
 def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
@@ -353,13 +353,13 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
             train_step(trainer, tiny.batches(trainer.run, 0))
 
     plain, other = trainers
-    found = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(other, Link(delay)))
+    seconds = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(other, Link(delay)))
     # The first forward and the last backward pass have no other beside them; the others hide as much as they compute.
     pairs = plain.batches.full // plain.batches.unit - 1
     if flag == "overlap_moe_expert_parallel_comm":
-        return found, found[0] + 4 * layers * delay + pairs * layers * max(0.0, 4 * delay - 6 * STEP)
+        return seconds, seconds[0] + 4 * layers * delay + pairs * layers * max(0.0, 4 * delay - 6 * STEP)
     # In all backward passes but the last, weights hide a way each, but for those before the first layer's experts.
-    return found, found[0] + (pairs + 1) * 4 * layers * delay - pairs * (2 * layers - 1) * min(delay, STEP)
+    return seconds, seconds[0] + (pairs + 1) * 4 * layers * delay - pairs * (2 * layers - 1) * min(delay, STEP)
 
 
 # Pipelines: messages beside passes, and the bubble.
@@ -427,7 +427,7 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
     axis, backward_axis = (
         Axis(name, size, rank, ranks, dist.new_group(list(ranks)), overlap=overlap) for name in ("pp", "pp_backward")
     )
-    courier, found = Courier(delay), {}
+    courier, seconds = Courier(delay), {}
     for name, plan in schedules(size, m).items():
         whole, wgrad_store = with_reduction(plan), overlap.wgrad_store
         work = Sleeper(seconds_of(plan, STEP), 1 + max(action.stage for row in plan for action in row), wgrad_store)
@@ -441,13 +441,13 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
                     backward_axis=backward_axis,
                 )
 
-        found[name] = timed(lambda: go(True, None), lambda: go(False, courier), lambda: go(True, courier))
-    return found
+        seconds[name] = timed(lambda: go(True, None), lambda: go(False, courier), lambda: go(True, courier))
+    return seconds
 
 
-def show(name: str, found: list[float], ideal: float) -> None:
+def show(name: str, row: list[float], ideal: float) -> None:
     """One line: how much is hidden of what could be."""
-    alone, at_once, overlapped = found
+    alone, at_once, overlapped = row
     hidden, possible = ((at_once - seconds) / (at_once - alone) for seconds in (overlapped, ideal))
     print(
         f"  {name:43} alone {1000 * alone:5.0f} ms, waited for {1000 * at_once:5.0f} ms, overlapped {1000 * overlapped:5.0f} ms "

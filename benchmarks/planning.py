@@ -120,12 +120,12 @@ def main() -> None:
         print(json.dumps(plan(options.model)))
         return
     for name in MODELS:
-        found = [planned(name) for _ in range(options.rounds)]
-        walls = [one.wall for one in found]
+        seconds = [planned(name) for _ in range(options.rounds)]
+        walls = [one.wall for one in seconds]
         print(
-            f"{name} on {RANKS:,} ranks, all {found[0].stages} stages: {statistics.median(walls):.1f} s ({min(walls):.1f} .. {max(walls):.1f}), "
-            f"{statistics.median(one.cpu for one in found):.1f} CPU s, {max(one.megabytes for one in found):.0f} MB; "
-            f"the fullest rank needs {found[0].peak:.1f} GiB",
+            f"{name} on {RANKS:,} ranks, all {seconds[0].stages} stages: {statistics.median(walls):.1f} s ({min(walls):.1f} .. {max(walls):.1f}), "
+            f"{statistics.median(one.cpu for one in seconds):.1f} CPU s, {max(one.megabytes for one in seconds):.0f} MB; "
+            f"the fullest rank needs {seconds[0].peak:.1f} GiB",
             flush=True,
         )
 

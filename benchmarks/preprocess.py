@@ -119,10 +119,10 @@ def commands(corpus: Path, vocabulary: Path, output: Path, megatron: Path | None
 
 def tree(process: int) -> list[int]:
     """A process and all that it started."""
-    found = [process]
+    processes = [process]
     for task in Path(f"/proc/{process}/task").glob("*/children"):
-        found += [other for child in task.read_text().split() for other in tree(int(child))]
-    return found
+        processes += [other for child in task.read_text().split() for other in tree(int(child))]
+    return processes
 
 
 def memory(process: int) -> float:
@@ -139,9 +139,9 @@ def memory(process: int) -> float:
 
 def run(command: list[str]) -> tuple[float, float, float]:
     """(wall seconds, processor seconds, peak MB) of a command."""
-    with tempfile.TemporaryFile() as told:
+    with tempfile.TemporaryFile() as errors:
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=told, stderr=told, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        process = subprocess.Popen(command, stdout=errors, stderr=errors, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         peak = 0.0
         while True:
             done, status, used = os.wait4(process.pid, os.WNOHANG)
@@ -150,22 +150,22 @@ def run(command: list[str]) -> tuple[float, float, float]:
             peak = max(peak, memory(process.pid))
             time.sleep(0.1)
         seconds = time.perf_counter() - began
-        told.seek(0)
-        assert os.waitstatus_to_exitcode(status) == 0, told.read().decode()
+        errors.seek(0)
+        assert os.waitstatus_to_exitcode(status) == 0, errors.read().decode()
     process.returncode = 0
     return seconds, used.ru_utime + used.ru_stime, peak
 
 
 def digest(output: Path) -> str:
     """A hash of the ids that were written; the files are removed."""
-    found = hashlib.md5()
+    hasher = hashlib.md5()
     for path in sorted(output.parent.iterdir()):
         if path.suffix == ".bin":
             with open(path, "rb") as file:
                 while piece := file.read(2**22):
-                    found.update(piece)
+                    hasher.update(piece)
         path.unlink()
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def main() -> None:
@@ -179,8 +179,8 @@ def main() -> None:
     args = parser.parse_args()
     size = args.corpus.stat().st_size / 1e6
     with tempfile.TemporaryDirectory(dir=args.corpus.parent) as folder:
-        found = commands(args.corpus, args.vocabulary, Path(folder) / "out", args.megatron)
-        chosen = {name: command for name, command in found.items() if not args.only or name in args.only}
+        runs = commands(args.corpus, args.vocabulary, Path(folder) / "out", args.megatron)
+        chosen = {name: command for name, command in runs.items() if not args.only or name in args.only}
         results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in chosen}
         written = set()
         for number in range(args.rounds):

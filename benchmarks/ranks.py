@@ -57,9 +57,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def steps_here(changes: dict[str, Any], told: bool, steps: int) -> list[float]:
+def steps_here(changes: dict[str, Any], is_batched: bool, steps: int) -> list[float]:
     """On every rank: seconds of training steps, after a first. told: Linux is told that the rank computes."""
-    with patch.object(mesh, "compute_in_batches", mesh.compute_in_batches if told else lambda _: None):
+    with patch.object(mesh, "compute_in_batches", mesh.compute_in_batches if is_batched else lambda _: None):
         trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), **changes)))
     seconds = []
     for _ in range(steps + 1):
@@ -80,16 +80,16 @@ def main() -> None:
         tokens = network["global_batch_size"] * network["seq_length"]
         print(f"{size}: {network['num_layers']} x {network['hidden_size']}, {tokens} tokens a step")
         for name, (ranks, changes) in LAYOUTS.items():
-            pools = {told: World(ranks) for told in (False, True)}
+            pools = {is_batched: World(ranks) for is_batched in (False, True)}
             taken: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(options.rounds):
-                for told, pool in pools.items():
-                    seconds = zip(*pool.run(steps_here, {**network, **changes}, told, 3), strict=True)
-                    taken[told].append(statistics.median(max(step) for step in seconds))
+                for is_batched, pool in pools.items():
+                    seconds = zip(*pool.run(steps_here, {**network, **changes}, is_batched, 3), strict=True)
+                    taken[is_batched].append(statistics.median(max(step) for step in seconds))
             for pool in pools.values():
                 pool.stop()
             ratios = sorted(usual / ours for usual, ours in zip(taken[False], taken[True], strict=True))
-            usual, ours = (tokens / statistics.median(taken[told]) for told in (False, True))
+            usual, ours = (tokens / statistics.median(taken[is_batched]) for is_batched in (False, True))
             print(
                 f"  {name:30} as Linux has it {usual:6.0f} tokens/s, as the ranks ask {ours:6.0f}: "
                 f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} .. {ratios[-1]:.2f})",

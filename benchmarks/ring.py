@@ -120,14 +120,14 @@ def timed_here(length: int, step: float, delay: float) -> tuple[float, float, fl
         return time.perf_counter() - began
 
     run(0.0, False)
-    found = [[run(*settings) for settings in ((0.0, False), (delay, True), (delay, False))] for _ in range(ROUNDS)]
-    return tuple(statistics.median(times) for times in zip(*found, strict=True))
+    samples = [[run(*settings) for settings in ((0.0, False), (delay, True), (delay, False))] for _ in range(ROUNDS)]
+    return tuple(statistics.median(times) for times in zip(*samples, strict=True))
 
 
 def bytes_here(length: int, kind: str, inner: int) -> tuple[int, int]:
     """On every rank: bytes that this rank sends to others in a forward and in a backward pass, in bf16."""
     mesh, sent = mesh_here(inner), [0]
-    own = dist.get_rank()
+    rank = dist.get_rank()
     kernel, (q, k, v) = over_context(attention, mesh, kind), tensors(length, mesh.cp.size, torch.bfloat16)
     shift, trade = dist.batch_isend_irecv, dist.all_to_all_single
     gather, scatter = collectives._gather_single, collectives._scatter_single
@@ -143,7 +143,7 @@ def bytes_here(length: int, kind: str, inner: int) -> tuple[int, int]:
         return call
 
     def traded(output: Tensor, tensor: Tensor, taken: list[int], given: list[int], group: Any = None, **_: Any) -> int:
-        return size(tensor, 1 - given[dist.get_group_rank(group, own)] / len(tensor))
+        return size(tensor, 1 - given[dist.get_group_rank(group, rank)] / len(tensor))
 
     ranks = mesh.cp.size
     with (
@@ -205,12 +205,12 @@ def main() -> None:
         print(f"bytes that a rank sends, bf16, {options.ranks} ranks: measured (theory)")
         kinds = [("p2p", 1), ("a2a", 1), ("allgather", 1)] + [("a2a+p2p", 2)] * (options.ranks % 4 == 0)
         for kind, inner in kinds:
-            found, expected = (
+            measured, expected = (
                 worlds(options.ranks).run(bytes_here, options.length, kind, inner)[0],
                 theory(kind, options.ranks, inner, options.length),
             )
             print(
-                f"  {kind:10} forward {found[0]:>10,} ({expected[0]:>10,})   backward {found[1]:>10,} ({expected[1]:>10,})"
+                f"  {kind:10} forward {measured[0]:>10,} ({expected[0]:>10,})   backward {measured[1]:>10,} ({expected[1]:>10,})"
             )
     finally:
         worlds.stop()

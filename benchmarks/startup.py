@@ -49,12 +49,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    found = {name: [] for name in COMMANDS}
+    seconds_of = {name: [] for name in COMMANDS}
     for _ in range(rounds):
         for name, arguments in COMMANDS.items():
-            found[name].append(seconds(arguments))
-    for name, times in found.items():
-        ratio = statistics.median(a / b for a, b in zip(times, found["import torch"], strict=True))
+            seconds_of[name].append(seconds(arguments))
+    for name, times in seconds_of.items():
+        ratio = statistics.median(a / b for a, b in zip(times, seconds_of["import torch"], strict=True))
         print(
             f"  {name:18} {statistics.median(times):6.2f} s ({min(times):.2f} .. {max(times):.2f})   {ratio:.2f} x import torch"
         )

@@ -79,10 +79,10 @@ class Peer:
     def step(self) -> None:
         """One step."""
         if not self.problem:
-            found = self._turn()
+            report = self._turn()
             if not self.problem:
-                self.cpu.append(found["cpu"])
-                self.wall.append(found["wall"])
+                self.cpu.append(report["cpu"])
+                self.wall.append(report["wall"])
 
     def _turn(self) -> dict[str, float]:
         try:
@@ -91,9 +91,9 @@ class Peer:
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        found = json.loads(line) if line.startswith("{") else {"problem": "its process ended"}
-        self.problem = found.get("problem", "")
-        return found
+        report = json.loads(line) if line.startswith("{") else {"problem": "its process ended"}
+        self.problem = report.get("problem", "")
+        return report
 
 
 def serve(name: str, size_name: str, threads: int) -> None:

@@ -179,8 +179,8 @@ def ours(job: Job, seconds: float, extra: list[str]) -> tuple[list[dict], float]
         str(journal),
         "--exit-signal-handler",
     ]
-    with log.open("w") as said:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+    with log.open("w") as log_file:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=log_file, stderr=subprocess.STDOUT)
         began = None
         while run.poll() is None and (began is None or time.perf_counter() - began < seconds):
             time.sleep(0.2)
@@ -202,8 +202,8 @@ def _reports(journal: Path) -> list[dict]:
 
 def plain(job: Job, seconds: float) -> list[float]:
     """Seconds of each step of the plain loop."""
-    said = _run([sys.executable, "benchmarks/plain_loop.py", *job.plain.split(), "--seconds", str(seconds)])
-    return json.loads(said.splitlines()[-1])["seconds"]
+    output = _run([sys.executable, "benchmarks/plain_loop.py", *job.plain.split(), "--seconds", str(seconds)])
+    return json.loads(output.splitlines()[-1])["seconds"]
 
 
 def predicted(job: Job, extra: list[str]) -> float:
@@ -227,8 +227,8 @@ def predicted(job: Job, extra: list[str]) -> float:
 
 def measure(job: Job, seconds: float, variants: list[list[str]]) -> None:
     """Run ours, with each of these flags, and the peer, and print what came out."""
-    own = seconds * (0.6 if job.plain else 1.0) / len(variants)
-    fastest = min(shown(job, own, extra) for extra in variants)
+    share = seconds * (0.6 if job.plain else 1.0) / len(variants)
+    fastest = min(printed_step_seconds(job, share, extra) for extra in variants)
     if job.plain:
         peer = statistics.median(plain(job, seconds * 0.4))
         print(
@@ -237,7 +237,7 @@ def measure(job: Job, seconds: float, variants: list[list[str]]) -> None:
         )
 
 
-def shown(job: Job, seconds: float, extra: list[str]) -> float:
+def printed_step_seconds(job: Job, seconds: float, extra: list[str]) -> float:
     """Seconds of a step of ours, of which all is printed."""
     if extra:
         print(f"  {job.name:10} with {' '.join(extra)}", flush=True)

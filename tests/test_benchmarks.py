@@ -16,7 +16,7 @@ def test_a_question_has_its_script_and_one_place_on_the_page(question: figures.Q
     assert (figures.ROOT / shlex.split(question.command)[0]).is_file()
     page = figures.written(PAGE, question.name, "made up\n")
     assert "made up" in page
-    again = figures.written(page, question.name, figures.shown(question, "a  \\1 b\n", 0.5))
+    again = figures.written(page, question.name, figures.formatted(question, "a  \\1 b\n", 0.5))
     assert "a  \\1 b" in again and "made up" not in again and f"`python {question.command}`" in again
     assert figures.written(again, question.name, "made up\n") == page, "nothing else has changed"
 

@@ -101,12 +101,15 @@ PACKAGES: Sequence[str] = (
     "megatron/core/models",
     "megatron/core/optimizer",
     "megatron/core/distributed",
-    "megatron/training/checkpoint",
-    "megatron/training/cli",
-    "megatron/training/data",
-    "megatron/training/launch",
-    "megatron/training/report",
+    "megatron/training",
     "megatron/inference",
+    "megatron/evaluation",
+    "megatron/tasks",
+    "megatron/tools",
+    "megatron/trust",
+    "benchmarks",
+    "tools",
+    "tasks",
 )
 
 

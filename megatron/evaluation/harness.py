@@ -199,9 +199,9 @@ class MegatronLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of the texts that end it."""
         self._asked_alike(requests)
-        asked = [self._prompt(number, *request.args) for number, request in enumerate(requests)]
-        found = continuations(self.loaded, [prompt for prompt, _ in asked], size=self._size)
-        return [cut(self._text(new), until) for new, (_, until) in zip(found, asked, strict=True)]
+        prompts = [self._prompt(number, *request.args) for number, request in enumerate(requests)]
+        texts = continuations(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
+        return [cut(self._text(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as one text, by the tokenizer's template."""

@@ -106,13 +106,13 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
     Requests with equal inputs, as answers of a multiple choice that differ in their last id, are computed once.
     """
     inputs = [(request.context + request.continuation)[-(max_length + 1) :][:-1] for request in requests]
-    asked: dict[Ids, list[int]] = {}
+    numbers_of: dict[Ids, list[int]] = {}
     for number, ids in enumerate(inputs):
         assert 0 < len(requests[number].continuation) <= len(ids), "a continuation has ids, and fits into the input"
-        asked.setdefault(ids, []).append(number)
+        numbers_of.setdefault(ids, []).append(number)
     axis = loaded.mesh.dp
-    found: dict[int, Any] = {}
-    batches = size.cut(list(asked))
+    results: dict[int, Any] = {}
+    batches = size.cut(list(numbers_of))
     mine = (
         batches[axis.rank :: axis.size]
         if loaded.config.parallel.expert_model_parallel_size == 1
@@ -121,9 +121,9 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
 
     def keep(microbatch: int, logits: Tensor) -> None:
         batch = mine[microbatch]
-        numbers = [number for ids in batch for number in asked[ids]]
-        rows = [row for row, ids in enumerate(batch) for _ in asked[ids]]
-        found.update(
+        numbers = [number for ids in batch for number in numbers_of[ids]]
+        rows = [row for row, ids in enumerate(batch) for _ in numbers_of[ids]]
+        results.update(
             zip(
                 numbers,
                 _judged(
@@ -134,7 +134,7 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
 
     with _progress_bar(loaded, mine, "loglikelihoods") as bar:
         _forward(loaded, mine, keep, bar)
-    gathered = _everywhere(loaded, found)
+    gathered = _everywhere(loaded, results)
     return [gathered[number] for number in range(len(requests))]
 
 
@@ -147,8 +147,8 @@ def _alike(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
     for start in range(0, len(batches), axis.size):
         together = batches[start : start + axis.size]
         rows, longest = max(map(len, together)) + 1, together[0][0]
-        own = together[axis.rank] if axis.rank < len(together) else ()
-        mine.append([longest] * (rows - len(own)) + list(own))
+        local = together[axis.rank] if axis.rank < len(together) else ()
+        mine.append([longest] * (rows - len(local)) + list(local))
     return mine
 
 
@@ -159,8 +159,8 @@ def _judged(
     columns = [row for row, ids in zip(rows, continuations, strict=True) for _ in ids]
     places = [
         place
-        for ids, asked in zip(inputs, continuations, strict=True)
-        for place in range(len(ids) - len(asked), len(ids))
+        for ids, continuation in zip(inputs, continuations, strict=True)
+        for place in range(len(ids) - len(continuation), len(ids))
     ]
     targets = torch.tensor([token for ids in continuations for token in ids], device=logits.device)
     chosen = logits[torch.tensor(places, device=logits.device), torch.tensor(columns, device=logits.device)]
@@ -200,13 +200,13 @@ def continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: Ba
     for number, prompt in enumerate(prompts):
         numbers.setdefault(prompt.ids, []).append(number)
     axis = loaded.mesh.dp
-    found: dict[int, Any] = {}
+    texts: dict[int, Any] = {}
     batches = size.cut([prompt.ids for prompt in prompts])
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
     mine = places[axis.rank :: axis.size]
     for batch in _progress_bar(loaded, mine, "continuations"):
-        found.update(zip(batch, _continued(loaded, [prompts[number] for number in batch])))
-    gathered = _everywhere(loaded, found)
+        texts.update(zip(batch, _continued(loaded, [prompts[number] for number in batch])))
+    gathered = _everywhere(loaded, texts)
     return [gathered[number] for number in range(len(prompts))]
 
 
@@ -306,8 +306,8 @@ def _progress_bar(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 
 
-def _everywhere(loaded: Network, found: dict[int, Any]) -> dict[int, Any]:
+def _everywhere(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
     """What the ranks found, of all data ranks, on all ranks."""
     speaks = loaded.stages[-1].stage.has_output and loaded.mesh.tp.is_first
-    everyone = collectives.gather_objects(found if speaks else {}, loaded.mesh.world)
+    everyone = collectives.gather_objects(local if speaks else {}, loaded.mesh.world)
     return {number: answer for theirs in everyone for number, answer in theirs.items()}

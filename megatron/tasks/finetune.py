@@ -83,14 +83,14 @@ def read_sets(task: TaskConfig, run: Run) -> Sets:
 
     def samples(paths: Sequence[str], name: str) -> Samples:
         if task.task == "RACE":
-            found: Samples = ChoiceSamples([question for path in paths for question in read_race(path)], encoder)
+            samples: Samples = ChoiceSamples([question for path in paths for question in read_race(path)], encoder)
         else:
             texts = [text for path in paths for text in read_glue(str(task.task), path)]
-            found = PairSamples(texts, encoder, numbers=TASKS[str(task.task)].scale is not None)
-        said = about_long_texts(found, name, encoder.length, refuse=task.long_texts == "refuse")
-        if said:
-            run.say(said)
-        return found
+            samples = PairSamples(texts, encoder, numbers=TASKS[str(task.task)].scale is not None)
+        message = about_long_texts(samples, name, encoder.length, refuse=task.long_texts == "refuse")
+        if message:
+            run.say(message)
+        return samples
 
     train = samples(task.train_data, "training data") if task.epochs and task.train_data else None
     return Sets(train, tuple(samples([path], path) for path in task.valid_data), task.valid_data)
@@ -109,8 +109,8 @@ def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple
             if labels.is_floating_point()
             else (F.cross_entropy(scores, labels, reduction="none"))
         )
-        kept = batch.loss_mask[:, 0].to(losses.dtype)
-        total, count = (losses * kept).sum(), kept.sum()
+        mask = batch.loss_mask[:, 0].to(losses.dtype)
+        total, count = (losses * mask).sum(), mask.sum()
         return total, count, {"lm loss": torch.stack((total.detach(), count))}
 
     return scores, loss
@@ -244,14 +244,14 @@ def model_of(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
 
 def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
     """Start from `--pretrained-checkpoint`, an encoder in any dialect, or from `--load`, which has this task's head."""
-    asked, run = checkpoint.config.checkpoint, checkpoint.trainer.run
-    if asked.load:
+    requested, run = checkpoint.config.checkpoint, checkpoint.trainer.run
+    if requested.load:
         if not checkpoint.resume():
             raise ConfigError(
-                f"--load {asked.load} holds no checkpoint; a pretrained encoder is given by --pretrained-checkpoint"
+                f"--load {requested.load} holds no checkpoint; a pretrained encoder is given by --pretrained-checkpoint"
             )
-    elif asked.pretrained_checkpoint:
-        source = encoder_of(asked.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size})
+    elif requested.pretrained_checkpoint:
+        source = encoder_of(requested.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size})
         checkpoint.adopt_weights(source, initial=_HEADS, unused=_UNUSED)
     elif task.epochs:
         run.say("neither --pretrained-checkpoint nor --load is given: the encoder begins with random weights")
@@ -321,14 +321,14 @@ def predictions(trainer: Trainer, samples: Samples) -> list[Judged]:
     batches = all_once(run, samples, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
     evaluate(trainer, batches, -(-len(samples) // full))
     trainer.forward_step = ordinary
-    found = {
+    predicted = {
         index: scores for theirs in collectives.gather_objects(rows, run.mesh.world) for index, scores in theirs.items()
     }
-    assert len(found) == len(samples), f"{len(found)} of {len(samples)} samples were judged"
+    assert len(predicted) == len(samples), f"{len(predicted)} of {len(samples)} samples were judged"
     labels = [text.label for text in (samples.texts if isinstance(samples, PairSamples) else samples.questions)]
     return [
         Judged(index, scores[0] if len(scores) == 1 else int(np.argmax(scores)), labels[index], scores)
-        for index, scores in sorted(found.items())
+        for index, scores in sorted(predicted.items())
     ]
 
 
@@ -390,4 +390,4 @@ def _words(task: TaskConfig, pairs: Pairs) -> str:
     numbers = " | ".join(f"{name}: {100 * value:.2f} %" for name, value in _metrics(task, pairs).items())
     if task.task != "RACE" and not TASKS[str(task.task)].classes:
         return f"{numbers} ({len(pairs)} pairs)"
-    return f"{numbers} ({sum(found == true for found, true in pairs)} of {len(pairs)} right)"
+    return f"{numbers} ({sum(predicted == true for predicted, true in pairs)} of {len(pairs)} right)"

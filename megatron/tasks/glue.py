@@ -36,37 +36,37 @@ class Text:
 
 def accuracy(pairs: Pairs) -> float:
     """Share of right predictions."""
-    return sum(found == true for found, true in pairs) / len(pairs)
+    return sum(predicted == true for predicted, true in pairs) / len(pairs)
 
 
 def f1(pairs: Pairs) -> float:
     """Harmonic mean of precision and recall of class 1."""
-    right = sum(found == true == 1 for found, true in pairs)
-    named = sum((found == 1) + (true == 1) for found, true in pairs)
+    right = sum(predicted == true == 1 for predicted, true in pairs)
+    named = sum((predicted == 1) + (true == 1) for predicted, true in pairs)
     return 2 * right / named if named else 0.0
 
 
 def matthews(pairs: Pairs) -> float:
     """Correlation of two binary variables (Matthews, 1975); 0 where one of them never changes."""
-    both = sum(found == true == 1 for found, true in pairs)
-    neither = sum(found == true == 0 for found, true in pairs)
-    only_found = sum(found == 1 and true == 0 for found, true in pairs)
-    only_true = sum(found == 0 and true == 1 for found, true in pairs)
+    both = sum(predicted == true == 1 for predicted, true in pairs)
+    neither = sum(predicted == true == 0 for predicted, true in pairs)
+    only_found = sum(predicted == 1 and true == 0 for predicted, true in pairs)
+    only_true = sum(predicted == 0 and true == 1 for predicted, true in pairs)
     spread = (both + only_found) * (both + only_true) * (neither + only_found) * (neither + only_true)
     return (both * neither - only_found * only_true) / spread**0.5 if spread else 0.0
 
 
 def pearson(pairs: Pairs) -> float:
     """Covariance over the product of the deviations (Pearson, 1895); 0 where one of the two never changes."""
-    found, true = (np.array(side, np.float64) - np.mean(side, dtype=np.float64) for side in zip(*pairs))
-    spread = float(np.sqrt((found @ found) * (true @ true)))
-    return float(found @ true) / spread if spread else 0.0
+    predicted, true = (np.array(side, np.float64) - np.mean(side, dtype=np.float64) for side in zip(*pairs))
+    spread = float(np.sqrt((predicted @ predicted) * (true @ true)))
+    return float(predicted @ true) / spread if spread else 0.0
 
 
 def spearman(pairs: Pairs) -> float:
     """Pearson's correlation of the ranks (Spearman, 1904); equal numbers share the mean of their ranks."""
-    found, true = (_ranks(side) for side in zip(*pairs))
-    return pearson(list(zip(found.tolist(), true.tolist())))
+    predicted, true = (_ranks(side) for side in zip(*pairs))
+    return pearson(list(zip(predicted.tolist(), true.tolist())))
 
 
 def _ranks(numbers: Sequence[float]) -> np.ndarray:
@@ -174,9 +174,9 @@ def _columns(name: str, task: GlueTask, header: Sequence[str], path: str | Path)
     """Where the columns are that the task needs; the label's, if the file has it."""
     places, missing = {}, []
     for number, spellings in enumerate(task.texts):
-        found = [word for word in spellings if word in header]
-        if found:
-            places[f"text{number}"] = header.index(found[0])
+        columns = [word for word in spellings if word in header]
+        if columns:
+            places[f"text{number}"] = header.index(columns[0])
         else:
             missing.append(" or ".join(spellings))
     if missing:

@@ -48,8 +48,8 @@ def read_race(folder: str | Path) -> list[Question]:
             continue
         for number, line in enumerate(lines, 1):
             if line.strip():
-                found, wrong = _questions(line, f"{path}:{number}")
-                questions += found
+                of_line, wrong = _questions(line, f"{path}:{number}")
+                questions += of_line
                 problems += wrong
     if problems:
         rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -77,14 +77,14 @@ def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
         return [], [f"{place}: questions, options and answers differ in number: {sizes}"]
     if not content["article"].strip():
         return [], [f"{place}: the article is empty"]
-    found, wrong = [], []
+    questions, wrong = [], []
     for number, (question, options, answer) in enumerate(zip(*lists), 1):
         problem = _problem(question, options, answer)
         if problem:
             wrong.append(f"{place}, question {number}: {problem}")
             continue
         texts = tuple(joined(question, option) for option in options)
-        found.append(
+        questions.append(
             Question(
                 f"{content.get('id', Path(place.rpartition(':')[0]).stem)}-{number}",
                 content["article"],
@@ -93,7 +93,7 @@ def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
                 place,
             )
         )
-    return found, wrong
+    return questions, wrong
 
 
 def _problem(question: Any, options: Any, answer: Any) -> str:

@@ -150,7 +150,7 @@ def about_long_texts(samples: PairSamples | ChoiceSamples, name: str, length: in
     if not samples.cut:
         return ""
     first = ", ".join(samples.cut[:3]) + (", ..." if len(samples.cut) > 3 else "")
-    said = f"{name}: {len(samples.cut)} of {len(samples)} samples are longer than --seq-length {length}: {first}"
+    message = f"{name}: {len(samples.cut)} of {len(samples)} samples are longer than --seq-length {length}: {first}"
     if refuse:
-        raise DataError(f"{said}; give a larger --seq-length, or --long-texts cut")
-    return f"{said}; they lose their ends"
+        raise DataError(f"{message}; give a larger --seq-length, or --long-texts cut")
+    return f"{message}; they lose their ends"

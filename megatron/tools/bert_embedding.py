@@ -79,10 +79,10 @@ class Embedder:
 
     def vectors(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """float32 [len(rows), h]."""
-        found = np.empty((len(rows), self.width), np.float32)
+        vectors = np.empty((len(rows), self.width), np.float32)
         for batch in self._batches([len(row) for row in rows]):
-            found[batch] = self._batch([rows[number] for number in batch]).float().cpu().numpy()
-        return found
+            vectors[batch] = self._batch([rows[number] for number in batch]).float().cpu().numpy()
+        return vectors
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of rows that are computed together, the longest first."""
@@ -107,13 +107,13 @@ class Embedder:
         hidden = self.network.encode(padding=None if bool(mask.all()) else mask, ids=torch.from_numpy(ids).to(device))
         if self.pooling == "mean":
             wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-            found = (wide * mask.t()[:, :, None]).sum(dim=0) / lengths[:, None]
+            means = (wide * mask.t()[:, :, None]).sum(dim=0) / lengths[:, None]
         else:
-            found = hidden[0]
+            means = hidden[0]
             if self.pooling == "pooled":
                 assert self.network.pooler is not None, "a BERT without a pooler is refused"
-                found = self.network.pooler(hidden)
-        return torch.nn.functional.normalize(found, dim=-1) if self.normalize else found
+                means = self.network.pooler(hidden)
+        return torch.nn.functional.normalize(means, dim=-1) if self.normalize else means
 
 
 class Rows:
@@ -186,7 +186,7 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
     ):
         for texts in texts_of(words, key, bar):
             try:
-                found, cut = embedder.rows(texts)
+                tokenized, cut = embedder.rows(texts)
             except ValueError as error:
                 raise DataError(
                     f"the tokenizer cannot read one of the texts {rows.count + 1} to {rows.count + len(texts)}: {error}"
@@ -197,7 +197,7 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
                     "larger --seq-length if the network has more positions"
                 )
             lost += len(cut)
-            rows.add(embedder.vectors(found))
+            rows.add(embedder.vectors(tokenized))
         if not rows.count:
             raise DataError(f"{' '.join(words)}: there is no text")
     return rows.count, lost

@@ -80,10 +80,10 @@ def changed(words: Sequence[str], wishes: Sequence[str], options: argparse.Names
         else:
             more += [f"--{name}", *(value.split() if glued else ())]
             fixed[-1] = fixed[-1].removeprefix("no_") if not glued else fixed[-1]
-    return asked(read_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
+    return checked_command(read_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
 
 
-def asked(command: Command, options: argparse.Namespace) -> Command:
+def checked_command(command: Command, options: argparse.Namespace) -> Command:
     """The command, of which all is asked that a run asks before it starts."""
     if command.setting is None:
         return command
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _report(options: argparse.Namespace, words: Sequence[str]) -> Report:
     """What is wrong with a command, what would mend it and, with --build, what the built network says."""
-    first = asked(read_command(words, ranks=options.world_size, entry=options.entry), options)
+    first = checked_command(read_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = changed(words, options.why_not, options)
     before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
     rules = command.setting.broken() if command.setting else ()

@@ -59,7 +59,7 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig
     if broken or command.setting is None:
         lines = [
             "these flags would not start; tools/check_config.py says what to change",
-            *(f"  {said}" for said in broken),
+            *(f"  {problemrt_lines}" for problemrt_lines in broken),
         ]
         raise ConfigError("\n".join(lines))
     setting = command.setting.as_started()
@@ -71,11 +71,11 @@ def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:
     """What both rehearsals say of each other, as plain values."""
     from megatron.trust.parity.parity import checked_on_ranks  # needs torch, which no other answer waits for
 
-    found = checked_on_ranks(small, limit)
-    if isinstance(found, str):
+    result = checked_on_ranks(small, limit)
+    if isinstance(result, str):
         return {
             "same": False,
-            "failed": found,
+            "failed": result,
             "compared": 0,
             "counts": {},
             "tolerance": None,
@@ -83,16 +83,16 @@ def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:
             "problems": [],
             "largest": [],
         }
-    counts = {kind: sum(one.kind == kind for one in found.checked) for kind in ("loss", "norm", "gradient", "weight")}
+    counts = {kind: sum(one.kind == kind for one in result.checked) for kind in ("loss", "norm", "gradient", "weight")}
     return {
-        "same": found.same,
+        "same": result.same,
         "failed": None,
-        "compared": found.compared,
+        "compared": result.compared,
         "counts": counts,
-        "tolerance": found.tolerance,
-        "start": None if found.same or found.start is None else asdict(found.start),
-        "problems": [_plain(one) for one in found.problems],
-        "largest": [_plain(one) for one in found.largest()],
+        "tolerance": result.tolerance,
+        "start": None if result.same or result.start is None else asdict(result.start),
+        "problems": [_plain(one) for one in result.problems],
+        "largest": [_plain(one) for one in result.largest()],
     }
 
 
@@ -115,48 +115,48 @@ def layout_of(config: RunConfig, ranks: int) -> str:
     return f"{' x '.join(words) or 'no axis'} = {ranks} rank{'s' * (ranks > 1)}{experts}"
 
 
-def _differences(found: dict[str, Any]) -> list[str]:
+def _differences(result: dict[str, Any]) -> list[str]:
     """Where the two runs begin to differ, what differs, and the largest differences."""
     lines: list[str] = []
-    if found["start"] is not None:
-        start = found["start"]
+    if result["start"] is not None:
+        start = result["start"]
         during = start["during"] + " pass" * (start["during"] in ("forward", "backward"))
         lines += [
             "",
             f"it begins in the {during}" + (f", at {start['module']}" if start["module"] else "") + ":",
             f"    {start['says']}",
         ]
-    if found["problems"]:
-        lines += ["", f"{len(found['problems'])} differ by more than {found['tolerance']:g}, the first of them:"]
-        lines += [f"    {one['kind']} {one['name']} of {one['when']}: {one['says']}" for one in found["problems"][:10]]
-    if found["largest"]:
+    if result["problems"]:
+        lines += ["", f"{len(result['problems'])} differ by more than {result['tolerance']:g}, the first of them:"]
+        lines += [f"    {one['kind']} {one['name']} of {one['when']}: {one['says']}" for one in result["problems"][:10]]
+    if result["largest"]:
         lines += ["", "largest differences, relative"]
         lines += [
             f"    {one['kind']:9} {one['name'] + ' of ' + one['when']:70} {'inf' if one['gap'] is None else format(one['gap'], '.2g')}"
-            for one in found["largest"]
+            for one in result["largest"]
         ]
     return lines
 
 
-def said(small: ProxyConfig, found: dict[str, Any], seconds: float) -> list[str]:
+def report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> list[str]:
     """The report, line by line."""
     model = small.config.model
     layers = model.num_layers + (model.decoder_num_layers or 0)
     lines = [
-        f"every layout computes the same step: {'yes' if found['same'] else 'no'}",
+        f"every layout computes the same step: {'yes' if result['same'] else 'no'}",
         "",
         f"one rank against {layout_of(small.config, small.world_size)}; {layers} layers of width {model.hidden_size}, 2 steps in fp64, "
         f"{seconds:.0f} s",
     ]
-    if found["failed"] is not None:
-        lines += ["the layout does not run:", *(f"    {line}" for line in found["failed"].splitlines())]
+    if result["failed"] is not None:
+        lines += ["the layout does not run:", *(f"    {line}" for line in result["failed"].splitlines())]
     else:
-        counts = found["counts"]
+        counts = result["counts"]
         lines.append(
             f"compared: {counts['loss']} losses, {counts['norm']} gradient norms, {counts['gradient']} gradients and "
-            f"{counts['weight']} weights; {found['compared']} pieces of activations"
+            f"{counts['weight']} weights; {result['compared']} pieces of activations"
         )
-    lines += _differences(found)
+    lines += _differences(result)
     smaller, lost = [one for one in small.changes if not one.lost], [one for one in small.changes if one.lost]
     lines += ["", "made smaller", *(f"    {one}" for one in smaller)] if smaller else []
     lines += ["", "not compared", *(f"    {one}" for one in lost)] if lost else []
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
     sys.stderr.write(f"one rank against {layout_of(small.config, small.world_size)} ...\n")
-    found = compared(small, options.limit)
+    result = compared(small, options.limit)
     seconds = time.monotonic() - began
     if options.json:
         changes = [
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
             for one in small.changes
         ]
         report = {
-            **found,
+            **result,
             "ranks": small.world_size,
             "layout": layout_of(small.config, small.world_size),
             "seconds": round(seconds, 1),
@@ -189,5 +189,5 @@ def main(argv: list[str] | None = None) -> None:
         }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(said(small, found, seconds)) + "\n")
-    raise SystemExit(0 if found["same"] else 1)
+        sys.stdout.write("\n".join(report_lines(small, result, seconds)) + "\n")
+    raise SystemExit(0 if result["same"] else 1)

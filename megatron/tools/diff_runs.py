@@ -24,7 +24,7 @@ from megatron.trust.compare.runs import Difference, History, InputDifference, St
 WIDEST = 60  # characters of one value
 
 
-def shown(value: Any) -> str:
+def formatted(value: Any) -> str:
     """A value in few characters."""
     if value is None:
         return "(none)"
@@ -46,7 +46,7 @@ def spans(iterations: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def told(letter: str, run: History) -> list[str]:
+def description(letter: str, run: History) -> list[str]:
     """A run in two lines."""
     starts = f"{len(run.starts)} start{'s' * (len(run.starts) > 1)}"
     return [f"{letter}  {run.path}", f"   steps {spans(sorted(run.steps))}; {starts}; {run.end}"]
@@ -69,46 +69,46 @@ def inputs_told(inputs: Sequence[InputDifference]) -> list[str]:
         told_origins = [f" ({origin})" if origin else "" for origin in origins]
         lines.append(f"  {place:2} {one.kind:16} {one.name}")
         lines += [
-            f"       {letter} {shown(value)}{origin}"
+            f"       {letter} {formatted(value)}{origin}"
             for letter, value, origin in zip("AB", (one.a, one.b), told_origins)
         ]
     return lines
 
 
-def report(a: History, b: History, found: Difference, tolerance: float) -> str:
+def report(a: History, b: History, difference: Difference, tolerance: float) -> str:
     """What there is to say, as text."""
-    lines = [*told("A", a), *told("B", b), ""]
-    if not found.common:
+    lines = [*description("A", a), *description("B", b), ""]
+    if not difference.common:
         lines.append("They have no step in common.")
-    elif found.first is None:
-        lines.append(f"Equal to the last bit in all {len(found.common)} steps that both have.")
+    elif difference.first is None:
+        lines.append(f"Equal to the last bit in all {len(difference.common)} steps that both have.")
     else:
-        before = [step for step in found.common if step < found.first.iteration]
+        before = [step for step in difference.common if step < difference.first.iteration]
         lines += [
-            f"They part in step {found.first.iteration}, by {found.first.size:.2g} of the value; equal to the last bit before: "
+            f"They part in step {difference.first.iteration}, by {difference.first.size:.2g} of the value; equal to the last bit before: "
             f"{spans(before)}",
-            *numbers(found.first),
+            *numbers(difference.first),
         ]
-        if found.beyond is None:
+        if difference.beyond is None:
             lines.append(f"No step differs by more than {tolerance:g}.")
-        elif found.beyond.iteration != found.first.iteration:
+        elif difference.beyond.iteration != difference.first.iteration:
             lines += [
-                f"By more than {tolerance:g} they first differ in step {found.beyond.iteration}:",
-                *numbers(found.beyond),
+                f"By more than {tolerance:g} they first differ in step {difference.beyond.iteration}:",
+                *numbers(difference.beyond),
             ]
-    if found.restarts:
+    if difference.restarts:
         lines.append(
-            f"Only one of them was resumed behind step{'s' * (len(found.restarts) > 1)} {spans(found.restarts)}."
+            f"Only one of them was resumed behind step{'s' * (len(difference.restarts) > 1)} {spans(difference.restarts)}."
         )
     lines += [
         "",
         "What they were given differently, the likeliest cause first:"
-        if found.inputs
+        if difference.inputs
         else "They were given the same, as far as the ledgers tell.",
-        *inputs_told(found.inputs),
+        *inputs_told(difference.inputs),
     ]
-    if found.idle:
-        lines += ["", f"And what cannot change a number: {', '.join(one.name for one in found.idle)}"]
+    if difference.idle:
+        lines += ["", f"And what cannot change a number: {', '.join(one.name for one in difference.idle)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -130,14 +130,14 @@ def main(argv: list[str] | None = None) -> None:
         a, b = read_history(options.a), read_history(options.b)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    found = difference(a, b, options.tolerance)
+    result = difference(a, b, options.tolerance)
     if options.json:
         ends = {
             letter: {"path": run.path, "starts": len(run.starts), "steps": len(run.steps), "end": run.end}
             for letter, run in (("a", a), ("b", b))
         }
-        text = json.dumps(plain({**ends, **asdict(found)}), indent=2) + "\n"
+        text = json.dumps(plain({**ends, **asdict(result)}), indent=2) + "\n"
     else:
-        text = report(a, b, found, options.tolerance)
+        text = report(a, b, result, options.tolerance)
     sys.stdout.write(text)
-    raise SystemExit(1 if found.first else 0)
+    raise SystemExit(1 if result.first else 0)

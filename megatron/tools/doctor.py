@@ -52,10 +52,10 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckRes
             for line in str(error).splitlines()
         ]
     config, broken = examine(from_namespace(RequestedRun, args), world_size())
-    rows = [CheckResult("rules", "FAIL", said) for said in args.problems]
+    rows = [CheckResult("rules", "FAIL", problem) for problem in args.problems]
     rows += [
-        CheckResult("rules", "FAIL", f"{name}: {said}", "tools/check_config.py finds the fewest changes")
-        for name, said in broken
+        CheckResult("rules", "FAIL", f"{name}: {problem}", "tools/check_config.py finds the fewest changes")
+        for name, problem in broken
     ]
     _, ranks = fitted(from_namespace(RequestedRun, args), world_size())
     if not rows and ranks < world_size():
@@ -103,7 +103,7 @@ def table(rows: Sequence[CheckResult]) -> str:
     """The rows, and how many there are of each kind."""
     lines = []
     for row in rows:
-        lines.append(f"{row.status:4}  {row.check:11}  {row.found}")
+        lines.append(f"{row.status:4}  {row.check:11}  {row.finding}")
         lines += [f"{'':19}{row.mend}"] if row.mend else []
     counts = {status: sum(row.status == status for row in rows) for status in ("OK", "WARN", "FAIL")}
     return "\n".join([*lines, "", ", ".join(f"{count} {status}" for status, count in counts.items())]) + "\n"
@@ -125,8 +125,8 @@ def main(argv: list[str] | None = None) -> None:
     config, rows = settings(words, entry)
     whole = bool(words) and all(row.status == "OK" for row in rows)
     try:
-        subject, found = subject_of(config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels)
-        rows += [*found, *examine_all(subject)]
+        subject, kernels = subject_of(config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels)
+        rows += [*kernels, *examine_all(subject)]
         if subject.mesh.world.is_first:
             sys.stdout.write(
                 json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n" if options.json else table(rows)

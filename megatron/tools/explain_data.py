@@ -114,22 +114,22 @@ def _data_rank(options: argparse.Namespace, config: RunConfig) -> int:
     return next(line.index(options.rank) for line in groups["dp"] if options.rank in line)
 
 
-def _json(found: Microbatch | SampleUse) -> str:
-    return json.dumps(dataclasses.asdict(found))
+def _json(entry: Microbatch | SampleUse) -> str:
+    return json.dumps(dataclasses.asdict(entry))
 
 
-def _sightings(found: Sequence[SampleUse], options: argparse.Namespace) -> Iterator[str]:
-    yield f"{options.document} is seen {len(found)} times in the {options.set} data of this run"
-    for one in found:
+def _sightings(uses: Sequence[SampleUse], options: argparse.Namespace) -> Iterator[str]:
+    yield f"{options.document} is seen {len(uses)} times in the {options.set} data of this run"
+    for one in uses:
         yield f"  step {one.step}, microbatch {one.microbatch}, data-parallel rank {one.data_rank}: sample {one.sample}"
 
 
-def _microbatch(found: Microbatch, options: argparse.Namespace) -> Iterator[str]:
+def _microbatch(microbatch: Microbatch, options: argparse.Namespace) -> Iterator[str]:
     yield (
-        f"{found.split} step {found.step}, microbatch {found.microbatch}, data-parallel rank {found.data_rank}: "
-        f"samples {' '.join('-' if s.sample is None else str(s.sample) for s in found.samples)}, hash {found.hash}"
+        f"{microbatch.split} step {microbatch.step}, microbatch {microbatch.microbatch}, data-parallel rank {microbatch.data_rank}: "
+        f"samples {' '.join('-' if s.sample is None else str(s.sample) for s in microbatch.samples)}, hash {microbatch.hash}"
     )
-    for sample in found.samples:
+    for sample in microbatch.samples:
         yield from _sample(sample, options)
 
 
@@ -147,8 +147,8 @@ def _sample(sample: SpanText, options: argparse.Namespace) -> Iterator[str]:
     for key, text in sample.texts.items():
         yield f"    {key} {_quoted(text, options)}"
     total = sum(last - first for first, last in sample.loss)
-    shown = " ".join(f"[{first}, {last})" for first, last in sample.loss)
-    yield f"    loss on {total} positions: {shown}"
+    spans = " ".join(f"[{first}, {last})" for first, last in sample.loss)
+    yield f"    loss on {total} positions: {spans}"
     for what, places in (("positions", sample.position_restarts), ("attention", sample.attention_restarts)):
         if places:
             yield f"    {what} restart at {' '.join(map(str, places))}"

@@ -142,17 +142,17 @@ def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
 def start_of(loaded: InferenceModel) -> int:
     """The token that every text of a decoder begins with: of a published folder as it says, else the begin of a text."""
     where, tokenizer = loaded.source.where, loaded.tokenizer
-    said = (
+    message = (
         json.loads(read_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id")
         if is_folder(where)
         else tokenizer.bos
     )
-    if type(said) is not int:
+    if type(message) is not int:
         raise ConfigError(
             f"neither {where} nor its tokenizer says what a decoder's text begins with; give a folder whose config.json has a "
             "decoder_start_token_id"
         )
-    return said
+    return message
 
 
 def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoder) -> Request:
@@ -202,12 +202,12 @@ def prompt_of(engine: Engine | EncoderDecoder, text: str) -> list[int]:
 
 def answer_of(line: str, reply: Reply) -> dict[str, Any]:
     """What is written for a line."""
-    asked = json.loads(line)
-    answer = {name: asked[name] for name in ("id", "prompt") if name in asked}
+    request = json.loads(line)
+    answer = {name: request[name] for name in ("id", "prompt") if name in request}
     if reply.reason == "error":
         return {**answer, "error": reply.problem}
     answer |= {"text": reply.text, "ids": list(reply.ids), "reason": reply.reason, "seed": reply.seed}
-    return {**answer, "logprobs": [_scores(token) for token in reply.tokens]} if "logprobs" in asked else answer
+    return {**answer, "logprobs": [_scores(token) for token in reply.tokens]} if "logprobs" in request else answer
 
 
 def _scores(token: Token) -> dict[str, Any]:
@@ -217,19 +217,19 @@ def _scores(token: Token) -> dict[str, Any]:
 def refusal_of(line: str, problem: str) -> dict[str, Any]:
     """What is written for a line that cannot be served."""
     try:
-        asked = json.loads(line)
+        value = json.loads(line)
     except (json.JSONDecodeError, RecursionError):
-        asked = {}
-    kept = asked if isinstance(asked, dict) else {}
-    return {**{name: kept[name] for name in ("id", "prompt") if name in kept}, "error": problem}
+        value = {}
+    request = value if isinstance(value, dict) else {}
+    return {**{name: request[name] for name in ("id", "prompt") if name in request}, "error": problem}
 
 
 def answers(
     engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], given: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """The answers to lines, in their order; only so many lines are held at once."""
-    found: dict[int, dict[str, Any]] = {}
-    asked: dict[int, tuple[int, str]] = {}
+    replies: dict[int, dict[str, Any]] = {}
+    requests: dict[int, tuple[int, str]] = {}
     config, following, first, end = engine.config, None, None, False
     most = min(
         AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests
@@ -237,11 +237,11 @@ def answers(
 
     def keep(event: Event) -> None:
         if event.reply is not None:
-            number, line = asked.pop(event.ticket)
-            found[number] = answer_of(line, event.reply)
+            number, line = requests.pop(event.ticket)
+            replies[number] = answer_of(line, event.reply)
 
-    while not end or asked or found:
-        while not end and len(asked) + len(found) < most:
+    while not end or requests or replies:
+        while not end and len(requests) + len(replies) < most:
             following = next(lines, None)
             if following is None:
                 end = True
@@ -249,14 +249,14 @@ def answers(
             number, line = following
             first = number if first is None else first
             try:
-                asked[engine.submit(request_of(line, number, given, engine), keep)] = following
+                requests[engine.submit(request_of(line, number, given, engine), keep)] = following
             except ConfigError as error:
-                found[number] = refusal_of(
+                replies[number] = refusal_of(
                     line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error)
                 )
         engine.step()
-        while first in found:
-            yield found.pop(first)
+        while first in replies:
+            yield replies.pop(first)
             first += 1
 
 
@@ -283,12 +283,12 @@ def done_before(output: Path, lines: Iterator[tuple[int, str]]) -> int:
 
 def _answers(line: str, answer: bytes) -> bool:
     try:
-        asked, said = json.loads(line), json.loads(answer)
+        request, answer_fields = json.loads(line), json.loads(answer)
     except ValueError:
         return b'"error"' in answer and bool(line)
-    if not (isinstance(asked, Mapping) and isinstance(said, Mapping)):
-        return isinstance(said, Mapping) and "error" in said
-    return asked.get("prompt") == said.get("prompt") and asked.get("id") == said.get("id")
+    if not (isinstance(request, Mapping) and isinstance(answer_fields, Mapping)):
+        return isinstance(answer_fields, Mapping) and "error" in answer_fields
+    return request.get("prompt") == answer_fields.get("prompt") and request.get("id") == answer_fields.get("id")
 
 
 def numbered(file: TextIO) -> Iterator[tuple[int, str]]:

@@ -105,7 +105,7 @@ def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.n
     if len(lengths) and lengths.min() < 0:
         raise DataError(f"{idx_path(prefix)} is damaged; see --verify")
     facts = sidecar.read(prefix)
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "prefix": prefix,
         "documents": data.num_documents,
         "empty_documents": int((np.diff(data.document_indices) == 0).sum()),
@@ -119,9 +119,9 @@ def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.n
         "sidecar": facts is not None,
         "tokenizer": dict(facts.tokenizer) if facts and facts.tokenizer else None,
     }
-    if len(data) != data.num_documents - found["empty_documents"]:
-        found["tokens_per_sequence"] = lengths_in_words(data.sequence_lengths, args.seq_length)
-    return found, lengths
+    if len(data) != data.num_documents - summary["empty_documents"]:
+        summary["tokens_per_sequence"] = lengths_in_words(data.sequence_lengths, args.seq_length)
+    return summary, lengths
 
 
 def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
@@ -145,17 +145,17 @@ def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
-def report(found: dict[str, Any], seq_length: int | None) -> str:
+def report(summary: dict[str, Any], seq_length: int | None) -> str:
     """The findings as text, with a bar for each doubling of the length."""
     lines = [
-        found["prefix"],
-        f"  {found['documents']:,} documents ({found['empty_documents']:,} empty), {found['sequences']:,} sequences, "
-        f"{found['tokens']:,} tokens of {found['dtype']}",
-        f"  .bin {found['bin_bytes']:,} bytes, .idx {found['idx_bytes']:,} bytes",
-        f"  tokenizer: {tokenizer_name(found['tokenizer']) if found['tokenizer'] else 'not recorded'}",
+        summary["prefix"],
+        f"  {summary['documents']:,} documents ({summary['empty_documents']:,} empty), {summary['sequences']:,} sequences, "
+        f"{summary['tokens']:,} tokens of {summary['dtype']}",
+        f"  .bin {summary['bin_bytes']:,} bytes, .idx {summary['idx_bytes']:,} bytes",
+        f"  tokenizer: {tokenizer_name(summary['tokenizer']) if summary['tokenizer'] else 'not recorded'}",
     ]
     for thing in ("document", "sequence"):
-        words = found.get(f"tokens_per_{thing}")
+        words = summary.get(f"tokens_per_{thing}")
         if words:
             above = words.get("share_above_seq_length")
             lines.append(
@@ -163,8 +163,8 @@ def report(found: dict[str, Any], seq_length: int | None) -> str:
                 f"max {words['max']:,}, mean {words['mean']:,.1f}"
                 + (f"; {above:.2%} above {seq_length}" if above is not None else "")
             )
-    most = max((count for *_, count in found["histogram"]), default=0)
-    for low, high, count in found["histogram"]:
+    most = max((count for *_, count in summary["histogram"]), default=0)
+    for low, high, count in summary["histogram"]:
         bar = "#" * -(-count * BAR // most) if most else ""
         lines.append(f"  {low:>12,} .. {high:<12,} {count:>12,} {bar}".rstrip())
     return "\n".join(lines)

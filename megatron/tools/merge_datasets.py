@@ -30,21 +30,21 @@ def pairs_in(folder: Path) -> list[str]:
     """The prefixes of all pairs in a folder, sorted."""
     if not folder.is_dir():
         raise DataError(f"--input {folder} is not a folder")
-    found = {ending: {path.name[: -len(ending)] for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
+    names = {ending: {path.name[: -len(ending)] for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
     for ending, other in ((".bin", ".idx"), (".idx", ".bin")):
-        for name in sorted(found[ending] - found[other]):
+        for name in sorted(names[ending] - names[other]):
             raise DataError(f"{folder / name}{ending} has no {other} beside it; add it, or move the file away")
-    if not found[".idx"]:
+    if not names[".idx"]:
         raise DataError(f"--input {folder} holds no .bin/.idx pair")
-    return [str(folder / name) for name in sorted(found[".idx"])]
+    return [str(folder / name) for name in sorted(names[".idx"])]
 
 
-def unlike(facts: Mapping[str, object], what: str, told: Callable[[object], str]) -> Iterator[str]:
+def unlike(facts: Mapping[str, object], what: str, describe: Callable[[object], str]) -> Iterator[str]:
     """A sentence for the first pair whose fact is not that of the pair before it; None says nothing."""
     known = [(prefix, fact) for prefix, fact in facts.items() if fact is not None]
     for (first, fact), (second, other) in zip(known, known[1:]):
         if fact != other:
-            yield f"{first} {what} {told(fact)}, {second} {told(other)}; pairs that are joined must agree"
+            yield f"{first} {what} {describe(fact)}, {second} {describe(other)}; pairs that are joined must agree"
             return
 
 

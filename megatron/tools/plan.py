@@ -127,8 +127,8 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
 
     def planner(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
-        found = plan(config, world_size, hardware, dry_run)
-        return found.run.worst.peak, found.cost.time
+        plannedng = plan(config, world_size, hardware, dry_run)
+        return plannedng.run.worst.peak, plannedng.cost.time
 
     with tqdm(file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
 
@@ -136,7 +136,7 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
             bar.total, bar.n = whole, done
             bar.set_description(what)
 
-        found = search(
+        ranking = search(
             setting,
             hardware,
             true_vocab_size=options.true_vocab_size,
@@ -145,11 +145,11 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
             seconds=options.seconds,
             progress=progress,
         )
-    flags = [one.layout.flags(setting) for one in found.fits]
+    flags = [one.layout.flags(setting) for one in ranking.fits]
     sys.stdout.write(
-        json.dumps(found_plain(found, flags), indent=2) + "\n" if options.json else found_text(found, flags)
+        json.dumps(found_plain(ranking, flags), indent=2) + "\n" if options.json else found_text(ranking, flags)
     )
-    return 0 if found.fits else 1
+    return 0 if ranking.fits else 1
 
 
 def plan_one(
@@ -175,10 +175,10 @@ def write_profile(path: Path) -> None:
     """Measure, and write what was found."""
     from megatron.trust.plan.measure import measured
 
-    found = measured(say=note)
-    if found is not None:
+    hardware = measured(say=note)
+    if hardware is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_json(replace(found, name=path.stem)), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(to_json(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8")
         note(f"written: {path}")
 
 

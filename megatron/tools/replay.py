@@ -34,26 +34,27 @@ PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
 }
 
 
-def lines(found: Replayed, shown: int) -> Iterator[str]:
+def lines(replayed: Replayed, most: int) -> Iterator[str]:
     """The report. shown: how many modules with the largest outputs to list."""
-    facts = found.facts
+    facts = replayed.facts
     yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['verdict']}"
-    yield from (f"note: {note}" for note in found.notes)
+    yield from (f"note: {note}" for note in replayed.notes)
     yield f"{'':24}{'in the run':>16}{'here':>16}"
-    for name in {**facts["losses"], **found.losses}:
-        yield f"{name:24}{facts['losses'].get(name, math.nan):16.6e}{found.losses.get(name, math.nan):16.6e}"
-    yield f"{'gradient norm':24}{facts['gradient_norm']:16.6e}{found.norm:16.6e}"
-    yield from (f"first bad {what}: {sight}" for what, sight in found.first.items())
-    if found.bad_gradients:
-        more = len(found.bad_gradients) - 4
-        yield f"gradients that are not finite: {', '.join(found.bad_gradients[:4])}" + (
+    for name in {**facts["losses"], **replayed.losses}:
+        yield f"{name:24}{facts['losses'].get(name, math.nan):16.6e}{replayed.losses.get(name, math.nan):16.6e}"
+    yield f"{'gradient norm':24}{facts['gradient_norm']:16.6e}{replayed.norm:16.6e}"
+    yield from (f"first bad {what}: {sight}" for what, sight in replayed.first.items())
+    if replayed.bad_gradients:
+        more = len(replayed.bad_gradients) - 4
+        yield f"gradients that are not finite: {', '.join(replayed.bad_gradients[:4])}" + (
             f" and {more} more" if more > 0 else ""
         )
     order = sorted(
-        found.largest, key=lambda name: -found.largest[name] if math.isfinite(found.largest[name]) else -math.inf
+        replayed.largest,
+        key=lambda name: -replayed.largest[name] if math.isfinite(replayed.largest[name]) else -math.inf,
     )
-    yield from (f"largest output of {name or 'the whole network'}: {found.largest[name]:g}" for name in order[:shown])
-    yield f"verdict: {found.verdict}"
+    yield from (f"largest output of {name or 'the whole network'}: {replayed.largest[name]:g}" for name in order[:most])
+    yield f"verdict: {replayed.verdict}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,23 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args(argv)
     try:
-        found = replay(options.bundle, PROVIDERS, weights=options.weights, bound=options.large)
+        replayed = replay(options.bundle, PROVIDERS, weights=options.weights, bound=options.large)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
     if options.json:
-        said = {
-            "iteration": found.facts["iteration"],
-            "verdict": found.verdict,
-            "notes": found.notes,
-            "losses": found.losses,
-            "gradient_norm": found.norm,
-            "first": {what: str(sight) for what, sight in found.first.items()},
-            "gradients_not_finite": found.bad_gradients,
-            "weights_not_finite": found.bad_weights,
-            "largest": found.largest,
+        report = {
+            "iteration": replayed.facts["iteration"],
+            "verdict": replayed.verdict,
+            "notes": replayed.notes,
+            "losses": replayed.losses,
+            "gradient_norm": replayed.norm,
+            "first": {what: str(sight) for what, sight in replayed.first.items()},
+            "gradients_not_finite": replayed.bad_gradients,
+            "weights_not_finite": replayed.bad_weights,
+            "largest": replayed.largest,
         }
-        sys.stdout.write(json.dumps(said, indent=1) + "\n")
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
-        sys.stdout.write("\n".join(lines(found, options.modules)) + "\n")
-    return 0 if found.first or found.bad_gradients or found.bad_weights else 1
+        sys.stdout.write("\n".join(lines(replayed, options.modules)) + "\n")
+    return 0 if replayed.first or replayed.bad_gradients or replayed.bad_weights else 1

@@ -51,7 +51,7 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     refuse(args.problems)
     config = from_namespace(RequestedRun, args).resolve(options.world_size)
     for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
-        refuse(said for rule in rules if (said := rule.says(Setting(config, options.world_size))))
+        refuse(message for rule in rules if (message := rule.says(Setting(config, options.world_size))))
     if options.true_vocab_size is None:
         options.true_vocab_size, _ = size_before_a_run(config.tokenizer)
     return options, config
@@ -66,8 +66,8 @@ def rank_table(config: RunConfig, world_size: int) -> list[str]:
     for name, title in axes:
         groups = axis_ranks(config.parallel, world_size)[name]
         if max(len(group) for group in groups) > 1:
-            shown = "  ".join(" ".join(map(str, group)) for group in groups[:8])
-            lines.append(f"  {title + ':':16}{shown}{'  ...' if len(groups) > 8 else ''}")
+            first_groups = "  ".join(" ".join(map(str, group)) for group in groups[:8])
+            lines.append(f"  {title + ':':16}{first_groups}{'  ...' if len(groups) > 8 else ''}")
     return lines
 
 
@@ -88,14 +88,14 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
         f"  {'pipeline rank':14}{'layers':28}{'parameters':>16}{'weights+optimizer':>20}{'activations':>14}",
     ]
     for rank, held in enumerate(memory):
-        own = [stage for stage in stages if stage.rank == rank]
+        stages_of_rank = [stage for stage in stages if stage.rank == rank]
         depths = model.mtp.mtp_num_layers or 0
         layers = " | ".join(
             ("E " if s.has_embedding else "")
             + _span([p.index for p in s.layers])
             + (" " + "m" * depths if s.has_mtp and depths else "")
             + (" L" if s.has_output else "")
-            for s in own
+            for s in stages_of_rank
         )
         lines.append(
             f"  {rank:<14}{layers:28}{held.parameters:>16,}{_gigabytes(held.weights_and_optimizer):>20}"

@@ -45,10 +45,10 @@ def ask(server: str, prompt: str, count: int, *, token: str, timeout: float) -> 
 def message_of(body: bytes) -> str:
     """What a server says is wrong, in any of the ways that servers have."""
     try:
-        said = json.loads(body)
+        reply = json.loads(body)
     except ValueError:
         return body.decode(errors="replace").strip()
-    return str(said["message"]) if isinstance(said, dict) and "message" in said else str(said)
+    return str(reply["message"]) if isinstance(reply, dict) and "message" in reply else str(reply)
 
 
 def main(argv: list[str] | None = None) -> None:

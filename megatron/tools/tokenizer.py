@@ -198,14 +198,14 @@ def check(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     """Report what is wrong; 1 if anything is."""
     findings = check_tokenizer(tokenizer, args.padded_vocab_size)
     if args.input:
-        found = check_corpus(tokenizer, read_texts(args.input, args.json_key))
+        result = check_corpus(tokenizer, read_texts(args.input, args.json_key))
         print(
-            f"corpus: {found.texts} texts, {found.num_bytes} bytes, {found.ids} ids, "
-            f"{found.num_bytes / max(found.ids, 1):.2f} bytes an id, highest id {found.highest}"
+            f"corpus: {result.texts} texts, {result.num_bytes} bytes, {result.ids} ids, "
+            f"{result.num_bytes / max(result.ids, 1):.2f} bytes an id, highest id {result.highest}"
         )
-        if found.lost:
+        if result.lost:
             (findings.wrong if promises_round_trips(tokenizer) else findings.notes).append(
-                f"{found.lost} of {found.texts} texts of the corpus do not come back from their ids; the first: {found.first_loss}"
+                f"{result.lost} of {result.texts} texts of the corpus do not come back from their ids; the first: {result.first_loss}"
             )
     mark = fingerprint(tokenizer)
     print(f"{mark['kind']}: {mark['vocab_size']} ids, end of document {mark['eod']}, hash {mark['hash']}")

@@ -31,7 +31,7 @@ from megatron.core.datasets.indexed import bin_path, idx_path
 from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.dist_checkpointing.store import CheckpointError, newest
-from megatron.core.kernels.table import Kernels, Need, asked
+from megatron.core.kernels.table import Kernels, Need, kernel_flag
 from megatron.core.models.describe import count_parameters
 from megatron.core.models.flops import BYTES, state_bytes
 from megatron.core.parallel import collectives
@@ -55,7 +55,7 @@ class CheckResult:
 
     check: str
     status: Status
-    found: str
+    finding: str
     mend: str = ""
 
 
@@ -78,8 +78,8 @@ class RunUnderTest:
 
     def named(self, ranks: Sequence[int]) -> str:
         """Some ranks and their machines, in words."""
-        told = [f"{rank} ({self.hosts[rank]})" for rank in ranks[:_MOST_NAMED]] + ["..."] * (len(ranks) > _MOST_NAMED)
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(told)}"
+        names = [f"{rank} ({self.hosts[rank]})" for rank in ranks[:_MOST_NAMED]] + ["..."] * (len(ranks) > _MOST_NAMED)
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
 
 
 def examine_all(subject: RunUnderTest) -> list[CheckResult]:
@@ -125,11 +125,15 @@ def devices(subject: RunUnderTest) -> list[CheckResult]:
     device, host = subject.mesh.device, socket.gethostname()
     seen = _on_all(subject, lambda: (host, str(device), name_of(device), free_memory(device)))
     names = Counter(one[2] for _, one in seen)
-    told = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
+    description = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
     rows = (
         []
         if len(names) == 1
-        else [CheckResult("devices", "WARN", told, "all wait for the slowest in every step; take devices of one kind")]
+        else [
+            CheckResult(
+                "devices", "WARN", description, "all wait for the slowest in every step; take devices of one kind"
+            )
+        ]
     )
     if device.type == "cuda":
         places = Counter(one[:2] for _, one in seen)
@@ -153,7 +157,7 @@ def devices(subject: RunUnderTest) -> list[CheckResult]:
                     "end what else runs there",
                 )
             )
-    return rows or [CheckResult("devices", "OK", told)]
+    return rows or [CheckResult("devices", "OK", description)]
 
 
 def kernels(subject: RunUnderTest) -> list[CheckResult]:
@@ -186,7 +190,7 @@ def numbers(subject: RunUnderTest) -> list[CheckResult]:
                 if isinstance(wrong[0][1], str)
                 else f"off by {max(result for _, result in wrong):.2g} of the largest value"
             )
-            mend = f"choose another than {asked(op, name)}, or " if op in names else ""
+            mend = f"choose another than {kernel_flag(op, name)}, or " if op in names else ""
             rows.append(
                 CheckResult(
                     "numbers",
@@ -225,14 +229,14 @@ def clocks(subject: RunUnderTest) -> list[CheckResult]:
     rounds = list(zip(*collectives.gather_objects(ticks, subject.mesh.world)))  # [round][rank]
     ahead = [statistics.median(times[rank] - times[0] for times in rounds) for rank in range(len(rounds[0]))]
     skew = max(ahead) - min(ahead)
-    found = f"apart by {skew:.3f} s at most" + (
+    result = f"apart by {skew:.3f} s at most" + (
         f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}" if skew > _MOST_SKEW else ""
     )
     return [
         CheckResult(
             "clocks",
             "WARN" if skew > _MOST_SKEW else "OK",
-            found,
+            result,
             "set the clocks by NTP: logs and time limits of different machines do not fit together"
             if skew > _MOST_SKEW
             else "",
@@ -274,14 +278,16 @@ def limits(subject: RunUnderTest) -> list[CheckResult]:
         ),
     )
     rows = []
-    for name, place, least, mend, told in needs:
-        found = [(rank, one[place], least(one)) for rank, one in seen if one[place] is not None]
-        low = [rank for rank, there, needed in found if there < needed and there != resource.RLIM_INFINITY]
-        if found:
-            lowest = min(there for _, there, _ in found)
-            below = f", below {told(found[0][2])} on {subject.named(low)}" if low else ""
+    for name, place, least, mend, explanation in needs:
+        values = [(rank, one[place], least(one)) for rank, one in seen if one[place] is not None]
+        low = [rank for rank, there, needed in values if there < needed and there != resource.RLIM_INFINITY]
+        if values:
+            lowest = min(there for _, there, _ in values)
+            below = f", below {explanation(values[0][2])} on {subject.named(low)}" if low else ""
             rows.append(
-                CheckResult("limits", "WARN" if low else "OK", f"{name}: {told(lowest)}{below}", mend if low else "")
+                CheckResult(
+                    "limits", "WARN" if low else "OK", f"{name}: {explanation(lowest)}{below}", mend if low else ""
+                )
             )
     return rows
 
@@ -293,17 +299,17 @@ def data(subject: RunUnderTest) -> list[CheckResult]:
         return [CheckResult("data", "OK", "none asked for")]
 
     def look() -> dict[str, int | str]:
-        found: dict[str, int | str] = {}
+        hashes: dict[str, int | str] = {}
         for path in (
             path
             for prefix in prefixes
             for path in ((prefix,) if Path(prefix).is_file() else (bin_path(prefix), idx_path(prefix)))
         ):
             try:
-                found[path] = size_of(path)
+                hashes[path] = size_of(path)
             except _EXPECTED as error:
-                found[path] = str(error)
-        return found
+                hashes[path] = str(error)
+        return hashes
 
     seen = _on_all(subject, look)
     rows = []
@@ -341,21 +347,21 @@ def tokenizer(subject: RunUnderTest) -> list[CheckResult]:
 
 def checkpoints(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank sees the same checkpoint to load, and one folder to save into."""
-    asked, rows = subject.config.checkpoint, []
-    load = asked.load
+    requested, rows = subject.config.checkpoint, []
+    load = requested.load
     if load:
         rows = _agreed(
             subject,
             "checkpoints",
             lambda: newest(load),
             lambda iteration: (
-                f"--load {asked.load}: "
+                f"--load {requested.load}: "
                 + ("none of ours yet" if iteration is None else f"newest is of iteration {iteration}")
             ),
             "mount the folder on all machines, under the same path",
         )
-    if asked.save:
-        rows += _shared(subject, Path(asked.save))
+    if requested.save:
+        rows += _shared(subject, Path(requested.save))
     return rows
 
 
@@ -390,19 +396,19 @@ def disk(subject: RunUnderTest) -> list[CheckResult]:
         ]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
-    found, mend = f"{_size(rate)}/s from {len(seen)} rank(s), {_size(free)} free in --save", ""
+    result, mend = f"{_size(rate)}/s from {len(seen)} rank(s), {_size(free)} free in --save", ""
     status: Literal["OK", "WARN", "FAIL"] = "OK"
     if subject.whole and subject.config.model.padded_vocab_size:
         size = count_parameters(subject.config.model).total * (
             state_bytes(subject.config) - BYTES[subject.config.precision.gradient_dtype]
         )
-        found += f"; a checkpoint takes about {_size(size)} and {size / rate:.0f} s"
+        result += f"; a checkpoint takes about {_size(size)} and {size / rate:.0f} s"
         if free < 2 * size:
             status, mend = (
                 ("FAIL" if free < size else "WARN"),
                 "two must fit, since the old one is kept until the new one is whole; see --save-keep-last",
             )
-    return [CheckResult("disk", status, found, mend)]
+    return [CheckResult("disk", status, result, mend)]
 
 
 CHECKS: tuple[Callable[[RunUnderTest], list[CheckResult]], ...] = (
@@ -442,7 +448,7 @@ def _on_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, A
 
 
 def _agreed(
-    subject: RunUnderTest, check: str, look: Callable[[], Any], told: Callable[[Any], str], mend: str
+    subject: RunUnderTest, check: str, look: Callable[[], Any], describe: Callable[[Any], str], mend: str
 ) -> list[CheckResult]:
     """A row about something that all ranks must see alike."""
     seen, problems = _tried(subject, look)
@@ -452,9 +458,9 @@ def _agreed(
         ]
     if len({value for _, value in seen}) > 1:
         return [
-            _unlike(subject, check, "ranks see different ones", [(rank, told(value)) for rank, value in seen], mend)
+            _unlike(subject, check, "ranks see different ones", [(rank, describe(value)) for rank, value in seen], mend)
         ]
-    return [CheckResult(check, "OK", told(seen[0][1]))]
+    return [CheckResult(check, "OK", describe(seen[0][1]))]
 
 
 def _unlike(subject: RunUnderTest, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str) -> CheckResult:
@@ -482,7 +488,7 @@ def _link(subject: RunUnderTest, axis: Axis) -> CheckResult:
     many = [answer for answer in answers if len(answer[0]) > 1]
     moved = block.numel() * 4 * 2 * (1 - 1 / max(len(answer[0]) for answer in many))  # by each rank, in a ring
     slowest, fastest = (choice(many, key=lambda answer: answer[3]) for choice in (max, min))
-    found = (
+    result = (
         f"{axis.name}, {len(many[0][0])} ranks: {statistics.median(answer[2] for answer in many) * 1e6:.0f} us a sum, "
         f"{_size(moved / slowest[3])}/s"
     )
@@ -498,10 +504,10 @@ def _link(subject: RunUnderTest, axis: Axis) -> CheckResult:
         return CheckResult(
             "links",
             "WARN",
-            f"{found} among {subject.named(slowest[0])}, {_size(moved / fastest[3])}/s among {subject.named(fastest[0])}",
+            f"{result} among {subject.named(slowest[0])}, {_size(moved / fastest[3])}/s among {subject.named(fastest[0])}",
             "look at the cables, switches and NCCL settings of the slow ones",
         )
-    return CheckResult("links", "OK", found)
+    return CheckResult("links", "OK", result)
 
 
 def _seconds(subject: RunUnderTest, axis: Axis, tensor: torch.Tensor, times: int) -> float:
@@ -557,10 +563,10 @@ def _shared(subject: RunUnderTest, folder: Path) -> list[CheckResult]:
 def _prefixes(config: RunConfig) -> list[str]:
     """The datasets that the run reads from files."""
     try:
-        found = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
+        prefixes = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
     except ConfigError:  # the rules tell
         return []
-    return [prefix for prefix in found if prefix != MOCK_PREFIX]
+    return [prefix for prefix in prefixes if prefix != MOCK_PREFIX]
 
 
 def _size(count: float) -> str:

@@ -48,10 +48,10 @@ class KernelTrial:
     def error(self, kernel: Op, device: torch.device, dtype: torch.dtype) -> float:
         """The largest relative difference between a kernel and the reference; infinite where a value is none."""
         rounded = [one.to(dtype) for one in self.inputs]
-        found = _outcome(self.call, kernel, [one.to(device) for one in rounded])
+        result = _outcome(self.call, kernel, [one.to(device) for one in rounded])
         expected = _outcome(self.call, self.reference, [one.double() for one in rounded])
         worst = 0.0
-        for mine, theirs in zip(found, expected, strict=True):
+        for mine, theirs in zip(result, expected, strict=True):
             gap = (mine.cpu().double() - theirs).abs().max().item() / max(theirs.abs().max().item(), 1e-30)
             worst = max(worst, gap if gap == gap else float("inf"))
         return worst

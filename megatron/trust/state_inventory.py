@@ -131,13 +131,13 @@ def _streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]
 def _histories(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     if settings.get("fp8_format") is None or settings["fp8_recipe"] != "delayed":
         return []
-    found = [match for match in map(_ROUNDED.search, parameters) if match]
+    matches = [match for match in map(_ROUNDED.search, parameters) if match]
     low, depth = from_values(LowPrecisionConfig, settings), dict[str, int]()
-    for match in found:  # encoders and decoders count their own layers
+    for match in matches:  # encoders and decoders count their own layers
         depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
     return [
         f"run.amax.{match.string.removesuffix('.weight')}"
-        for match in found
+        for match in matches
         if match[3] or low.is_rounded(int(match[2]), depth[match[1]])
     ]
 
@@ -269,13 +269,13 @@ def missing(item: Item, source: Source, *, world_size: int, parameters: list[str
 
 def parameters_of(*sources: Source) -> list[str]:
     """Names of the network's parameters: every name that any of the checkpoints has a weight, a master or a moment for."""
-    found: dict[str, None] = {}
+    parameters: dict[str, None] = {}
     for name in (name for source in sources for name in source.formats):
         if name.startswith("model."):
-            found[name.removeprefix("model.")] = None
+            parameters[name.removeprefix("model.")] = None
         elif name.startswith("optimizer."):
-            found[name.split(".", 2)[2]] = None
-    return list(found)
+            parameters[name.split(".", 2)[2]] = None
+    return list(parameters)
 
 
 def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Verdict]:
@@ -284,10 +284,10 @@ def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Verdict]:
     for item in INVENTORY:
         lacking = {one.where: missing(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
         names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if fits(name, item.names)]
-        said = {name for found in lacking.values() for name in found}
+        keys = {name for lines in lacking.values() for name in lines}
         yield Verdict(
             item,
             len(names),
-            tuple(f"{name} in {where}" for where, found in lacking.items() for name in found),
-            tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in said),
+            tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),
+            tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in keys),
         )

@@ -250,7 +250,7 @@ CANDIDATES = (
 )
 
 
-def asked(op: str, name: str) -> str:
+def kernel_flag(op: str, name: str) -> str:
     """How a kernel of an op is asked for on the command line."""
     return f"--kernel {op}={name}" if op in NAMED else f"--{_FLAGS[op]} {name}"
 
@@ -286,7 +286,7 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
         else:
             known = ", ".join(candidate.name for candidate in candidates if candidate.op == op)
             raise ConfigError(
-                f"{asked(op, wanted)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of {known}, "
+                f"{kernel_flag(op, wanted)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of {known}, "
                 "or leave it out"
             )
     kernels: dict[str, Any] = dict(chosen)

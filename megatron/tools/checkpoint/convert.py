@@ -77,8 +77,8 @@ class Watched:
 def opened(args: argparse.Namespace) -> tuple[str, Source]:
     """The dialect and the source that --load means."""
     given = {"true_vocab_size": args.true_vocab_size} if args.true_vocab_size else {}
-    asked = [args.loader] if args.loader else list(DIALECTS)
-    for name in asked:
+    formats = [args.loader] if args.loader else list(DIALECTS)
+    for name in formats:
         place = DIALECTS[name].find(args.load, args.ckpt_step)
         if place is not None:
             return name, DIALECTS[name].open(place, given)
@@ -89,9 +89,9 @@ def opened(args: argparse.Namespace) -> tuple[str, Source]:
 
 def check_model(source: Source, model_type: str | None) -> None:
     """Refuse a --model-type that the checkpoint is not of."""
-    found = str(source.settings.get("architecture", "gpt")).upper()
-    if model_type is not None and model_type != found:
-        raise ConfigError(f"--model-type {model_type}: {source.where} holds a {found}")
+    architecture = str(source.settings.get("architecture", "gpt")).upper()
+    if model_type is not None and model_type != architecture:
+        raise ConfigError(f"--model-type {model_type}: {source.where} holds a {architecture}")
 
 
 def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Path, list[str]]:
@@ -126,11 +126,11 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
 
 def settings_beside(args: argparse.Namespace) -> dict[str, Any]:
     """What a run goes on with that a checkpoint of Megatron's says beside its network: tokenizer, sequence length, kind of mean."""
-    network, found = foreign_settings(args.load, args.ckpt_step) or ({}, {})
+    network, tokenizer = foreign_settings(args.load, args.ckpt_step) or ({}, {})
     if ids := network.get("null_tokenizer_ids"):
-        found |= {"vocab_size": ids, "true_vocab_size": ids}
+        tokenizer |= {"vocab_size": ids, "true_vocab_size": ids}
     mean = megatron_arguments(args.load, args.ckpt_step).get("calculate_per_token_loss")
-    return found | ({"calculate_per_token_loss": mean} if isinstance(mean, bool) else {})
+    return tokenizer | ({"calculate_per_token_loss": mean} if isinstance(mean, bool) else {})
 
 
 def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int) -> tuple[Path, list[str]]:
@@ -199,15 +199,15 @@ def convert(args: argparse.Namespace) -> str:
     args.saver = args.saver or (OWN if dialect == PUBLISHED else PUBLISHED)
     if args.saver != PUBLISHED and (args.family or args.like):
         raise ConfigError(f"--family and --like are for --saver {PUBLISHED}; this one is {args.saver}")
-    wanted = Cast(source, DTYPES[args.dtype]) if args.dtype else source
-    size = num_bytes(wanted, "" if args.saver == OWN else "model.")
+    converted = Cast(source, DTYPES[args.dtype]) if args.dtype else source
+    size = num_bytes(converted, "" if args.saver == OWN else "model.")
     with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        path, remarks = write(Watched(wanted, bar), args, dialect=dialect)
+        path, remarks = write(Watched(converted, bar), args, dialect=dialect)
     seconds = time.perf_counter() - started
     for remark in remarks:
         print(remark)
     if args.verify:
-        verify(wanted, path, args.saver)
+        verify(converted, path, args.saver)
     count = sum(whole(one.shape).size for name, one in source.formats.items() if name.startswith("model."))
     words = f"{count:,} parameters, {size / 1e9:.3g} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2g} GB/s)"
     return f"{source.where} ({DIALECTS[dialect].name}): {words} -> {path} ({DIALECTS[args.saver].name}){', verified' if args.verify else ''}"
@@ -215,10 +215,10 @@ def convert(args: argparse.Namespace) -> str:
 
 def shard_size(word: str) -> int:
     """A number of bytes, as `5GB` or `500MB`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", word.strip(), re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", word.strip(), re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{word} is no size; write it as 5GB or 500MB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def parser() -> argparse.ArgumentParser:

@@ -64,7 +64,7 @@ def compare(args: argparse.Namespace) -> bool:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
     total = sum(whole(one.shape).size * one.dtype.itemsize for name, one in a.formats.items() if name in names)
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        found = list(
+        differences = list(
             compare_sources(
                 a,
                 b,
@@ -74,20 +74,22 @@ def compare(args: argparse.Namespace) -> bool:
                 advance=bar.update,
             )
         )
-    found.sort(key=lambda one: one.gap is not None)  # what is missing or of another kind, and counters, before numbers
+    differences.sort(
+        key=lambda one: one.gap is not None
+    )  # what is missing or of another kind, and counters, before numbers
     settings = settings_differences(a, b)
     if args.json:
         print(
             json.dumps(
-                {"a": a.where, "b": b.where, "differences": [as_json(one) for one in found], "settings": settings}
+                {"a": a.where, "b": b.where, "differences": [as_json(one) for one in differences], "settings": settings}
             )
         )
     else:
         print(f"a: {a.where}\nb: {b.where}")
-        for line in _lines(found, settings, args.most):
+        for line in _lines(differences, settings, args.most):
             print(line)
-        print(f"{counted(len(found), 'difference')} in {counted(len(names), 'tensor')}")
-    return bool(found)
+        print(f"{counted(len(differences), 'difference')} in {counted(len(names), 'tensor')}")
+    return bool(differences)
 
 
 def _lines(differences: Sequence[Difference], settings: Sequence[str], most: int) -> Iterator[str]:

@@ -93,9 +93,9 @@ def others(path: str, contents: Contents) -> list[str]:
     """What else lies in a folder of checkpoints of this project; a folder of another's is not damaged for want of our files."""
     if contents.dialect != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
         return []
-    found = walk(path)
-    here = ", ".join(str(step.iteration) for step in sorted(found.steps, key=lambda step: step.iteration))
-    return [f"iterations in {path}: {here}"] * bool(found.steps) + [f"damaged: {text}" for _, text in found.damaged]
+    tree = walk(path)
+    here = ", ".join(str(step.iteration) for step in sorted(tree.steps, key=lambda step: step.iteration))
+    return [f"iterations in {path}: {here}"] * bool(tree.steps) + [f"damaged: {text}" for _, text in tree.damaged]
 
 
 def table(tensors: Sequence[Entry], *, boxes: bool) -> list[str]:

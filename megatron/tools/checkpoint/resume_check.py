@@ -131,8 +131,8 @@ class Ranks:
         if any(codes):
             lines = self.output.read_text(errors="replace").splitlines()
             errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error: ", line)]
-            shown = lines[errors[-1] :][:LAST_LINES] if errors else lines[-LAST_LINES:]
-            raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in shown)]))
+            excerpt = lines[errors[-1] :][:LAST_LINES] if errors else lines[-LAST_LINES:]
+            raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in excerpt)]))
 
 
 class Without:
@@ -217,8 +217,8 @@ def report(columns: dict[str, list[Verdict]]) -> list[str]:
             for one in row
         ]
         lines.append(f"{row[0].item.what:<{width}}  {max(one.count for one in row):>6}  {'  '.join(words)}".rstrip())
-    for title, found in columns.items():
-        for one in found:
+    for title, results in columns.items():
+        for one in results:
             texts = [*(f"missing: {name}" for name in one.missing), *map(str, one.differences)]
             lines += [f"{title}: {one.item.what}: {text}" for text in texts[:SHOWN]]
             lines += [f"{title}: {one.item.what}: ... and {len(texts) - SHOWN} more"] * (len(texts) > SHOWN)
@@ -244,7 +244,7 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
     print("\n".join(report(columns)))
     if failure:
         print(failure)
-    equal = not failure and all(one.is_equal for found in columns.values() for one in found)
+    equal = not failure and all(one.is_equal for rows in columns.values() for one in rows)
     print(
         "the resumed run is the run that was not stopped, bit for bit"
         if equal

@@ -68,28 +68,28 @@ class _CapturedLayer:
         if self._backward is None:
             self._gradient = self._own(gradient)
             self._backward, self._found = self._recorded(self._differentiate)
-            self._lasts.update(memory_of(found) for found in self._found if found is not None)
+            self._lasts.update(memory_of(one) for one in self._found if one is not None)
         self._fill(self._gradient, gradient)
         self._backward()
         return self._found
 
     def _differentiate(self) -> tuple[Tensor | None, ...]:
-        wanted = [place for place in self._inputs if place.requires_grad]
+        differentiable = [place for place in self._inputs if place.requires_grad]
         weights = list(self._part.gradients)
         # The graph is kept, since memory that it let go of would be another recording's.
-        found = torch.autograd.grad(
-            self._output, [*wanted, *weights], self._gradient, retain_graph=True, allow_unused=True
+        gradients = torch.autograd.grad(
+            self._output, [*differentiable, *weights], self._gradient, retain_graph=True, allow_unused=True
         )
         changes = [
             (weight, gradient)
-            for weight, gradient in zip(weights, found[len(wanted) :], strict=True)
+            for weight, gradient in zip(weights, gradients[len(differentiable) :], strict=True)
             if gradient is not None
         ]
         for weight, gradient in changes:
             self._part.gradients[weight].add_(gradient)
         self.weights = [weight for weight, _ in changes]
-        own = iter(found[: len(wanted)])
-        return tuple(next(own) if place.requires_grad else None for place in self._inputs)
+        remaining = iter(gradients[: len(differentiable)])
+        return tuple(next(remaining) if place.requires_grad else None for place in self._inputs)
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Where a tensor of this kind will be: in its own place, if that is a recording's, else in a new one."""
@@ -166,9 +166,9 @@ class _Replay(Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        found = context.recording.backward(gradient)
+        gradients = context.recording.backward(gradient)
         context.part.close(context.free, context.recording)
-        return None, None, None, *found
+        return None, None, None, *gradients
 
 
 class CapturedGraphs:

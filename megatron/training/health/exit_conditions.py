@@ -127,10 +127,10 @@ class ExitConditions:
         """
         if not self._checks_numbers:
             return
-        found = next(filter(None, map(_not_finite, steps)), "")
-        if self._agree(bool(found)):
+        problem = next(filter(None, map(_not_finite, steps)), "")
+        if self._agree(bool(problem)):
             raise NotFinite(
-                f"{found or 'another rank found a loss or gradient that is not finite'}; look at the data of that step and "
+                f"{problem or 'another rank found a loss or gradient that is not finite'}; look at the data of that step and "
                 "at --lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
             )
 

@@ -91,15 +91,15 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     """Of each parameter of the network, the same on all ranks: norms, and elements that are not finite; and the worst in words."""
     trainer, mesh = work.trainer, work.trainer.run.mesh
     factor = float(work.missing_factor()) / trainer.optimizer.scaler.scale
-    own: dict[str, list[float]] = {}
+    measures: dict[str, list[float]] = {}
     for segment in first_homes(trainer.optimizer.segments):
-        row = own.setdefault(segment.name, [0.0, 0, 0.0, 0])
+        row = measures.setdefault(segment.name, [0.0, 0, 0.0, 0])
         for low, high in counted_ranges(segment, mesh, sharded=trainer.optimizer.sharded):
             for place, values in ((0, segment.grad[low:high].double() * factor), (2, segment.data[low:high].double())):
                 row[place] += float(values.square().nansum())
                 row[place + 1] += int((~values.isfinite()).sum())
     whole: dict[str, list[float]] = {}
-    for rows in collectives.gather_objects(own, mesh.world):
+    for rows in collectives.gather_objects(measures, mesh.world):
         for name, row in rows.items():
             whole[name] = [a + b for a, b in zip(whole.get(name, (0.0, 0, 0.0, 0)), row, strict=True)]
     table = {

@@ -41,8 +41,12 @@ def name_of_rank(rank: int) -> str:
 def origin(error: BaseException) -> str:
     """File, line and function that raised: the innermost that belongs to no library; "" where that is not known."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(word in frame.filename for word in _LIBRARIES)] or frames
-    return f"{short(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    frames_of_ours = [frame for frame in frames if not any(word in frame.filename for word in _LIBRARIES)] or frames
+    return (
+        f"{short(frames_of_ours[-1].filename)}:{frames_of_ours[-1].lineno} in {frames_of_ours[-1].name}"
+        if frames_of_ours
+        else ""
+    )
 
 
 def described(error: BaseException) -> str:

@@ -142,14 +142,14 @@ def _read_both(a: Source, b: Source, name: str, box: Box) -> tuple[Tensor, Tenso
 
 
 def _compared(shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance) -> Gap | None:
-    found = [block for box in blocks(shape) if (block := _compare_block(box, *read(box), tolerance)) is not None]
-    if not found:
+    differences = [block for box in blocks(shape) if (block := _compare_block(box, *read(box), tolerance)) is not None]
+    if not differences:
         return None
     # Only now is the size of b worth a second reading; blocks of equal bits add nothing to the size of the gap.
     square = sum(_sum_of_squares(read(box)[1]) for box in blocks(shape))
-    norm = math.sqrt(sum(block.square for block in found) / square) if square else math.inf
-    largest = max(found, key=lambda block: block.size).largest
-    return Gap(sum(block.count for block in found), math.prod(shape), found[0].first, largest, norm)
+    norm = math.sqrt(sum(block.square for block in differences) / square) if square else math.inf
+    largest = max(differences, key=lambda block: block.size).largest
+    return Gap(sum(block.count for block in differences), math.prod(shape), differences[0].first, largest, norm)
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Box]:

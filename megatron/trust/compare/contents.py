@@ -73,11 +73,11 @@ class Contents:
 
     def groups(self) -> dict[str, tuple[int, int, int]]:
         """Group of names -> tensors, elements, bytes."""
-        found: dict[str, tuple[int, int, int]] = {}
+        totals: dict[str, tuple[int, int, int]] = {}
         for one in self.tensors:
-            count, elements, size = found.get(group_of(one.name), (0, 0, 0))
-            found[group_of(one.name)] = count + 1, elements + one.elements, size + one.size
-        return dict(sorted(found.items()))
+            count, elements, size = totals.get(group_of(one.name), (0, 0, 0))
+            totals[group_of(one.name)] = count + 1, elements + one.elements, size + one.size
+        return dict(sorted(totals.items()))
 
     def matching(self, patterns: Sequence[str]) -> list[Entry]:
         """The tensors whose names fit one of the patterns (`model.*.weight`); all where there are none."""
@@ -100,8 +100,8 @@ def own_step(path: str | Path, step: int | None = None) -> Path | None:
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
-    found: Sequence[SavedStep] = candidates(path, step) if walk(path).steps else ()
-    return found[0].folder if found else None
+    steps: Sequence[SavedStep] = candidates(path, step) if walk(path).steps else ()
+    return steps[0].folder if steps else None
 
 
 def own_contents(folder: Path) -> Contents:

@@ -9,7 +9,7 @@ from megatron.trust.compare.contents import Contents, Entry
 
 def foreign_contents(path: str, step: int | None) -> Contents:
     """A checkpoint of another dialect."""
-    source, found = open_checkpoint(path, step), find_foreign(path, step)
+    source, files = open_checkpoint(path, step), find_foreign(path, step)
     tensors = []
     for name, one in source.formats.items():
         entry = Entry(name, WORDS.get(one.dtype, str(one.dtype)), tuple(one.shape), one.dtype.itemsize)
@@ -17,7 +17,7 @@ def foreign_contents(path: str, step: int | None) -> Contents:
     iteration = source.values.get("run.progress", {}).get("iteration")
     return Contents(
         source.where,
-        found[0].name if found else "another project",
+        files[0].name if files else "another project",
         iteration,
         None,
         {},

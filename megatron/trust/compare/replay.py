@@ -94,8 +94,8 @@ class Replayed:
 class Observer:
     """Looks at what every module gives and at the gradients that come back. bound: larger values count as trouble."""
 
-    def __init__(self, trainer: Trainer, found: Replayed, bound: float) -> None:
-        self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, found, bound
+    def __init__(self, trainer: Trainer, replayed: Replayed, bound: float) -> None:
+        self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, replayed, bound
         for stage in trainer.stages:
             for name, module in stage.named_modules():
                 module.register_forward_hook(partial(self._look, name))
@@ -155,14 +155,14 @@ def replay(
     config, notes = _config(facts)
     trainer = _trainer(config, facts, providers[config.model.architecture])
     notes += _load(trainer, _weights_folder(folder, facts, weights), facts)
-    found = Replayed(facts, {}, 0.0, notes)
-    found.bad_weights = [
+    replayed = Replayed(facts, {}, 0.0, notes)
+    replayed.bad_weights = [
         spec_of(param).name
         for stage in trainer.stages
         for param in stage.parameters()
         if not bool(param.isfinite().all())
     ]
-    Observer(trainer, found, torch.finfo(torch.float64).max if bound == float("inf") else bound)
+    Observer(trainer, replayed, torch.finfo(torch.float64).max if bound == float("inf") else bound)
     count = config.train.global_batch_size // config.train.micro_batch_size
     work = StepWork(trainer, _batches(folder, facts, trainer, notes), count, training=True)
     walk(
@@ -173,15 +173,15 @@ def replay(
     )
     for parallel in trainer.parallels:
         parallel.finish_reduction()
-    found.losses = {name: float(total / number) for name, (total, number) in work.report().items()}
+    replayed.losses = {name: float(total / number) for name, (total, number) in work.report().items()}
     optimizer = trainer.optimizer
-    found.norm = float(
+    replayed.norm = float(
         global_norm(optimizer.segments, trainer.run.mesh, sharded=False)
         * work.missing_factor()
         / optimizer.scaler.scale
     )
-    found.bad_gradients = [segment.name for segment in optimizer.segments if not bool(segment.grad.isfinite().all())]
-    return found
+    replayed.bad_gradients = [segment.name for segment in optimizer.segments if not bool(segment.grad.isfinite().all())]
+    return replayed
 
 
 def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -226,15 +226,15 @@ def _trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProv
 
 
 def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -> Path:
-    asked = weights or (folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
-    if asked is None and facts["checkpoint"] is None:
+    folder_of_weights = weights or (folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
+    if folder_of_weights is None and facts["checkpoint"] is None:
         raise CheckpointError(
             "the bundle holds no weights, and the run had saved no checkpoint; give one with --weights, and next time "
             "--bundle-weights to the run"
         )
-    place = Path(facts["checkpoint"]["folder"]) if asked is None else asked
-    found = candidates(place) if not (place / "commit.txt").is_file() else []
-    return found[0].folder if found else place
+    place = Path(facts["checkpoint"]["folder"]) if folder_of_weights is None else folder_of_weights
+    saved = candidates(place) if not (place / "commit.txt").is_file() else []
+    return saved[0].folder if saved else place
 
 
 def _load(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:

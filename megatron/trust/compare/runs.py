@@ -218,12 +218,12 @@ def _causes(
     mine: RunStart, theirs: RunStart, order: Sequence[str]
 ) -> tuple[tuple[InputDifference, ...], tuple[InputDifference, ...]]:
     """(differing inputs of the kinds in `order`, in that order; the others)."""
-    found = list(differing_inputs(mine.given, theirs.given))
+    causes = list(differing_inputs(mine.given, theirs.given))
     kinds = [
         kind for kind in order if kind != "resumed state" or mine.loaded or theirs.loaded
     ]  # else it only saves there
-    known = sorted((one for one in found if one.kind in kinds), key=lambda one: kinds.index(one.kind))
-    return tuple(known), tuple(one for one in found if one not in known)
+    known = sorted((one for one in causes if one.kind in kinds), key=lambda one: kinds.index(one.kind))
+    return tuple(known), tuple(one for one in causes if one not in known)
 
 
 def _resumed_before(iteration: int, run: History) -> set[int]:

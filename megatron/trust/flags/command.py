@@ -72,7 +72,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         return Command(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
     return Command(
         RequestedSetup(from_namespace(RequestedRun, args), ranks),
-        tuple(BrokenRule("command-line", said) for said in dict.fromkeys(args.problems)),
+        tuple(BrokenRule("command-line", problem) for problem in dict.fromkeys(args.problems)),
         tuple(args.messages),
     )
 

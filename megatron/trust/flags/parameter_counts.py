@@ -91,10 +91,10 @@ def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
 def _places(config: RunConfig, world_size: int) -> list[Mesh]:
     """The first rank at every place that differs in what it holds."""
     lists = axis_ranks(config.parallel, world_size)
-    found: dict[tuple[int, ...], Mesh] = {}
+    meshes: dict[tuple[int, ...], Mesh] = {}
     for mesh in (mesh_of(lists, rank) for rank in range(world_size)):
-        found.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), mesh)
-    return list(found.values())
+        meshes.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), mesh)
+    return list(meshes.values())
 
 
 def _whole(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> list[str]:
@@ -103,7 +103,7 @@ def _whole(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> list[str]:
     if alone != shapes:
         odd = sorted(name for name in alone.keys() | shapes.keys() if alone.get(name) != shapes.get(name))
         problems.append(f"one rank alone has other parameters: {', '.join(odd[:5])}")
-    found, counted = sum(map(math.prod, shapes.values())), count_parameters(config.model).total
-    if found != counted:
-        problems.append(f"the ranks hold {found:,} parameters in all, and one rank alone {counted:,}")
+    total, counted = sum(map(math.prod, shapes.values())), count_parameters(config.model).total
+    if total != counted:
+        problems.append(f"the ranks hold {total:,} parameters in all, and one rank alone {counted:,}")
     return problems

@@ -165,11 +165,11 @@ class FlagEdit:
             kept_off = self.after is False and _declared()[self.name].default is True
             return f"add {_declared()[self.name].off}" if kept_off else f"{'add' if self.after else 'leave out'} {flag}"
         if self.after is None or self.after == ():
-            return f"leave out {flag} {shown(self.before)}"
+            return f"leave out {flag} {formatted(self.before)}"
         change = (
-            f"add {flag} {shown(self.after)}"
+            f"add {flag} {formatted(self.after)}"
             if self.before in (None, ())
-            else f"{flag} {shown(self.before)} -> {shown(self.after)}"
+            else f"{flag} {formatted(self.before)} -> {formatted(self.after)}"
         )
         return change + ("  (for example)" if self.example else "")
 
@@ -226,7 +226,7 @@ class RequestedSetup:
         if self.world_size < 1:
             return (BrokenRule("world-size", f"{self.world_size} ranks: there must be at least 1"),)
         problems = self.validated().problems if self.whole else examine(self.config, self.world_size)[1]
-        return tuple(BrokenRule(rule, line.strip()) for rule, said in problems for line in said.splitlines())
+        return tuple(BrokenRule(rule, line.strip()) for rule, message in problems for line in message.splitlines())
 
 
 def smallest_repair(
@@ -303,16 +303,16 @@ class _Search:
 
 def named(one: BrokenRule, setting: RequestedSetup) -> list[str]:
     """The flags that a rule speaks of when it is broken, by their fields; for a size that was not given, what it follows from."""
-    found: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
+    names: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
     words = _words()
     for word in re.findall(r"--[a-z0-9][a-z0-9_-]*", text):
         name = words.get(word)
         if name == "num_query_groups" and not setting.config.model.group_query_attention:
-            found += FOLLOWS[name]  # each head is a group of its own, whatever the flag says
+            names += FOLLOWS[name]  # each head is a group of its own, whatever the flag says
         elif name is not None:
-            found += [name, *(FOLLOWS.get(name, ()) if setting.value(name) is None else ())]
-    return list(dict.fromkeys([*found, *MEANT.get(one.rule, ())]))
+            names += [name, *(FOLLOWS.get(name, ()) if setting.value(name) is None else ())]
+    return list(dict.fromkeys([*names, *MEANT.get(one.rule, ())]))
 
 
 def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[FlagEdit]:
@@ -336,7 +336,7 @@ def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[Flag
     return sorted(edits, key=lambda edit: edit.far)[:MOST_VALUES]
 
 
-def shown(value: Any) -> str:
+def formatted(value: Any) -> str:
     """A value as on a command line."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(str, value))
@@ -363,28 +363,28 @@ def _values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
 
 def _sizes(before: int | None, numbers: set[int]) -> list[int]:
     """Whole numbers: those of the rule and beside them, their small divisors, and multiples near what was given."""
-    found = set(numbers) | {number + step for number in numbers for step in (-1, 1)}
+    sizes = set(numbers) | {number + step for number in numbers for step in (-1, 1)}
     products = numbers | {a * b for a in numbers for b in numbers if a < b}
     for number in numbers:
-        found |= {part for part in range(1, min(number, 128) + 1) if number % part == 0}
-        found |= {number // part for part in range(1, 9) if number % part == 0}
+        sizes |= {part for part in range(1, min(number, 128) + 1) if number % part == 0}
+        sizes |= {number // part for part in range(1, 9) if number % part == 0}
     if before is not None:
-        found |= {max(1, abs(before) // number + step) * number for number in products for step in (0, 1)}
-    return sorted(size for size in found if 0 < size <= LARGEST)
+        sizes |= {max(1, abs(before) // number + step) * number for number in products for step in (0, 1)}
+    return sorted(size for size in sizes if 0 < size <= LARGEST)
 
 
 def _rows(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
     """Flags of several words: one word only, no word twice, shorter or longer, or two factors of a number."""
-    found = [before[:1], tuple(dict.fromkeys(before))]
-    found += [(word,) for word in get_args(kind)] if get_origin(kind) is Literal else []
+    choices = [before[:1], tuple(dict.fromkeys(before))]
+    choices += [(word,) for word in get_args(kind)] if get_origin(kind) is Literal else []
     lengths = sorted(int(number) for number in numbers if 1 <= number <= 512 and number == int(number))
-    found += [(before * length)[:length] for length in lengths]
+    choices += [(before * length)[:length] for length in lengths]
     if kind is int:
-        found += [(part, length // part) for length in lengths for part in range(2, length) if length % part == 0]
-        found += [(length - 2 * (length // 3), length // 3, length // 3) for length in lengths]
+        choices += [(part, length // part) for length in lengths for part in range(2, length) if length % part == 0]
+        choices += [(length - 2 * (length // 3), length // 3, length // 3) for length in lengths]
     if kind is float:
-        found.append((0.0,) * len(before))
-    return [row for row in found if row]
+        choices.append((0.0,) * len(before))
+    return [row for row in choices if row]
 
 
 def _distance(name: str, before: Any, after: Any, says: str) -> float:
@@ -399,8 +399,8 @@ def _distance(name: str, before: Any, after: Any, says: str) -> float:
         return 2.0
     if before is None:
         return 2.0 if name in EXAMPLES else 0.75
-    kept = set(after) <= set(before) if isinstance(after, tuple) else str(after) in re.findall(r"[\w+-]+", says)
-    return 0.75 if kept else 1.0
+    unchanged = set(after) <= set(before) if isinstance(after, tuple) else str(after) in re.findall(r"[\w+-]+", says)
+    return 0.75 if unchanged else 1.0
 
 
 def _explained(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
@@ -430,7 +430,7 @@ def _owners(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ..
     inner = [(one.name, getattr(config, one.name)) for one in dataclasses.fields(config)]
     return [
         (path, config),
-        *(found for name, value in inner if dataclasses.is_dataclass(value) for found in _owners(value, (*path, name))),
+        *(owner for name, value in inner if dataclasses.is_dataclass(value) for owner in _owners(value, (*path, name))),
     ]
 
 
@@ -457,14 +457,14 @@ def _declared() -> dict[str, _Flag]:
         for one in dataclasses.fields(part)
         if "help" in one.metadata
     }
-    found = {WORLD: _Flag((), int, 1, "", WEIGHT_OF[WORLD])}
+    flags = {WORLD: _Flag((), int, 1, "", WEIGHT_OF[WORLD])}
     for one, kind in flag_fields(RequestedRun):
         path, owner = owners[one.name]
         weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
-        found[one.name] = _Flag(
+        flags[one.name] = _Flag(
             (*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + spelling(one.name)[2:], weight
         )
-    return found
+    return flags
 
 
 @cache

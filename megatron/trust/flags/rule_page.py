@@ -42,7 +42,7 @@ class Example:
     entry: str = "pretrain_gpt.py"
     whole: bool = False
 
-    def said(self) -> tuple[BrokenRule, ...]:
+    def broken_rules(self) -> tuple[BrokenRule, ...]:
         """What the rules say to it."""
         words, base = self.flags.split(), BASE.split()
         if self.without:
@@ -150,21 +150,21 @@ def page() -> str:
     for name, sentence in rows:
         example = EXAMPLES[name]
         where = f" of {example.entry}" if example.entry != "pretrain_gpt.py" else ""
-        shown = f"`{example.flags}`{where}" if example.flags else f"without `{example.without}`"
+        flags = f"`{example.flags}`{where}" if example.flags else f"without `{example.without}`"
         on = f" on {example.ranks} ranks" if example.ranks > 1 else ""
-        said = [
+        messages = [
             line
-            for one in example.said()
+            for one in example.broken_rules()
             for line in textwrap.wrap(one.says, 120, break_on_hyphens=False, break_long_words=False)
         ]
         lines += [
             "",
             f"## {name}",
             "",
-            f"{sentence[0].upper()}{sentence[1:]}. For example {shown}{on}:",
+            f"{sentence[0].upper()}{sentence[1:]}. For example {flags}{on}:",
             "",
             "```text",
-            *said,
+            *messages,
             "```",
         ]
     return "\n".join(lines) + "\n"

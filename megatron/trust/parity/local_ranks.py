@@ -96,9 +96,9 @@ def _standing(ranks: list[int], processes: list[Any], folder: Path) -> list[str]
             if (folder / f"stack{rank}").exists()
             else []
         )
-        own = [line.strip() for line in stack if "/megatron/" in line and not line.rstrip().endswith(" in note")]
+        frames = [line.strip() for line in stack if "/megatron/" in line and not line.rstrip().endswith(" in note")]
         lines.append(
-            f"  rank {rank} at {own[0].removeprefix('File ')}" if own else f"  rank {rank}, nobody knows where"
+            f"  rank {rank} at {frames[0].removeprefix('File ')}" if frames else f"  rank {rank}, nobody knows where"
         )
     return lines
 

@@ -98,17 +98,17 @@ def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = T
     for number, expected in enumerate(serial.steps):
         theirs = [(rank, rank.steps[number]) for rank in ranks]
         when = f"step {number + 1}"
-        found = [
+        differences = [
             *_numbers("loss", when, [step.losses for _, step in theirs], expected.losses),
             *_numbers("norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}),
             *_tensors("gradient", when, [(rank.rank, step.gradients) for rank, step in theirs], expected.gradients),
             *_tensors("weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights),
         ]
-        checked += found
+        checked += differences
         if start is None:
             count, start = _first_activation(when, expected.seen, theirs, tolerance)
             compared += count
-            problems = [one for one in found if not one.gap <= tolerance]
+            problems = [one for one in differences if not one.gap <= tolerance]
             start = _begun(problems, expected.seen) if start is None and problems else start
     return Parity(tuple(checked), compared, start, tolerance)
 
@@ -123,12 +123,12 @@ def checked_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
 
 
 def _numbers(
-    kind: str, when: str, found: Sequence[Mapping[str, float]], expected: Mapping[str, float]
+    kind: str, when: str, reports: Sequence[Mapping[str, float]], expected: Mapping[str, float]
 ) -> list[Difference]:
     """Numbers that all ranks know. when: the step."""
     differences = []
     for name, value in expected.items():
-        theirs = [numbers.get(name, float("nan")) for numbers in found]
+        theirs = [numbers.get(name, float("nan")) for numbers in reports]
         odd = [
             place for place, one in enumerate(theirs) if one != theirs[0]
         ]  # ranks that disagree are apart, however little
@@ -151,33 +151,35 @@ def _tensors(kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tre
     """Tensors that lie on ranks in pieces, by name; what no rank holds is missing, and replicas that differ are apart."""
     whole = {name: _whole(placed) for name, placed in serial.items()}
     floor = _FLOOR * max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
-    found = []
+    differences = []
     for name, value in whole.items():
         gap, says = _apart(kind, value, [(rank, theirs[name]) for rank, theirs in held if name in theirs], floor)
-        found.append(Difference(kind, name, when, gap, says))
+        differences.append(Difference(kind, name, when, gap, says))
     more = sorted({name for _, theirs in held for name in theirs} - whole.keys())
-    return found + [Difference(kind, name, when, float("inf"), "one rank alone does not have it") for name in more]
+    return differences + [
+        Difference(kind, name, when, float("inf"), "one rank alone does not have it") for name in more
+    ]
 
 
 def _apart(kind: str, expected: Tensor, held: Sequence[tuple[int, Placed]], floor: float) -> tuple[float, str]:
     """How far the pieces of a tensor are from the whole, relative to its largest value, and in words. floor: the least such size."""
-    found = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
+    assembled = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
     size, gap, says = max(floor, float(expected.abs().max())), 0.0, ""
     for rank, placed in held:
         if tuple(placed.shape) != tuple(expected.shape):
             return float("inf"), (f"has shape {tuple(placed.shape)}, on one rank {tuple(expected.shape)}")
         for box, value in placed.pieces:
-            target = found[box.slices()]
+            target = assembled[box.slices()]
             known = ~target.isnan()
             if kind == "weight" and not torch.equal(target[known], value[known]):
                 return float("inf"), f"its replica on rank {rank} differs from that of an earlier rank"
             there = float((value - expected[box.slices()]).abs().max()) if value.numel() else 0.0
             if not there <= gap:
                 gap, says = there, f"differs by {there:.3g} of {float(expected.abs().max()):.3g} on rank {rank}"
-            found[box.slices()] = value
-    if found.isnan().any() and not expected.isnan().any():
-        missing = int(found.isnan().sum())
-        return float("inf"), f"{missing} of {found.numel()} elements are on no rank, or not a number"
+            assembled[box.slices()] = value
+    if assembled.isnan().any() and not expected.isnan().any():
+        missing = int(assembled.isnan().sum())
+        return float("inf"), f"{missing} of {assembled.numel()} elements are on no rank, or not a number"
     return _gap(gap, size), says
 
 

@@ -26,7 +26,7 @@ from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
 from megatron.core.config.stages import stages_of
-from megatron.trust.flags.repair import RequestedSetup, shown
+from megatron.trust.flags.repair import RequestedSetup, formatted
 
 VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work
 HEAD_SIZES = (8, 16, 32, 64)
@@ -45,7 +45,9 @@ class ConfigChange:
 
     def __str__(self) -> str:
         flag = self.name if self.name in ("ranks", "data-parallel size") else spelling(self.name)
-        before, after = (("nothing" if value in (None, ()) else shown(value)) for value in (self.before, self.after))
+        before, after = (
+            ("nothing" if value in (None, ()) else formatted(value)) for value in (self.before, self.after)
+        )
         return f"{flag} {before} -> {after}" + (f": {self.why}" if self.why else "")
 
 
@@ -103,9 +105,9 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
     first: list[str] = []
     for degrees in small_degrees(config, world_size, most_ranks):
         for head in HEAD_SIZES:
-            wanted, lost = _values(before, world_size, degrees, head)
+            values, lost = _values(before, world_size, degrees, head)
             small = RequestedSetup(before, world_size).with_values(
-                {**wanted, **{name: value for name, (value, _) in lost.items()}}
+                {**values, **{name: value for name, (value, _) in lost.items()}}
             )
             resolved = small.config.resolve(degrees.ranks)
             small = RequestedSetup(resolved, degrees.ranks)
@@ -120,7 +122,7 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
         "\n".join(
             [
                 f"no small form of this config on at most {most_ranks} ranks keeps the rules; the first that was tried:",
-                *(f"  {said}" for said in first),
+                *(f"  {problem}" for problem in first),
             ]
         )
     )
@@ -140,28 +142,28 @@ def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[P
     )
     chunks = len(stages_of(config)) // parallel.pp
     sizes = [range(1, min(size, 4) + 1) for size in (given.tp, given.pp, given.cp, given.dp, given.ep, given.etp)]
-    found = []
+    choices = []
     axes = [[size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5])]
     for tp, pp, cp, dp, ep in product(*axes):
         for etp in (0,) if not given.etp else (1, 2, 4):
             one = ParallelDegrees(tp, pp, cp, dp, ep, etp)
             if one.ranks <= most_ranks and one.edp == int(one.edp):
-                found.append(one)
-    return sorted(found, key=lambda one: (-_kept(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp))
+                choices.append(one)
+    return sorted(choices, key=lambda one: (-_kept(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp))
 
 
 def _kept(one: ParallelDegrees, given: ParallelDegrees, config: RunConfig, chunks: int) -> float:
     """How much of what the layout divides is still divided."""
     weights = {"tp": 8.0, "pp": 7.0, "cp": 6.0, "ep": 6.0, "dp": 5.0}
-    kept = sum(weight for axis, weight in weights.items() if getattr(given, axis) > 1 and getattr(one, axis) > 1)
-    kept += 2.0 * (given.edp > 1 and one.edp > 1)
+    total = sum(weight for axis, weight in weights.items() if getattr(given, axis) > 1 and getattr(one, axis) > 1)
+    total += 2.0 * (given.edp > 1 and one.edp > 1)
     etp, other = (one.etp or one.tp) - one.tp, (given.etp or given.tp) - given.tp
-    kept += 2.0 * ((etp > 0) - (etp < 0) == (other > 0) - (other < 0)) + ((one.etp > 1) == (given.etp > 1))
-    kept += 1.0 * (given.pp > 2 and chunks == 1 and one.pp > 2)  # a stage that neither embeds nor predicts
+    total += 2.0 * ((etp > 0) - (etp < 0) == (other > 0) - (other < 0)) + ((one.etp > 1) == (given.etp > 1))
+    total += 1.0 * (given.pp > 2 and chunks == 1 and one.pp > 2)  # a stage that neither embeds nor predicts
     levels = config.parallel.hierarchical_context_parallel_sizes
-    kept += 2.0 * (levels is not None and min(levels) > 1 and one.cp == 4)
-    kept += 2.0 * (config.parallel.hybrid_context_parallel and one.dp == 4)  # blocks of two, and of four
-    return kept
+    total += 2.0 * (levels is not None and min(levels) > 1 and one.cp == 4)
+    total += 2.0 * (config.parallel.hybrid_context_parallel and one.dp == 4)  # blocks of two, and of four
+    return total
 
 
 def _without_files(config: RunConfig) -> RunConfig:
@@ -188,7 +190,7 @@ def _values(
     """What the small config has of its own, and what it loses: setting -> (value, why)."""
     parallel = config.parallel
     chunks = len(stages_of(config)) // parallel.pp
-    kept = min(chunks, 2) if degrees.pp > 1 else 1
+    proxy_chunks = min(chunks, 2) if degrees.pp > 1 else 1
     values: Values = {
         "tensor_model_parallel_size": degrees.tp,
         "pipeline_model_parallel_size": degrees.pp,
@@ -198,11 +200,11 @@ def _values(
         "distributed_timeout_minutes": 2.0,
         "distributed_backend": "auto",
     }
-    values |= _depth(config, degrees.pp, kept)
+    values |= _depth(config, degrees.pp, proxy_chunks)
     values |= _widths(config, degrees, head)
     values |= _lengths(config, degrees)
     values |= _experts(config, degrees)
-    values |= _batch(config, world_size, degrees, chunks, kept)
+    values |= _batch(config, world_size, degrees, chunks, proxy_chunks)
     values |= _training(config)
     if (
         parallel.ddp_bucket_size
@@ -306,12 +308,12 @@ def _layers(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Value
 
 def _picked(rows: list[tuple[Any, ...]], count: int) -> list[int]:
     """Layers of the network that stand for all: the first of each kind, and others spread evenly; repeated if there are too few."""
-    found = {rows.index(kind) for kind in rows}
+    picked = {rows.index(kind) for kind in rows}
     spread = [round(place * (len(rows) - 1) / max(1, count - 1)) for place in range(count)]
     for place in [*spread, *range(len(rows))]:
-        if len(found) < count:
-            found.add(place)
-    return sorted([*sorted(found), *[len(rows) - 1] * (count - len(found))])
+        if len(picked) < count:
+            picked.add(place)
+    return sorted([*sorted(picked), *[len(rows) - 1] * (count - len(picked))])
 
 
 def _listed(on: list[bool]) -> str:
@@ -478,7 +480,7 @@ def _experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
     return values
 
 
-def _batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks: int, kept: int) -> Values:
+def _batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks: int, proxy_chunks: int) -> Values:
     """Microbatches as many as show the schedule. chunks, kept: of a pipeline rank, before and after."""
     train, parallel = config.train, config.parallel
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
@@ -490,7 +492,7 @@ def _batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks:
         "train_iters": 8,
         "train_samples": None,
     }
-    if kept > 1:
+    if proxy_chunks > 1:
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
         small = degrees.pp if group <= parallel.pp else 2 * degrees.pp
         values["microbatch_group_size_per_virtual_pipeline_stage"] = (
@@ -611,19 +613,19 @@ def _changes(
         "context_parallel_size",
         "expert_model_parallel_size",
     }
-    found = [ConfigChange("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
+    changes = [ConfigChange("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
     if data_parallel[0] != data_parallel[1]:
-        found.append(ConfigChange("data-parallel size", *data_parallel, *_dropped(*data_parallel)))
+        changes.append(ConfigChange("data-parallel size", *data_parallel, *_dropped(*data_parallel)))
     for name in _reported(config):
         if before[name] != after[name] and name not in lost:
             why = _dropped(before[name], after[name]) if name in axes else (_WHY.get(name, ""), False)
-            found.append(ConfigChange(name, before[name], after[name], *why))
-    found += [
+            changes.append(ConfigChange(name, before[name], after[name], *why))
+    changes += [
         ConfigChange(name, before[name], value, why, lost=True)
         for name, (value, why) in lost.items()
         if before[name] != value
     ]
-    return tuple(found)
+    return tuple(changes)
 
 
 def _dropped(before: int, after: int) -> tuple[str, bool]:

@@ -114,24 +114,24 @@ def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng((config.train.seed, iteration))
     shape = (config.train.global_batch_size, config.train.seq_length)
     window = random.integers(0, config.model.true_vocab_size, (shape[0], shape[1] + 1))
-    kept = random.random(shape) < random.uniform(0.1, 1.0, (shape[0], 1))
-    kept[:, 0] = True
+    in_loss = random.random(shape) < random.uniform(0.1, 1.0, (shape[0], 1))
+    in_loss[:, 0] = True
     ends = random.random(shape) < 0.15
     documents: np.ndarray = np.cumsum(ends, axis=1) - ends
     if config.model.architecture != "gpt":
-        return _with_padding(config, random, window, kept)
+        return _with_padding(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
     return {
         "tokens": window[:, :-1].copy(),
         "labels": window[:, 1:].copy(),
-        "loss_mask": kept.astype(np.float32),
+        "loss_mask": in_loss.astype(np.float32),
         "documents": documents,
         "positions": np.arange(shape[1]) - starts,
     }
 
 
 def _with_padding(
-    config: RunConfig, random: np.random.Generator, window: np.ndarray, kept: np.ndarray
+    config: RunConfig, random: np.random.Generator, window: np.ndarray, in_loss: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The global batch of a BERT or a T5: rows of very uneven length, and what else their samples hold."""
     train, ids = config.train, config.model.true_vocab_size
@@ -141,7 +141,7 @@ def _with_padding(
         return {
             "tokens": window[:, :-1].copy(),
             "labels": window[:, 1:].copy(),
-            "loss_mask": (kept & padding).astype(np.int64),
+            "loss_mask": (in_loss & padding).astype(np.int64),
             "types": random.integers(0, 2, padding.shape),
             "padding_mask": padding.astype(np.int64),
             "is_random": random.integers(0, 2, len(window)),
@@ -150,7 +150,7 @@ def _with_padding(
     return {
         "tokens": window[:, :-1].copy(),
         "enc_mask": padding.astype(np.int64),
-        "loss_mask": kept[:, :size].astype(np.int64),
+        "loss_mask": in_loss[:, :size].astype(np.int64),
         "text_dec": random.integers(0, ids, (len(window), size)),
         "labels": random.integers(0, ids, (len(window), size)),
     }
@@ -168,17 +168,17 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
     whole, train, data = samples(run.config, iteration), run.config.train, run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
-        own = {
+        local = {
             name: torch.from_numpy(array[first : first + train.micro_batch_size]).to(run.mesh.device)
             for name, array in whole.items()
         }
         batch = Batch(
-            tokens=own["tokens"],
-            labels=own["labels"],
-            loss_mask=own["loss_mask"],
-            positions=own["positions"] if data.restarts_positions else None,
-            documents=own["documents"] if data.separates_documents else None,
-            extras={name: row for name, row in own.items() if name not in Batch.__slots__},
+            tokens=local["tokens"],
+            labels=local["labels"],
+            loss_mask=local["loss_mask"],
+            positions=local["positions"] if data.restarts_positions else None,
+            documents=local["documents"] if data.separates_documents else None,
+            extras={name: row for name, row in local.items() if name not in Batch.__slots__},
         )
         yield batch.looking_ahead(
             run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
@@ -260,10 +260,10 @@ def gradients_of(trainer: Trainer) -> Tree:
 
 def owned(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
     """Copies of what belongs to the parameters that this rank owns, by name. values: flat, one for each of its segments."""
-    found: Tree = {}
+    tree: Tree = {}
     for segment, value in zip(trainer.optimizer.segments, values, strict=True):
-        put(found, segment.name, _copied(placed_segment(segment, value, trainer.run.mesh)))
-    return found
+        put(tree, segment.name, _copied(placed_segment(segment, value, trainer.run.mesh)))
+    return tree
 
 
 def _copied(placed: Placed) -> Placed:

@@ -55,14 +55,14 @@ def groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
     across = parallel.use_tp_pp_dp_mapping
     data = tp * cp * (pp if across else 1)
     line = tp * cp * (1 if across else dp)
-    found = {
+    sizes = {
         "tp": range(tp),
         "cp": range(0, tp * cp, tp),
         "dp": range(0, data * dp, data),
         "pp": range(0, line * pp, line),
         "ep": range(0, etp * ep, etp),
     }
-    return found | {"dp_cp": range(0, tp * cp * dp, tp) if not across or cp == 1 and pp == 1 else found["dp"]}
+    return sizes | {"dp_cp": range(0, tp * cp * dp, tp) if not across or cp == 1 and pp == 1 else sizes["dp"]}
 
 
 def analytic_estimate(
@@ -162,13 +162,13 @@ def _head(config: RunConfig, hardware: Hardware) -> float:
     )
 
 
-def _passes(config: RunConfig, own: list[StageSpec], layer: float, again: float, head: float) -> float:
+def _passes(config: RunConfig, stages: list[StageSpec], layer: float, again: float, head: float) -> float:
     """Seconds of a pipeline rank's forward and backward passes of one microbatch."""
-    layers = sum(len(stage.layers) for stage in own)
+    layers = sum(len(stage.layers) for stage in stages)
     repeated = layers
     if config.recompute.recompute_method == "block":
-        repeated = min(layers, len(own) * (config.recompute.recompute_num_layers or 1))
-    return layers * layer + repeated * again + head * any(stage.has_output for stage in own)
+        repeated = min(layers, len(stages) * (config.recompute.recompute_num_layers or 1))
+    return layers * layer + repeated * again + head * any(stage.has_output for stage in stages)
 
 
 def _sums(config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float) -> tuple[float, float]:

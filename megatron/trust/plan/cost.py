@@ -279,9 +279,9 @@ class _Meter:
         """What a stretch that repeats an earlier one takes."""
         key = id(part.events), part.action[:1]
         if key not in self._stretches:
-            self._stretches[key] = found = TimeSpent()
+            self._stretches[key] = spent = TimeSpent()
             for event in part:
-                self.count(event, found, 0.0)
+                self.count(event, spent, 0.0)
         return self._stretches[key]
 
 
@@ -326,8 +326,8 @@ def _low_precision_format(config: RunConfig, hardware: Hardware) -> str:
     low = config.precision.low
     if low.fp8_emulation or low.fp8_format is None and low.fp4_format is None:
         return ""
-    wanted = ("float4", "float8") if low.fp4_format is not None else ("float8",)
-    return next((name for name in wanted if name in hardware.peak), "")
+    prefixes = ("float4", "float8") if low.fp4_format is not None else ("float8",)
+    return next((name for name in prefixes if name in hardware.peak), "")
 
 
 @cache
@@ -381,8 +381,8 @@ def part_of(event: Event) -> str:
 @cache
 def _key(action: str) -> str:
     """The kind of an action: F0 of F0.3; a phase is itself."""
-    found = ACTION.match(action)
-    return found[1] if found else action or "begin"
+    match = ACTION.match(action)
+    return match[1] if match else action or "begin"
 
 
 @cache
@@ -423,19 +423,19 @@ def _times(key: str, spent: TimeSpent, microbatches: int) -> float:
 
 def _parts(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
     """Where a rank's step goes; what is left is waiting: for other stages, messages and sums of gradients."""
-    found: defaultdict[str, float] = defaultdict(float)
+    parts: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         for part, share in spent.parts.items():
-            found["update" if not ACTION.match(key) else part] += share * _times(key, spent, microbatches)
-    found["waiting"] = max(0.0, seconds - sum(found.values()))
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            parts["update" if not ACTION.match(key) else part] += share * _times(key, spent, microbatches)
+    parts["waiting"] = max(0.0, seconds - sum(parts.values()))
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def _traffic(rank: RankTime, microbatches: int) -> defaultdict[str, float]:
-    found: defaultdict[str, float] = defaultdict(float)
+    volume: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         # Sums of gradients are begun once in a step, however many microbatches there are.
         once = key[0] == "B" and bool(spent.launches)
         for axis, moved in spent.traffic.items():
-            found[axis] += moved * (1.0 if once and axis in DATA_AXES else _times(key, spent, microbatches))
-    return found
+            volume[axis] += moved * (1.0 if once and axis in DATA_AXES else _times(key, spent, microbatches))
+    return volume

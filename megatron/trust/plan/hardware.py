@@ -119,8 +119,8 @@ def collective_seconds(name: str, moved: float, ranks: Sequence[int], hardware: 
     if name in ("all_gather", "reduce_scatter"):
         return (n - 1) * link.latency + (n - 1) / n * moved / link.rate
     if name == "all_to_all":
-        own = ranks[0] // hardware.node
-        near = sum(rank // hardware.node == own for rank in ranks) - 1
+        node = ranks[0] // hardware.node
+        near = sum(rank // hardware.node == node for rank in ranks) - 1
         apart = (n - 1 - near) / n * moved / hardware.network.rate
         return steps * link.latency + max(near / n * moved / hardware.inside.rate, apart)
     return steps * link.latency + moved / link.rate  # one rank's tensor to all, or all to one
@@ -137,8 +137,8 @@ def _peaks(
     half: float, tf32: float, single: float, double: float, eighth: float = 0.0, fourth: float = 0.0
 ) -> dict[str, float]:
     """Peaks in TFLOP/s. eighth, fourth: of 8 and 4 bits, where units have them. fp32 products run on the plain units, as torch does unless it is told otherwise; tf32 is named for those."""
-    found = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
-    return {name: rate * 1e12 for name, rate in (found | {"float8": eighth, "float4": fourth}).items() if rate}
+    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
+    return {name: rate * 1e12 for name, rate in (peaks | {"float8": eighth, "float4": fourth}).items() if rate}
 
 
 def _card(
@@ -251,7 +251,7 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
     known = {field.name for field in fields(Hardware)}
     if odd := sorted(values.keys() ^ known):
         raise ValueError(f"it has to have {', '.join(sorted(known))}; these differ: {', '.join(odd)}")
-    found = Hardware(
+    hardware = Hardware(
         **{
             **values,
             "peak": {name: float(rate) for name, rate in values["peak"].items()},
@@ -262,16 +262,16 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
         }
     )
     rates = (
-        *found.peak.values(),
-        found.memory,
-        found.memory_rate,
-        found.node,
-        found.inside.rate,
-        found.network.rate,
-        found.usable,
-        *found.attention,
-        *(number for point in found.matmul for number in point),
+        *hardware.peak.values(),
+        hardware.memory,
+        hardware.memory_rate,
+        hardware.node,
+        hardware.inside.rate,
+        hardware.network.rate,
+        hardware.usable,
+        *hardware.attention,
+        *(number for point in hardware.matmul for number in point),
     )
-    if "float32" not in found.peak or min(rates) <= 0 or list(found.matmul) != sorted(found.matmul):
+    if "float32" not in hardware.peak or min(rates) <= 0 or list(hardware.matmul) != sorted(hardware.matmul):
         raise ValueError("rates, sizes and shares must be above 0, the peaks must have float32, and matmul must rise")
-    return found
+    return hardware

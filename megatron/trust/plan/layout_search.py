@@ -73,20 +73,20 @@ class Layout:
     sharded: bool
 
     def __str__(self) -> str:
-        found = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}"]
-        found += [
+        words = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}"]
+        words += [
             f"{name} {size}" for name, size in (("cp", self.cp), ("vpp", self.chunks), ("ep", self.ep)) if size > 1
         ]
-        found += [f"etp {self.etp}"] * (self.ep > 1 and self.etp > 1)
-        found += [f"micro {self.micro}"] * (self.micro > 0) + [f"recompute {self.recompute}"] * (
+        words += [f"etp {self.etp}"] * (self.ep > 1 and self.etp > 1)
+        words += [f"micro {self.micro}"] * (self.micro > 0) + [f"recompute {self.recompute}"] * (
             self.recompute != "none"
         )
-        return ", ".join(found + ["zero"] * self.sharded)
+        return ", ".join(words + ["zero"] * self.sharded)
 
     def values(self, setting: RequestedSetup) -> dict[str, Any]:
         """The settings that make this layout of what was given."""
         parallel = setting.config.parallel
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "tensor_model_parallel_size": self.tp,
             "context_parallel_size": self.cp,
             "pipeline_model_parallel_size": self.pp,
@@ -100,17 +100,17 @@ class Layout:
             **RECOMPUTE[self.recompute],
         }
         if self.pp != parallel.pp:
-            found |= {
+            values |= {
                 "pipeline_model_parallel_layout": None,
                 "decoder_first_pipeline_num_layers": None,
                 "decoder_last_pipeline_num_layers": None,
                 "microbatch_group_size_per_virtual_pipeline_stage": None,
             }
         if setting.config.model.moe.num_experts:
-            found["expert_tensor_parallel_size"] = self.etp
+            values["expert_tensor_parallel_size"] = self.etp
         if self.cp != parallel.context_parallel_size:
-            found["hierarchical_context_parallel_sizes"] = None
-        return found
+            values["hierarchical_context_parallel_sizes"] = None
+        return values
 
     def flags(self, setting: RequestedSetup) -> str:
         """The words that change what was given into this layout."""
@@ -212,19 +212,19 @@ def search(
 
     seconds: after which no more is looked at.
     """
-    started, found = time.monotonic(), LayoutRanking()
+    started, ranking = time.monotonic(), LayoutRanking()
     divisions = list(shapes(setting, hardware.node))
     for done, shape in enumerate(divisions):
         progress(done, len(divisions), "rules and formulas")
         if time.monotonic() - started > seconds * (0.6 if planner else 1.0):
-            found.complete = False
+            ranking.complete = False
             break
-        _look(setting, shape, hardware, true_vocab_size, found)
+        _look(setting, shape, hardware, true_vocab_size, ranking)
     progress(len(divisions), len(divisions), "rules and formulas")
-    found.fits.sort(key=_order)
+    ranking.fits.sort(key=_order)
     if planner is not None:
-        _plan(found, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress)
-    return found
+        _plan(ranking, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress)
+    return ranking
 
 
 def _order(one: Fits) -> tuple[bool, float, float]:
@@ -233,18 +233,22 @@ def _order(one: Fits) -> tuple[bool, float, float]:
 
 
 def _look(
-    setting: RequestedSetup, shape: Layout, hardware: Hardware, true_vocab_size: int, found: LayoutRanking
+    setting: RequestedSetup, shape: Layout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
 ) -> None:
     """Put a division, in all its variants, among those that fit or that do not."""
-    first = _rejects(setting, replace(shape, micro=1), found)
+    first = _rejects(setting, replace(shape, micro=1), ranking)
     if first is None:
         return
-    asked, batch, stages = setting.config.train.micro_batch_size, first.train.global_batch_size, stages_of(first)
-    for micro in sorted({*MICRO, *([asked] if asked else [])}):
+    requested_micro, batch, stages = (
+        setting.config.train.micro_batch_size,
+        first.train.global_batch_size,
+        stages_of(first),
+    )
+    for micro in sorted({*MICRO, *([requested_micro] if requested_micro else [])}):
         layout = replace(shape, micro=micro)
         if micro * shape.dp > batch:
             break
-        one = first if micro == 1 else _rejects(setting, layout, found)
+        one = first if micro == 1 else _rejects(setting, layout, ranking)
         if one is None:
             continue
         drawn = [
@@ -252,15 +256,17 @@ def _look(
             for variant, config in [_variants(layout, one, true_vocab_size)[0]]
         ]
         if drawn[0][2].needs > hardware.budget():  # what keeps the least; a larger micro batch keeps more
-            found.tried += 1
-            said = f"{_too_much(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
-            found.rejected.append(Rejected(layout, ("memory",), (said,)))
+            ranking.tried += 1
+            reason = (
+                f"{_too_much(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
+            )
+            ranking.rejected.append(Rejected(layout, ("memory",), (reason,)))
             break
         drawn += [
             (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
             for variant, config in _variants(layout, one, true_vocab_size)[1:]
         ]
-        _sift(drawn, hardware, found)
+        _sift(drawn, hardware, ranking)
 
 
 def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tuple[Layout, RunConfig]]:
@@ -282,45 +288,45 @@ def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tu
     return made
 
 
-def _sift(drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Hardware, found: LayoutRanking) -> None:
+def _sift(drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Hardware, ranking: LayoutRanking) -> None:
     """Keep of the variants of one layout those that fit and that no other beats in both time and memory."""
-    found.tried += len(drawn)
-    kept: list[Fits] = []
+    ranking.tried += len(drawn)
+    fitting: list[Fits] = []
     for layout, config, one in sorted(drawn, key=lambda row: (row[2].time.seconds, row[2].needs)):
         if one.needs > hardware.budget():
-            found.rejected.append(Rejected(layout, ("memory",), (_too_much(one.needs, hardware, one.position),)))
-        elif kept and one.needs >= min(other.needs for other in kept):
-            found.rejected.append(
+            ranking.rejected.append(Rejected(layout, ("memory",), (_too_much(one.needs, hardware, one.position),)))
+        elif fitting and one.needs >= min(other.needs for other in fitting):
+            ranking.rejected.append(
                 Rejected(
                     layout,
                     ("no-gain",),
-                    (f"needs {bytes_text(one.needs)}, no less than with {kept[-1].layout}, and takes longer",),
+                    (f"needs {bytes_text(one.needs)}, no less than with {fitting[-1].layout}, and takes longer",),
                 )
             )
         else:
-            kept.append(Fits(layout, config, one.needs, one.time))
-    found.fits += kept
+            fitting.append(Fits(layout, config, one.needs, one.time))
+    ranking.fits += fitting
 
 
-def _rejects(setting: RequestedSetup, layout: Layout, found: LayoutRanking) -> RunConfig | None:
+def _rejects(setting: RequestedSetup, layout: Layout, ranking: LayoutRanking) -> RunConfig | None:
     """The resolved config of a layout, or None when rules forbid it, which is noted."""
     given = setting.with_values(layout.values(setting))
     config, problems = examine(given.config, setting.world_size)
     if not problems:
         return config
-    found.tried += 1
-    found.rejected.append(
+    ranking.tried += 1
+    ranking.rejected.append(
         Rejected(
             layout,
             tuple(dict.fromkeys(rule for rule, _ in problems)),
-            tuple(" ".join(said.split()) for _, said in problems),
+            tuple(" ".join(message.split()) for _, message in problems),
         )
     )
     return None
 
 
 def _plan(
-    found: LayoutRanking,
+    ranking: LayoutRanking,
     world_size: int,
     hardware: Hardware,
     planner: Planner,
@@ -331,25 +337,25 @@ def _plan(
 ) -> None:
     """Run the best layouts dry until `plans` of them fit, and put these first by what was found."""
     fitting, done = 0, 0
-    for place, one in enumerate(list(found.fits)):
+    for place, one in enumerate(list(ranking.fits)):
         if fitting == plans:
             break
         if time.monotonic() > until:
-            found.complete = False
+            ranking.complete = False
             break
         progress(fitting, plans, f"dry run {done + 1}: {one.layout}")
         peak, step = planner(one.config, world_size)
         done += 1
         if peak > hardware.budget():
-            found.fits.remove(one)
-            found.rejected.append(
+            ranking.fits.remove(one)
+            ranking.rejected.append(
                 Rejected(one.layout, ("memory",), (_too_much(peak, hardware, None) + " by a dry run",))
             )
         else:
             fitting += 1
-            found.fits[found.fits.index(one)] = replace(one, needs=peak, time=step, planned=True)
+            ranking.fits[ranking.fits.index(one)] = replace(one, needs=peak, time=step, planned=True)
     progress(plans, plans, "dry runs")
-    found.fits.sort(key=_order)
+    ranking.fits.sort(key=_order)
 
 
 def _too_much(needs: float, hardware: Hardware, position: int | None) -> str:

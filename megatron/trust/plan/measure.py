@@ -42,13 +42,13 @@ def measured(say: Say) -> Hardware | None:
         say("links are those of a built-in profile; run this under torchrun to measure them")
         return _single(device, say)
     is_first = place.rank == 0
-    found = _single(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
+    hardware = _single(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
     dist.init_process_group(backend_of(device))
     try:
-        found = links(found, device, say if is_first else _silent)
+        hardware = links(hardware, device, say if is_first else _silent)
     finally:
         dist.destroy_process_group()
-    return found if is_first else None
+    return hardware if is_first else None
 
 
 def _single(device: torch.device, say: Say) -> Hardware:
@@ -131,12 +131,12 @@ def link_of(small: float, large: float, n: int) -> Link:
 
 def lateness(pause: float = 0.005, rounds: int = 20) -> float:
     """By how many seconds a pause of the process ends late, in the middle of some rounds."""
-    found = []
+    seconds = []
     for _ in range(rounds):
         begun = time.perf_counter()
         time.sleep(pause)
-        found.append(time.perf_counter() - begun - pause)
-    return max(0.0, statistics.median(found))
+        seconds.append(time.perf_counter() - begun - pause)
+    return max(0.0, statistics.median(seconds))
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:

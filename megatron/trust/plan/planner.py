@@ -91,18 +91,18 @@ def advised(
 
     seconds: after which no further change is tried.
     """
-    until, tried, found = time.monotonic() + seconds, 0, []
+    until, tried, advice = time.monotonic() + seconds, 0, []
     saving: list[tuple[Advice, dict[str, Any]]] = []
     trial = _Trial(planned, setting, dry_run, true_vocab_size)
     for words, values in memory_savings(setting, planned.run.config):
         one = trial.of(words, values) if time.monotonic() < until else None
         tried += one is not None
         if one is not None and one.saved > 0:
-            found.append(one)
+            advice.append(one)
             saving.append((one, dict(values)))
         if tried == MOST_TRIED:
             break
-    if saving and not any(one.fits for one in found):
+    if saving and not any(one.fits for one in advice):
         saving.sort(key=lambda pair: -pair[0].saved)
         words, together = saving[0][0].words, saving[0][1]
         for one, values in saving[1:]:
@@ -111,43 +111,43 @@ def advised(
             words, together = f"{words} {one.words}", together | values
             both = trial.of(words, together)
             if both is not None:
-                found.append(both)
+                advice.append(both)
                 if both.fits:
                     break
-    found.sort(key=lambda one: (not one.fits, one.slower if one.fits else -one.saved))
-    return replace(planned, advice=tuple(found))
+    advice.sort(key=lambda one: (not one.fits, one.slower if one.fits else -one.saved))
+    return replace(planned, advice=tuple(advice))
 
 
 def memory_savings(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
     """Changes that can save memory, which this run has not made yet. config: the setting's, resolved."""
     parallel, train, ranks = config.parallel, config.train, setting.world_size
     dp = parallel.data_parallel_size(ranks)
-    found: list[tuple[str, Mapping[str, Any]]] = []
+    savings: list[tuple[str, Mapping[str, Any]]] = []
     granularity = config.recompute.recompute_granularity
     if not parallel.use_distributed_optimizer and dp * parallel.context_parallel_size > 1:
-        found.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))
+        savings.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))
     if parallel.tp > 1 and not parallel.sequence_parallel:
-        found.append(("--sequence-parallel", {"sequence_parallel": True}))
+        savings.append(("--sequence-parallel", {"sequence_parallel": True}))
     if granularity is None:
-        found.append(("--recompute-granularity selective", SELECTIVE))
+        savings.append(("--recompute-granularity selective", SELECTIVE))
     if train.micro_batch_size % 2 == 0:
         half = train.micro_batch_size // 2
-        found.append(
+        savings.append(
             (f"--micro-batch-size {half}", {"micro_batch_size": half, "global_batch_size": train.global_batch_size})
         )
     if granularity != "full":
-        found.append(("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", FULL))
+        savings.append(("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", FULL))
     if dp % 2 == 0:
         tp, pp = 2 * parallel.tp, 2 * parallel.pp
         keep = {"global_batch_size": train.global_batch_size}
-        found.append(
+        savings.append(
             (
                 f"--tensor-model-parallel-size {tp} --sequence-parallel",
                 {"tensor_model_parallel_size": tp, "sequence_parallel": True, **keep},
             )
         )
-        found.append((f"--pipeline-model-parallel-size {pp}", {"pipeline_model_parallel_size": pp, **keep}))
-    return found
+        savings.append((f"--pipeline-model-parallel-size {pp}", {"pipeline_model_parallel_size": pp, **keep}))
+    return savings
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def why(run: DryRun) -> list[str]:
         for kind in sorted(ahead, key=lambda kind: -ahead[kind])[:2]
         if ahead[kind] > 0.01 * worst.peak
     ]
-    said = [
+    reasons = [
         f"rank {worst.rank} holds {bytes_text(worst.peak - least.peak)} more than rank {least.rank}: " + ", ".join(more)
     ]
     facts = [(holds(run, trace), in_flight(run, trace)) for trace in (worst, least)]
@@ -200,20 +200,20 @@ def why(run: DryRun) -> list[str]:
                 if alive > 1
                 else "1 forward pass at once still awaits its"
             )
-            said.append(
+            reasons.append(
                 f"rank {trace.rank} holds {what or 'neither embedding nor head'}, and at most {waiting} backward pass"
             )
-    return said
+    return reasons
 
 
 def holds(run: DryRun, trace: Trace) -> str:
     """What a rank's stages have beside layers."""
-    own = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
+    stages = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
     has = [
         name
         for name, there in (
-            ("the embedding", any(stage.has_embedding for stage in own)),
-            ("the head", any(stage.has_output for stage in own)),
+            ("the embedding", any(stage.has_embedding for stage in stages)),
+            ("the head", any(stage.has_output for stage in stages)),
         )
         if there
     ]

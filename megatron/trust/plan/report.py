@@ -104,14 +104,14 @@ def plain(planned: RunPlan) -> dict[str, Any]:
         {
             "rank": trace.rank,
             "place": dict(trace.place),
-            "ranks": list(own),
+            "ranks": list(members),
             "parameters": trace.parameters,
             "peak": trace.peak,
             "at_peak": asdict(trace.at_peak),
             "steady": asdict(trace.steady),
             "summit": {name: getattr(trace.summit, name) for name in ("name", "where", "action", "module")},
         }
-        for trace, own in zip(run.traces, run.stands_for, strict=True)
+        for trace, members in zip(run.traces, run.stands_for, strict=True)
     ]
     return {
         "fits": planned.fits,
@@ -214,10 +214,10 @@ def schedule_picture(planned: RunPlan) -> str:
         for action, start, end in zip(row, starts, ends, strict=True)
         if rank < DRAWN_ROWS and end > start
     ]
-    shown = sorted(actions, key=lambda one: (one[0], one[2]))[:DRAWN_ACTIONS]
-    span, rows = max((end for _, end, _, _ in shown), default=1.0), min(len(plan), DRAWN_ROWS)
+    drawn = sorted(actions, key=lambda one: (one[0], one[2]))[:DRAWN_ACTIONS]
+    span, rows = max((end for _, end, _, _ in drawn), default=1.0), min(len(plan), DRAWN_ROWS)
     boxes = []
-    for start, end, rank, action in shown:
+    for start, end, rank, action in drawn:
         x, width = WIDE * start / span, WIDE * (end - start) / span
         chunk = action.stage // len(plan)
         boxes.append(
@@ -226,7 +226,7 @@ def schedule_picture(planned: RunPlan) -> str:
         )
         if width > 14:
             boxes.append(f'<text class="in" x="{x + width / 2:.1f}" y="{ROW * rank + 15}">{action.microbatch}</text>')
-    note = "" if len(shown) == len(actions) else f"<p>The first {len(shown):,} of {len(actions):,} actions.</p>"
+    note = "" if len(drawn) == len(actions) else f"<p>The first {len(drawn):,} of {len(actions):,} actions.</p>"
     sides = [(ROW * (rank + 0.5), f"pp {rank}") for rank in range(rows)]
     below = [(WIDE * moment / span, seconds_text(moment) if moment else "0") for moment in ticks(span)]
     return (
@@ -258,13 +258,13 @@ def _axes(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple
     return "".join(drawn) + f'<text class="tick" x="{WIDE / 2}" y="{tall + 31}">{name}</text>'
 
 
-def found_text(found: LayoutRanking, flags: Iterable[str], most: int = 10) -> str:
+def found_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> str:
     """A search's result: the best layouts, and why others were rejected. flags: of the layouts that fit, in their order."""
-    if found.fits:
-        best = found.fits[0]
+    if ranking.fits:
+        best = ranking.fits[0]
         how = "run dry" if best.planned else "by formulas alone"
         lines = [
-            f"{len(found.fits)} of {found.tried:,} layouts fit; the fastest: {best.layout}: {seconds_text(best.time.seconds)} a step, "
+            f"{len(ranking.fits)} of {ranking.tried:,} layouts fit; the fastest: {best.layout}: {seconds_text(best.time.seconds)} a step, "
             f"{bytes_text(best.needs)}, MFU {best.time.mfu:.1%} causal ({how})",
             "",
         ]
@@ -280,26 +280,26 @@ def found_text(found: LayoutRanking, flags: Iterable[str], most: int = 10) -> st
                 f"{one.time.bubble:.1%}",
                 "dry run" if one.planned else "formulas",
             ]
-            for place, one in enumerate(found.fits[:most], start=1)
+            for place, one in enumerate(ranking.fits[:most], start=1)
         ]
         lines += [*_table(rows, left=2), "", f"changes for 1: {next(iter(flags)) or 'none: it is what was given'}"]
     else:
-        lines = [f"none of {found.tried:,} layouts fits"]
-    lines += ["", f"{len(found.rejected):,} were rejected:"]
-    for rule, count in found.reasons().most_common():
-        example = next(one for one in found.rejected if rule in one.rules)
-        said = example.says[min(example.rules.index(rule), len(example.says) - 1)]
-        lines.append(f"  {count:>6,} {rule:18} for example {example.layout}: {said}")
-    if not found.complete:
+        lines = [f"none of {ranking.tried:,} layouts fits"]
+    lines += ["", f"{len(ranking.rejected):,} were rejected:"]
+    for rule, count in ranking.reasons().most_common():
+        example = next(one for one in ranking.rejected if rule in one.rules)
+        message = example.says[min(example.rules.index(rule), len(example.says) - 1)]
+        lines.append(f"  {count:>6,} {rule:18} for example {example.layout}: {message}")
+    if not ranking.complete:
         lines += ["", "time was up before all were looked at; give more --seconds"]
     return "\n".join(lines) + "\n"
 
 
-def found_plain(found: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
+def found_plain(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
     """A search's result as plain values, with the reason for each layout that was rejected."""
     return {
-        "tried": found.tried,
-        "complete": found.complete,
+        "tried": ranking.tried,
+        "complete": ranking.complete,
         "fits": [
             {
                 "layout": asdict(one.layout),
@@ -308,9 +308,9 @@ def found_plain(found: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
                 "time": asdict(one.time),
                 "planned": one.planned,
             }
-            for one, words in zip(found.fits, flags, strict=True)
+            for one, words in zip(ranking.fits, flags, strict=True)
         ],
-        "rejected": [asdict(one) for one in found.rejected],
+        "rejected": [asdict(one) for one in ranking.rejected],
     }
 
 
@@ -319,10 +319,10 @@ def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     run = planned.run
     unit, name = (GIB, "GiB") if run.worst.peak >= GIB else (2**20, "MiB")
     alike: dict[tuple[str, ...], tuple[Trace, int]] = {}
-    for trace, own in zip(run.traces, run.stands_for, strict=True):
+    for trace, ranks in zip(run.traces, run.stands_for, strict=True):
         key = (str(trace.place.get("pp", 0)), *(f"{size / unit:.2f}" for size in (trace.peak, *_sizes(trace.at_peak))))
         first, count = alike.get(key, (trace, 0))
-        alike[key] = first if first.peak >= trace.peak else trace, count + len(own)
+        alike[key] = first if first.peak >= trace.peak else trace, count + len(ranks)
     fullest = sorted(alike.values(), key=lambda pair: -pair[0].peak)
     rows = [[f"{name} at the peak", "ranks", "peak", *KINDS]]
     for trace, count in sorted(fullest[:most], key=lambda pair: pair[0].rank):
@@ -343,18 +343,18 @@ def _sizes(held: HeldStorage) -> list[int]:
 
 def notes(run: DryRun) -> list[str]:
     """What of the dry run is not as on the machine that is planned for."""
-    found = []
+    notes_of_run = []
     if run.config.parallel.hybrid_context_parallel:
-        found.append(
+        notes_of_run.append(
             "note: a dry run has no text, so documents were taken to be whole rows, halves, quarters and so on in turn; work that "
             "the real lengths divide less evenly takes longer"
         )
     if any(event.name == "aten.bmm" and event.where.startswith(FUSED) for event in run.worst.events):
-        found.append(
+        notes_of_run.append(
             "note: attention ran unfused here, as a CPU has no fused kernel with such masks; where the machine has one, less "
             "memory is needed"
         )
-    return found
+    return notes_of_run
 
 
 def _advice(planned: RunPlan) -> list[str]:

@@ -141,16 +141,16 @@ def match_lines(
 def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> RankTimeline:
     """What a rank does, when another was traced that stands for it: the same, in its own groups."""
     groups = {
-        axis: (next((g for g in found if traced in g), None), next((g for g in found if rank in g), None))
-        for axis, found in lists.items()
+        axis: (next((g for g in axis_groups if traced in g), None), next((g for g in axis_groups if rank in g), None))
+        for axis, axis_groups in lists.items()
     }
     steps: list[MatchedCollective | str] = []
     for event in talks_of(events):
         if event.kind == "action":
             steps.append(event.name)
         elif event.talks:
-            theirs, own = groups.get(event.axis, (event.ranks, event.ranks))
-            ranks = own if rank != traced and theirs == event.ranks and own is not None else event.ranks
+            theirs, event_ranks = groups.get(event.axis, (event.ranks, event.ranks))
+            ranks = event_ranks if rank != traced and theirs == event.ranks and event_ranks is not None else event.ranks
             peer = _peer(event, traced, rank, ranks)
             steps.append(
                 MatchedCollective(
@@ -185,15 +185,15 @@ def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
 def _some(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[int]:
     """Ranks in whose groups every kind meets every other that it meets anywhere: of groups that are alike, the first."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
-    found: dict[int, None] = {}
+    lines: dict[int, None] = {}
     for axis, groups in lists.items():
         for group in groups:
             kinds = axis, tuple(kind_of.get(rank, -1) for rank in group)
             if len(group) > 1 and kinds not in seen:
                 seen.add(kinds)
                 first = {kind: rank for kind, rank in reversed(list(zip(kinds[1], group, strict=True)))}
-                found |= dict.fromkeys(first.values())
-    return list(found)
+                lines |= dict.fromkeys(first.values())
+    return list(lines)
 
 
 # In order, and alike.
@@ -207,11 +207,11 @@ def _compare_collectives(lines: Mapping[int, RankTimeline]) -> tuple[list[Proble
             if isinstance(step, MatchedCollective) and step.name not in ("send", "receive"):
                 by_group.setdefault(step.group, {}).setdefault(rank, []).append(step)
     problems, count = [], 0
-    for group, found in by_group.items():
+    for group, events in by_group.items():
         present = [rank for rank in group[1] if rank in lines]
-        first = found.get(present[0], [])
+        first = events.get(present[0], [])
         for rank in present[1:]:
-            other = found.get(rank, [])
+            other = events.get(rank, [])
             count += min(len(first), len(other))
             problems += _first_difference(
                 first, other, _unlike, (present[0], rank), f"the group of ranks {_short(group[1])}"
@@ -228,9 +228,9 @@ def _compare_messages(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem],
                 pair = min(rank, step.peer), max(rank, step.peer)
                 by_pair.setdefault((step.group, *pair), {}).setdefault(rank, []).append(step)
     problems, count = [], 0
-    for (_, low, high), found in by_pair.items():
+    for (_, low, high), messages in by_pair.items():
         if low in lines and high in lines:
-            ends, where = (found.get(low, []), found.get(high, [])), f"between ranks {low} and {high}"
+            ends, where = (messages.get(low, []), messages.get(high, [])), f"between ranks {low} and {high}"
             count += min(map(len, ends))
             ways = (
                 [("send", "receive"), ("receive", "send")]
@@ -238,10 +238,10 @@ def _compare_messages(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem],
                 else [(None, None)]
             )
             for way in ways:
-                own, other = (
+                mine, other = (
                     [one for one in end if name in (None, one.name)] for end, name in zip(ends, way, strict=True)
                 )
-                problems += _first_difference(own, other, _unanswered, (low, high), where)
+                problems += _first_difference(mine, other, _unanswered, (low, high), where)
     return problems, count
 
 
@@ -253,9 +253,9 @@ def _first_difference(
     where: str,
 ) -> list[Problem]:
     for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
-        found = unlike(a, b)
-        if found is not None:
-            return [Problem(found[0], f"number {number} of {where}: {found[1]}", (a, b))]
+        difference = unlike(a, b)
+        if difference is not None:
+            return [Problem(difference[0], f"number {number} of {where}: {difference[1]}", (a, b))]
     if len(first) == len(second):
         return []
     more, fewer = (0, 1) if len(first) > len(second) else (1, 0)

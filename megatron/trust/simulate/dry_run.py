@@ -212,9 +212,9 @@ def dry_run(
     )
 
 
-def _of_more(trace: Trace, found: int, count: int) -> Trace:
+def _of_more(trace: Trace, known: int, count: int) -> Trace:
     """The trace with the peak of a step of more microbatches, each of which leaves its text and its losses behind."""
-    more = trace.left_behind * (count - found)
+    more = trace.left_behind * (count - known)
     return replace(
         trace, peak=trace.peak + more, at_peak=replace(trace.at_peak, activations=trace.at_peak.activations + more)
     )
@@ -233,22 +233,24 @@ def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: i
         {rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes
     ]
     for marks in (edges, []):
-        found: dict[tuple[Any, ...], list[int]] = {}
+        ranks_of_kind: dict[tuple[Any, ...], list[int]] = {}
         for ranks in lists["pp"]:
             for stage, rank in enumerate(ranks):
-                found.setdefault((stage, shares.get(rank, ()), *(mark[rank] for mark in marks)), []).append(rank)
-        if len(found) <= _MOST_KINDS:
+                ranks_of_kind.setdefault((stage, shares.get(rank, ()), *(mark[rank] for mark in marks)), []).append(
+                    rank
+                )
+        if len(ranks_of_kind) <= _MOST_KINDS:
             break
-    return [tuple(found[key]) for key in sorted(found)]
+    return [tuple(ranks_of_kind[key]) for key in sorted(ranks_of_kind)]
 
 
 def _shares(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> dict[int, tuple[Any, ...]]:
     """What each rank has to do of a global batch whose documents are divided by their lengths."""
     if not config.parallel.hybrid_context_parallel:
         return {}
-    found = shares_of(config, num_microbatches, len(lists["dp"][0]))
+    shares = shares_of(config, num_microbatches, len(lists["dp"][0]))
     return {
-        rank: tuple((size, _edge(at, size), length) for size, at, length in found[place])
+        rank: tuple((size, _edge(at, size), length) for size, at, length in shares[place])
         for group in lists["dp"]
         for place, rank in enumerate(group)
     }

@@ -99,21 +99,21 @@ def _fresh(tensor: Tensor) -> Tensor:
 def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
     """What a dataset of this kind gives for so many samples."""
     length, short = config.train.seq_length, config.train.decoder_seq_length
-    found = {name: np.ones((rows, length), np.int64) for name in ("tokens", "labels", "position_ids")}
+    sample = {name: np.ones((rows, length), np.int64) for name in ("tokens", "labels", "position_ids")}
     if config.model.architecture == "gpt":
-        found["loss_mask"] = np.ones((rows, length), np.float32)
+        sample["loss_mask"] = np.ones((rows, length), np.float32)
         if config.data.separates_documents:
-            found["document_ids"] = np.ones((rows, length), np.int64)
-        return found
+            sample["document_ids"] = np.ones((rows, length), np.int64)
+        return sample
     if config.model.architecture == "bert":
         return {
-            **{name: found["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
+            **{name: sample["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
             **{name: np.ones(rows, np.int64) for name in ("is_random", "truncated")},
         }
     decoder = np.ones((rows, short), np.int64)
     return {
-        "text_enc": found["tokens"],
-        "enc_mask": found["tokens"],
+        "text_enc": sample["tokens"],
+        "enc_mask": sample["tokens"],
         "truncated": np.ones(rows, np.int64),
         **{name: decoder for name in ("text_dec", "labels", "loss_mask", "dec_mask")},
     }

@@ -76,7 +76,7 @@ class FakeRecorder(Recorder):
         masks: bool = False,
     ) -> None:
         super().__init__(ranks, choices)
-        self.world, self.knows, self.asked = world, knows or masks or choices is not None, 0
+        self.world, self.knows, self.num_questions = world, knows or masks or choices is not None, 0
         self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
@@ -121,9 +121,12 @@ class FakeRecorder(Recorder):
         if self.knows:
             for tensor in tensors_of((args[0],)):
                 _set_known(tensor, None)
-            if func is torch.ops.c10d._allgather_base_.default and (own := getattr(args[1], "known", None)) is not None:
+            if (
+                func is torch.ops.c10d._allgather_base_.default
+                and (known := getattr(args[1], "known", None)) is not None
+            ):
                 with torch._C._DisableTorchDispatch():
-                    args[0].known = own.reshape(-1).repeat(args[0].numel() // args[1].numel()).view(args[0].shape)
+                    args[0].known = known.reshape(-1).repeat(args[0].numel() // args[1].numel()).view(args[0].shape)
         return result
 
     def _answer(self, tensor: Tensor, where: str) -> Any:
@@ -136,8 +139,8 @@ class FakeRecorder(Recorder):
         if tensor.dtype == torch.bool:
             return True
         if tensor.dtype.is_floating_point:
-            self.asked += 1
-            return float(self.asked % ROUNDS != 0)
+            self.num_questions += 1
+            return float(self.num_questions % ROUNDS != 0)
         raise RuntimeError(f"{where} asks for a number that depends on data, of which a dry run has none")
 
     def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -196,18 +199,18 @@ class FakeRecorder(Recorder):
 
 def _key(values: Any, inputs: list[Tensor]) -> tuple:
     """What decides about the shapes that an operation gives. inputs: all tensors among the values are added to it."""
-    found: list[Any] = []
+    key: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
             inputs.append(value)
-            found.append((value.shape, value.stride(), value.dtype))
+            key.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
-            found.append(_key(value, inputs))
+            key.append(_key(value, inputs))
         elif isinstance(value, (bool, float)):
-            found.append((type(value), value))
+            key.append((type(value), value))
         else:
-            found.append(value)
-    return tuple(found)
+            key.append(value)
+    return tuple(key)
 
 
 def _planned(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:

@@ -77,7 +77,7 @@ class _RecordedPass:
     flags: tuple[tuple[str, bool, bool], ...] = ()
 
     @property
-    def shown(self) -> frozenset[int]:
+    def visible(self) -> frozenset[int]:
         """Births of a forward pass that others see."""
         return frozenset(
             shape.birth for shape in (*self.given, *(shape for _, shape in self.notes)) if shape is not None
@@ -85,7 +85,7 @@ class _RecordedPass:
 
     def held(self, gone: frozenset[int]) -> list[int]:
         """Births of a forward pass that end with its graph, if these do in its backward pass."""
-        return sorted(set(range(len(self.stretch.births))) - gone - self.shown - self.kept)
+        return sorted(set(range(len(self.stretch.births))) - gone - self.visible - self.kept)
 
     def like(self, other: _RecordedPass) -> bool:
         """Whether both did the same."""
@@ -131,7 +131,7 @@ class _Mark:
     event: int
     clock: int
     live: int
-    asked: int
+    num_questions: int
 
 
 @dataclass(slots=True)
@@ -175,8 +175,8 @@ class _ReplayedPass(Function):
         context.copier, context.waiting, context.number = copier, waiting, len(inputs)
         context.set_materialize_grads(False)
         context.mark_non_differentiable(*(tensor for tensor, asks in waiting.copied if not asks))
-        found, waiting.copied = tuple(tensor for tensor, _ in waiting.copied), ()
-        return found
+        outputs, waiting.copied = tuple(tensor for tensor, _ in waiting.copied), ()
+        return outputs
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor | None) -> tuple[None, ...]:
@@ -216,7 +216,7 @@ class MicrobatchMemo:
     def _mark(self) -> _Mark:
         self._check()
         heap = self.recorder.heap
-        return _Mark(len(self.recorder.events), heap.clock, heap.live, self.recorder.asked)
+        return _Mark(len(self.recorder.events), heap.clock, heap.live, self.recorder.num_questions)
 
     def _check(self) -> None:
         """Another pass begins: what had to end with a graph has ended, and what a forward pass was given and still lasts will last."""
@@ -237,12 +237,12 @@ class MicrobatchMemo:
         place = {id(life): birth for birth, life in enumerate(births)}
         outputs = tuple(_tensors(output))
         shapes = tuple(self._shape(tensor, place) for tensor in outputs)
-        kept = {id(heap.known(tensor)) for tensor in _tensors(microbatch_context.retained)}
+        retained = {id(heap.known(tensor)) for tensor in _tensors(microbatch_context.retained)}
         seen = replace(
             self._seen(mark, stretch, shapes, tuple(_known(before, life, "a forward pass") for life in deaths)),
             before=_names(before),
             notes=self._noted(microbatch_context, place),
-            kept=frozenset(birth for life, birth in place.items() if life in kept),
+            kept=frozenset(birth for life, birth in place.items() if life in retained),
         )
         waiting = _Pass(
             stage,
@@ -288,7 +288,7 @@ class MicrobatchMemo:
             raise TraceMismatch("a backward pass leaves something behind")
         names = waiting.names_of_lives()
         ended = tuple(_known(names, life, "a backward pass") for life in deaths)
-        if not _gone(ended).isdisjoint(forward.shown):
+        if not _gone(ended).isdisjoint(forward.visible):
             raise TraceMismatch("a backward pass ends what others see")
         rest = [waiting.lives[birth] for birth in forward.held(_gone(ended))]
         if not all(life.lasts for life in rest):
@@ -306,7 +306,7 @@ class MicrobatchMemo:
         self, mark: _Mark, stretch: LifetimeDelta, given: tuple[_Shape | None, ...], ended: tuple[Any, ...]
     ) -> _RecordedPass:
         recorder, events = self.recorder, self.recorder.events[mark.event :]
-        if (recorder.asked - mark.asked) % ROUNDS:
+        if (recorder.num_questions - mark.num_questions) % ROUNDS:
             raise TraceMismatch("a pass asks for numbers whose answers change")
         if any(event.action != recorder.action or event.kind == "action" for event in events):
             raise TraceMismatch("another action begins in a pass")
@@ -358,11 +358,11 @@ class MicrobatchMemo:
         del made
         outputs = _ReplayedPass.apply(self, waiting, self._anchor(), *(reference() for reference in asking))
         with _disable_current_modes():
-            shown = [
+            forwarded = [
                 torch.ops.aten.alias(tensor) if shape.asks and shape.plain else tensor
                 for tensor, shape in zip(outputs, shapes)
             ]
-        return _filled(stage.output, iter(shown))
+        return _filled(stage.output, iter(forwarded))
 
     def count_backward(self, waiting: _Pass, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """The turn of a pass that was counted has come. Returns what ends with its graph."""

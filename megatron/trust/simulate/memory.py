@@ -170,11 +170,11 @@ class Heap:
         """Bytes that the forward passes of a microbatch made and that are still there at this tick: of the one that leaves least, as
         the first may leave what serves all, and the last what nobody has thrown away yet.
         """
-        found = dict.fromkeys(self._microbatches, 0)
+        sizes = dict.fromkeys(self._microbatches, 0)
         for life in self.lives:
             if life.forward >= 0 and life.born < clock <= life.died:
-                found[self._microbatches[life.forward]] += life.size
-        return min(found.values(), default=0)
+                sizes[self._microbatches[life.forward]] += life.size
+        return min(sizes.values(), default=0)
 
     def timeline(self, begin: int) -> tuple[tuple[int, HeldStorage], ...]:
         """(event, what was alive) from a tick on, the highest moment of every stretch."""
@@ -241,11 +241,11 @@ class Heap:
         clock = self.clock
         for tick, life in zip(stretch.deaths, ending, strict=True):
             life.died = clock + tick
-        found = [
+        lives = [
             StorageLifetime(size, clock + tick, self._forward, kind=kind, travels=travels, sent=sent)
             for tick, size, kind, travels, sent in stretch.births
         ]
-        self.lives += found
+        self.lives += lives
         if self.live + stretch.top[0] > self.peak:
             self.peak, self.peak_clock, self.peak_event = (
                 self.live + stretch.top[0],
@@ -257,7 +257,7 @@ class Heap:
         self._moves += [None] * len(stretch.events)
         self.clock += len(stretch.events)
         self.live += stretch.live
-        return found
+        return lives
 
     def known(self, tensor: Tensor) -> StorageLifetime | None:
         """The life of a tensor's storage, if it was seen."""

@@ -376,12 +376,12 @@ class Recorder(TorchDispatchMode):
 @contextmanager
 def _replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
     """A method of a class, or a function that a module uses, replaced for a while."""
-    plain, own = owner.__dict__.get(name), name in owner.__dict__
+    plain, is_own = owner.__dict__.get(name), name in owner.__dict__
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if is_own:
             setattr(owner, name, plain)
         else:
             delattr(owner, name)

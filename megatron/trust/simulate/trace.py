@@ -73,12 +73,12 @@ class EventSpan:
     action: str = ""
     live: int = 0
 
-    def said(self, event: Event) -> Event:
+    def as_happened(self, event: Event) -> Event:
         """One of the events, as it was here."""
         return replace(event, action=self.action, live=event.live + self.live) if self.again else event
 
     def __iter__(self) -> Iterator[Event]:
-        return map(self.said, self.events) if self.again else iter(self.events)
+        return map(self.as_happened, self.events) if self.again else iter(self.events)
 
 
 @dataclass(slots=True)
@@ -128,10 +128,10 @@ class Events(Sequence[Event]):
             inside = (
                 (part, part.events[max(0, low - begin) : max(0, high - begin)]) for begin, part in parts if begin < high
             )
-            return tuple(part.said(event) for part, events in inside for event in events)
+            return tuple(part.as_happened(event) for part, events in inside for event in events)
         place = range(self._count)[place]
         at = bisect_right(self.begins, place) - 1
-        return self.parts[at].said(self.parts[at].events[place - self.begins[at]])
+        return self.parts[at].as_happened(self.parts[at].events[place - self.begins[at]])
 
 
 def parts_of(events: Sequence[Event]) -> Sequence[EventSpan]:
@@ -142,7 +142,7 @@ def parts_of(events: Sequence[Event]) -> Sequence[EventSpan]:
 def talks_of(events: Sequence[Event]) -> Iterator[Event]:
     """Collectives, messages and the beginnings of actions alone."""
     for part in parts_of(events):
-        yield from (part.said(event) for event in part.events if event.kind != "op")
+        yield from (part.as_happened(event) for event in part.events if event.kind != "op")
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,8 +162,8 @@ def test_a_broken_kernel_fails(planted: str) -> None:
     rows = doctor.numbers(subject(EVERYTHING, Mesh.single(), **PLANTED[planted]))
     failed = [row for row in rows if row.status == "FAIL"]
     (op,) = PLANTED[planted]
-    assert len(failed) == 1 and failed[0].found.startswith(op) and "rank 0 (machine0)" in failed[0].found, rows
-    assert {row.found.split()[0] for row in rows} == {
+    assert len(failed) == 1 and failed[0].finding.startswith(op) and "rank 0 (machine0)" in failed[0].finding, rows
+    assert {row.finding.split()[0] for row in rows} == {
         "attention",
         "rms_norm",
         "gated_activation",
@@ -189,7 +189,7 @@ def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
 
 def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     one = replace(subject(EVERYTHING, Mesh.single()), all_kernels=True)
-    tried = {row.found.split(" in ")[0] for row in doctor.numbers(one)}
+    tried = {row.finding.split(" in ")[0] for row in doctor.numbers(one)}
     assert tried == {
         "attention by fused",
         "attention by unfused",
@@ -207,7 +207,7 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
     monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
     (failed,) = (row for row in doctor.numbers(one) if row.status == "FAIL")
     assert (
-        failed.found.startswith("attention by unfused")
+        failed.finding.startswith("attention by unfused")
         and "choose another than --attention-backend unfused" in failed.mend
     )
 
@@ -256,9 +256,9 @@ def test_what_one_rank_cannot_see_fails_and_names_the_rank(world: Worlds, tmp_pa
     assert [(row.check, row.status) for row in first] == [(row.check, row.status) for row in second], (
         "ranks tell different things"
     )
-    failed = {row.check: row.found for row in first if row.status == "FAIL"}
+    failed = {row.check: row.finding for row in first if row.status == "FAIL"}
     assert set(failed) == {"data", "checkpoints", "numbers"}, failed
-    texts = [row.found for row in first if row.status == "FAIL"]
+    texts = [row.finding for row in first if row.status == "FAIL"]
     assert any(
         "corpus.bin cannot be opened" in text and "bytes of" not in text and text.endswith("on rank 1 (machine1)")
         for text in texts
@@ -277,5 +277,5 @@ def test_two_ranks_that_see_the_same_pass(world: Worlds, tmp_path: Path) -> None
     rows = world(2).run(examine_apart, str(tmp_path), False)[0]
     assert all(row.status != "FAIL" for row in rows), rows
     (link,) = [row for row in rows if row.check == "links"]
-    assert link.found.startswith("dp, 2 ranks: "), "axes of the same ranks are measured once"
+    assert link.finding.startswith("dp, 2 ranks: "), "axes of the same ranks are measured once"
     assert not list((tmp_path / "0" / "save").iterdir())
