@@ -94,7 +94,7 @@ def test_a_healthy_machine_passes_with_a_run_and_without(
         "--attention-backend",
         "flash",
     )
-    assert code == 1 and any("windows are kept by a mask tensor" in row["found"] for row in rows), (
+    assert code == 1 and any("windows are kept by a mask tensor" in row["finding"] for row in rows), (
         "a kernel that cannot serve is refused"
     )
     code, rows = report(
@@ -119,7 +119,7 @@ def test_broken_rules_are_told_and_the_machines_examined_all_the_same(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, rows = report(tool, capsys, *tool.STAND_IN, "--tensor-model-parallel-size", "3", "--no-such-flag")
-    failed = [row["found"] for row in rows if row["status"] == "FAIL"]
+    failed = [row["finding"] for row in rows if row["status"] == "FAIL"]
     assert (
         code == 1
         and any(found.startswith("world-size: ") for found in failed)
