@@ -78,7 +78,10 @@ class LowRank(nn.Module):
 
 
 class LinearAdapter(nn.Module):
-    """The adapters of one linear layer: one of the whole matrix, or one of each of some of its parts."""
+    """The adapters of one linear layer: one of the whole matrix, or one of each of some of its parts.
+
+    enabled: what the layer asks; while False it computes as the base does.
+    """
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class LinearAdapter(nn.Module):
     ) -> None:
         """plans: of this layer. names: of its parts. weight: of the layer, whose spec says how it is cut."""
         super().__init__()
-        spec = spec_of(weight)
+        spec, self.enabled = spec_of(weight), True
         self.region, self.build, self.dim = region, build, _cut_dim(spec)
         self.axis: Axis = build.mesh.tp
         sums = region.outside_sums if self.dim is not None else spec.sum_over

@@ -179,7 +179,7 @@ class AdaptedLinear(nn.Module):
 
     def adapted(self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """multiply(x, bias) with what the adapter adds; a bias is added behind the lengths of rows (DoRA)."""
-        if self.adapter is None:
+        if self.adapter is None or not self.adapter.enabled:
             return multiply(x, bias)
         if not self.adapter.has_lengths:
             return self.adapter(x, multiply(x, bias), self.weight)
@@ -188,7 +188,8 @@ class AdaptedLinear(nn.Module):
 
     def merged_weight(self) -> Tensor:
         """The matrix of the layer and its adapter together, [out, in], the shard of this rank. For decoding: without gradients."""
-        return self.weight if self.adapter is None else self.adapter.merged(self.weight)
+        adapter = self.adapter
+        return adapter.merged(self.weight) if adapter is not None and adapter.enabled else self.weight
 
     def initialize_from_others(self) -> None:
         """The lengths of rows begin as those of the weight."""

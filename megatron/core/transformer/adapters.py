@@ -6,7 +6,8 @@ each rank has a partial sum. The factor that is whole sees a share of its gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import cast
 
@@ -40,6 +41,23 @@ def freeze(network: nn.Module, config: AdapterConfig) -> None:
         name = spec_of(param).name
         if not is_trained(name, config):
             param.requires_grad_(False)
+
+
+@contextmanager
+def without_adapters(*networks: nn.Module) -> Iterator[None]:
+    """Inside, networks compute as if they had no adapters: what a frozen base gives, from the same memory. For passes without a gradient.
+
+    networks: whole ones, pipeline stages, or stages inside of DDP or FSDP. What --lora-modules-to-save trains stays as trained.
+    """
+    adapters = [one for each in networks for one in each.modules() if isinstance(one, LinearAdapter | GroupedAdapter)]
+    before = [one.enabled for one in adapters]
+    for one in adapters:
+        one.enabled = False
+    try:
+        yield
+    finally:
+        for one, enabled in zip(adapters, before, strict=True):
+            one.enabled = enabled
 
 
 class GroupedPair(nn.Module):
@@ -77,7 +95,7 @@ class GroupedAdapter(nn.Module):
 
     def __init__(self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: Build) -> None:
         super().__init__()
-        spec = spec_of(weight)
+        spec, self.enabled = spec_of(weight), True
         by_width = spec.shards[1]
         segments = by_width.parts if by_width.dim == 1 else (FusedSegment(spec.shape[1]),)
         ranks = build.mesh.etp.size if by_width.dim == 1 else 1

@@ -111,7 +111,7 @@ class GroupedLinear(nn.Module):
 
     def _multiply(self, x: Tensor, counts: Tensor) -> Tensor:
         product = self._product(x, counts)
-        return product if self.adapter is None else product + self.adapter(x, counts)
+        return product + self.adapter(x, counts) if self.adapter is not None and self.adapter.enabled else product
 
     def _product(self, x: Tensor, counts: Tensor) -> Tensor:
         if self.wgrad_store is None or self.scaling is not None:
