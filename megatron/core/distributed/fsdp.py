@@ -61,36 +61,16 @@ class FullySharded:
         fill: gives a part its initial values; what was filled is cut before the next part is.
         """
         self.module, self.cut, self._owned = module, list[Segment](), list[Ownership]()
+        self._mesh, self._grad_dtype, self._average = mesh, grad_dtype, average
         # Nobody writes into what a stage returns.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        ours = _device_mesh(mesh.dp_cp, mesh)
+        ranks = _device_mesh(mesh.dp_cp, mesh)
         experts = _placement(mesh.edp, mesh) if mesh.edp.group not in (None, mesh.dp_cp.group) else None
         stay: set[nn.Parameter] = set()
         for part in (*layers, module):
             fill(part)
             stay |= {p for p in part.parameters() if not (p.requires_grad and mesh.axis(spec_of(p).reduce_over).group)}
-            fresh = {path: p for path, p in part.named_parameters() if p not in stay and not isinstance(p, DTensor)}
-            specs = {path: spec_of(param) for path, param in fresh.items()}
-            narrow = _widen(list(fresh.values()))
-            policy = MixedPrecisionPolicy(narrow, grad_dtype, cast_forward_inputs=False)
-            unit = fully_shard(
-                part,
-                mesh=ours,
-                reshard_after_forward=part is not module and not keep_layers,
-                mp_policy=policy,
-                shard_placement_fn=lambda p: experts if spec_of(p).reduce_over == "edp" else None,
-                ignored_params=stay,
-            )
-            unit.set_gradient_divide_factor(float(mesh.dp_cp.size) if average else 1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
-            for path, spec in specs.items():
-                param, axis = part.get_parameter(path), mesh.axis(spec.reduce_over)
-                self.cut += _share(param, spec, axis, narrow)
-                self._owned.append(
-                    Ownership(
-                        spec, tuple(param.shape), tuple(_rows(param, axis.size, rank) for rank in range(axis.size))
-                    )
-                )
+            unit = self._shard(part, ranks, experts, stay, reshard=part is not module and not keep_layers)
         if experts:  # where those of a rank see no token, others still wait for it to sum their gradients
             unit.set_reduce_scatter_unused_params(True)
         module.register_forward_hook(_let_go)
@@ -105,6 +85,33 @@ class FullySharded:
             overlap_gather=False,
             average=average,
         )
+
+    def _shard(
+        self, part: nn.Module, ranks: DeviceMesh, experts: Any, stay: set[nn.Parameter], *, reshard: bool
+    ) -> FSDPModule:
+        """Shard those parameters of a part that are still whole, but for those that stay so; note which range each rank owns.
+
+        experts: where parameters of experts are sharded. reshard: after the forward pass.
+        """
+        fresh = {path: p for path, p in part.named_parameters() if p not in stay and not isinstance(p, DTensor)}
+        specs = {path: spec_of(param) for path, param in fresh.items()}
+        narrow = _widen(list(fresh.values()))
+        unit = fully_shard(
+            part,
+            mesh=ranks,
+            reshard_after_forward=reshard,
+            mp_policy=MixedPrecisionPolicy(narrow, self._grad_dtype, cast_forward_inputs=False),
+            shard_placement_fn=lambda p: experts if spec_of(p).reduce_over == "edp" else None,
+            ignored_params=stay,
+        )
+        unit.set_gradient_divide_factor(float(self._mesh.dp_cp.size) if self._average else 1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
+        for path, spec in specs.items():
+            param, axis = part.get_parameter(path), self._mesh.axis(spec.reduce_over)
+            self.cut += _share(param, spec, axis, narrow)
+            rows = tuple(_rows(param, axis.size, rank) for rank in range(axis.size))
+            self._owned.append(Ownership(spec, tuple(param.shape), rows))
+        return unit
 
     def segments(self) -> list[Segment]:
         """What this rank owns."""

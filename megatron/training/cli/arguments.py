@@ -48,6 +48,11 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
     return parser
 
 
+WHERE_TO_LOOK = (
+    "--help WORD explains the flags that match (--help num-layers), --help all every one; docs/rules.md has the rules"
+)
+
+
 def parse_args(
     argv: Sequence[str] | None = None,
     *,
@@ -76,7 +81,7 @@ def parse_args(
         refuse([*args.problems, *(line for _, line in checked.problems)])
     except ConfigError as error:
         if speaks:
-            sys.stderr.write(f"ConfigError: {error}\n")
+            sys.stderr.write(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n")
         raise SystemExit(2) from None
     return args
 

@@ -19,7 +19,7 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.tools import check_config
 from megatron.training import initialize
-from megatron.training.cli.arguments import make_parser, parse_args
+from megatron.training.cli.arguments import WHERE_TO_LOOK, make_parser, parse_args
 from megatron.training.cli.preflight import lines_of
 from megatron.trust.flags.command import ENTRIES
 
@@ -115,9 +115,9 @@ def of_the_run(entry: str, ranks: int, words: Sequence[str], monkeypatch: pytest
         try:
             args = parse_args(list(words), defaults=ENTRIES[entry], world_size=ranks, reads_data=True)
         except SystemExit as end:
-            return int(end.code or 0), lines_of(
-                ConfigError(stderr.getvalue().removeprefix("ConfigError: ").strip("\n"))
-            )
+            text, _, rest = stderr.getvalue().partition(f"\n{WHERE_TO_LOOK}\n")
+            assert not rest, rest
+            return int(end.code or 0), lines_of(ConfigError(text.removeprefix("ConfigError: ").strip("\n")))
     try:
         initialize._settings(args)
     except ConfigError as error:
