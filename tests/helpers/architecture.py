@@ -72,6 +72,7 @@ LATE_IMPORTS = (
 LATE_OWN = (
     ("megatron/training/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
     ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_settings"),
+    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_settings"),
     ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.megatron_arguments"),
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.machine_problems"),
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),

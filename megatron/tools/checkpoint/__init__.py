@@ -1,1 +1,1 @@
-"""Tools over checkpoints: inspect, verify, diff, convert, export, reshard, resume check."""
+"""Tools over checkpoints: inspect, verify, diff, convert, export, adapters, reshard, resume check."""

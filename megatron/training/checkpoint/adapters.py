@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +20,16 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree
+from megatron.core.families import peft
+from megatron.core.families.adapter_set import BASE, AdapterSet, read_adapters
 from megatron.core.parallel import collectives
-from megatron.core.parallel.boxes import Box
+from megatron.core.parallel.boxes import Box, whole
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import seed_of
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
+from megatron.training.checkpoint.formats import open_checkpoint
 
 _LENGTHS = ".magnitude"
-BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
 _BLOCK = 1 << 22  # elements that are hashed together
 _ODD = 6364136223846793005
 
@@ -33,6 +37,17 @@ _ODD = 6364136223846793005
 def holds_adapters(source: Source) -> bool:
     """Whether a checkpoint holds adapters without the network that they belong to."""
     return BASE in source.values
+
+
+def open_adapters(path: str | Path, model: ModelConfig) -> AdapterSet:
+    """The adapters in a folder of PEFT's, for this network, or in a checkpoint of a run with adapters."""
+    return peft.read(path, model) if peft.is_peft(path) else read_adapters(open_checkpoint(path))
+
+
+def adapter_settings(path: str | Path, model: ModelConfig) -> AdapterConfig:
+    """What makes a network have the adapters of a folder. Raises `CheckpointError` where they are not of this network."""
+    known = model if model.true_vocab_size else model.with_vocabulary(1, 1)  # before a tokenizer is built
+    return replace(open_adapters(path, known).model.adapter, freeze=model.adapter.freeze)
 
 
 def trained_only(tree: Tree, config: AdapterConfig) -> Tree:
@@ -113,6 +128,17 @@ def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) ->
                         param.detach()[piece.local.slices()], piece.box, spec.shape, seed_of("base", spec.name)
                     )
     return f"{int(collectives.all_reduce(total, mesh.world)) % 2**64:016x}"
+
+
+def source_hash(source: Source, config: AdapterConfig) -> str:
+    """The same hash of the network of a source."""
+    total = torch.zeros((), dtype=torch.int64)
+    for full_name, one in source.formats.items():
+        name = full_name.removeprefix("model.")
+        if full_name != name and not is_adapter(name) and not is_trained(name, config):
+            box = whole(one.shape)
+            total += _hashed(source.read(full_name, box), box, one.shape, seed_of("base", name))
+    return f"{int(total) % 2**64:016x}"
 
 
 def _hashed(values: Tensor, box: Box, shape: tuple[int, ...], seed: int) -> Tensor:

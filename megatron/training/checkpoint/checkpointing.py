@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.adapters import is_adapter
 from megatron.core.config.flags import spelling, to_values
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.load import load
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
 from megatron.core.distributed.buffers import Segment
+from megatron.core.families.adapter_set import AdapterSource
 from megatron.core.optimizer.schedule import Schedule, choose
 from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import spec_of
@@ -44,6 +46,7 @@ from megatron.training.checkpoint.adapters import (
     base_weights,
     demand_same_base,
     holds_adapters,
+    open_adapters,
     trained_only,
 )
 from megatron.training.checkpoint.export import export
@@ -172,13 +175,17 @@ class Checkpoint:
             only = dataclasses.replace(options, load=None, ckpt_step=None, require_iteration=None)
             config = dataclasses.replace(self.config, checkpoint=only)
             self._resume_from(decided(self.mesh.world, lambda: find_wanted(config)), started)
-        return self._resume_from(request, started)
+        source = self._resume_from(request, started)
+        if options.adapter and source is not None and not holds_adapters(source):
+            self._load_adapters(options.adapter)
+        return source is not None
 
-    def _resume_from(self, request: ResumeRequest | None, started: float) -> bool:
+    def _resume_from(self, request: ResumeRequest | None, started: float) -> Source | None:
+        """Load what is requested, and return where it came from."""
         if request is None:
             if self.config.checkpoint.load:
                 self._say(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
-            return False
+            return None
         for note in request.notes:
             self._warn(note)
         opened = open_wanted(request, self.config, self.mesh.world)
@@ -194,7 +201,7 @@ class Checkpoint:
         for note in opened.notes:
             self._say(note)
         self.load(opened, started)
-        return True
+        return opened.source
 
     def roll_back(self, why: Exception) -> None:
         """Go back to the newest checkpoint of this run; raises `CheckpointError` because of `why` if it has none yet."""
@@ -222,18 +229,14 @@ class Checkpoint:
         continues = self._loads_optimizer(opened)
         if opened.step is not None:
             _check_contents(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
-        if self._adapter.has_adapters or holds_adapters(source):
-            source = self._with_adapters(source)
-            continues = continues and holds_adapters(source)
+        source = self._with_adapters(source)
         names = _values_to_load(opened, optimizer=continues)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._schedule(values.get("run.schedule"), source)
         if continues:
             self._say_formats(opened.source.settings)
         slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
-        state = self._tensors(formats, slots, optimizer=continues)
-        if self._adapter.has_adapters:
-            state = trained_only(state, self._adapter) if holds_adapters(source) else base_weights(state)
+        state = self._part_of(source, self._tensors(formats, slots, optimizer=continues))
         histories = self._fitting_histories(formats) if continues else {}
         load(state | streams | histories, source, axis, complete=("model.",), instead=self._instead(formats))
         self._settle(slots)
@@ -242,8 +245,7 @@ class Checkpoint:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._adopt(values)
         self.trainer.schedule = schedule
-        if self._adapter.has_adapters and not holds_adapters(source):
-            self._base = self._own_base(opened.source.where)
+        self._remember_base(source)
         if values and options.save and opened.step is not None and same_folder(options.save, opened.step.folder.parent):
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
@@ -258,9 +260,10 @@ class Checkpoint:
 
     def _loads_optimizer(self, opened: Opened) -> bool:
         """Whether the optimizer's state is loaded. A foreign checkpoint may have none, which is printed."""
-        if not self.config.checkpoint.load_optim or opened.weights_only:
-            return False
         source = opened.source
+        base_only = self._adapter.has_adapters and not holds_adapters(source)
+        if not self.config.checkpoint.load_optim or opened.weights_only or base_only:
+            return False
         if opened.step is not None or any(name.startswith("optimizer.") for name in source.formats):
             return True
         why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
@@ -325,9 +328,9 @@ class Checkpoint:
         return weights
 
     def _with_adapters(self, source: Source) -> Source:
-        """What a run with adapters loads: adapters of its own base, or a base with the lengths of its rows."""
+        """What a run with adapters loads: adapters of its own base, or a base with the lengths of its rows; of others the source."""
         if not holds_adapters(source):
-            return WithLengths(source, self.config.model)
+            return WithLengths(source, self.config.model) if self._adapter.has_adapters else source
         if not self._adapter.has_adapters:
             raise CheckpointError(
                 f"{source.where} holds adapters without their network; give its flags (--use-checkpoint-args), and the network with "
@@ -336,6 +339,35 @@ class Checkpoint:
         self._base = self._base or self._own_base("the initial values of --seed")
         demand_same_base(source.values[BASE], self._base, source.where)
         return source
+
+    def _load_adapters(self, folder: str) -> None:
+        """Start from adapters of the base that was loaded. What does not fit is refused before any tensor is changed."""
+        adapters = open_adapters(folder, self.config.model)
+        source = AdapterSource(adapters)
+        if adapters.base.get("hash") is not None:
+            demand_same_base(adapters.base, self._base, source.where)
+        slots = tuple(self.trainer.optimizer.slots())
+        state = {
+            name: value
+            for name, value in self._tensors(source.formats, slots, optimizer=False).items()
+            if is_adapter(name) or name in source.formats
+        }
+        load(state, source, self.mesh.world, complete=("model.",), instead=self._instead(source.formats))
+        self._settle(slots)
+        self._say(
+            f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters"
+        )
+
+    def _part_of(self, source: Source, state: Tree) -> Tree:
+        """What of the state a source fills: in a run with adapters these, or the base."""
+        if not self._adapter.has_adapters:
+            return state
+        return trained_only(state, self._adapter) if holds_adapters(source) else base_weights(state)
+
+    def _remember_base(self, source: Source) -> None:
+        """Of what was loaded, what the adapters of this run belong to."""
+        if self._adapter.has_adapters and not holds_adapters(source):
+            self._base = self._own_base(source.where)
 
     def _own_base(self, where: str) -> dict[str, Any]:
         """What the adapters of this run belong to. All ranks call this together. where: its weights come from."""

@@ -12,12 +12,22 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import yaml
 
-from megatron.core.config.flags import ConfigError, add_arguments, flag_fields, from_namespace, refuse, spelling
+from megatron.core.config.flags import (
+    ConfigError,
+    add_arguments,
+    flag_fields,
+    from_namespace,
+    refuse,
+    spelling,
+    to_values,
+)
+from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -123,6 +133,7 @@ def read_flags(
     try:
         if args.use_checkpoint_args:
             _take_from_checkpoint(args)
+        problems += _take_from_adapter(args)
         if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
             messages += _as_many_ids(args)
         if args.load and not args.finetune and "calculate_per_token_loss" not in args.origins:
@@ -294,20 +305,44 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     settings = _checkpoint_settings(args)
     if settings is None:
         return
-    fields = {field.name for field, _ in flag_fields(RequestedRun)}
-    tokenizer = {field.name for field, _ in flag_fields(TokenizerConfig)}
+    fields, tokenizer, adapter = (
+        {field.name for field, _ in flag_fields(config_class)}
+        for config_class in (RequestedRun, TokenizerConfig, AdapterConfig)
+    )
     if not args.use_tokenizer_model_from_checkpoint_args:
         fields -= tokenizer
     values, beside = settings
     if values.get("lora_rank") is None:  # a base says nothing of the adapters that are put beside it
-        own = {field.name for field, _ in flag_fields(AdapterConfig)}
-        values = {name: value for name, value in values.items() if name not in own}
+        fields -= adapter
     given = {name for name, origin in args.origins.items() if origin != "script"}
     given |= tokenizer if tokenizer & given else set()
     for name, value in {**{name: value for name, value in beside.items() if name not in given}, **values}.items():
         if name in fields:
             setattr(args, name, value)
             args.origins[name] = "checkpoint"
+
+
+def _take_from_adapter(args: argparse.Namespace) -> list[str]:
+    """Put ranks, alphas and targets of --adapter in the place of the defaults. Returns what contradicts them."""
+    if not args.adapter or not (args.load or args.pretrained_checkpoint):
+        return []
+    from megatron.training.checkpoint.adapters import (
+        adapter_settings,  # needs torch, which no other command line waits for
+    )
+
+    model = from_namespace(RequestedRun, args).model.resolve()
+    theirs, given = adapter_settings(args.adapter, model), {}
+    for name, value in to_values(theirs).items():
+        if args.origins.get(name) in ("command line", "file"):
+            given[name] = getattr(model.adapter, name)
+        else:
+            setattr(args, name, value)
+            args.origins[name] = "checkpoint"
+    plans, both = (layer_rows(replace(model, adapter=adapter)) for adapter in (theirs, replace(theirs, **given)))
+    if plans == both and given.get("dora", theirs.dora) == theirs.dora:
+        return []
+    contradicts = [spelling(name) for name in given if name not in ("lora_dropout", "lora_modules_to_save", "freeze")]
+    return [f"{', '.join(contradicts)}: --adapter {args.adapter} says otherwise; leave out what it says"]
 
 
 def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]] | None:

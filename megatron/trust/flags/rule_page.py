@@ -124,6 +124,7 @@ EXAMPLES: Mapping[str, Example] = {
     "adapter-targets": Example("--lora-rank 8 --lora-targets q_porj"),
     "adapter-fit": Example("--lora-rank 8 --optimizer muon"),
     "adapter-numbers": Example("--lora-alpha 16"),
+    "adapter-start": Example("--adapter my_adapter"),
 }
 
 

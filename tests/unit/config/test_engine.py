@@ -39,6 +39,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("required", 1, {"hidden_size": None, "seq_length": None}, ("--hidden-size, --seq-length must be given",)),
     ("required", 1, {"micro_batch_size": None, "global_batch_size": None}, ("--micro-batch-size",)),
     ("adapter-numbers", 1, {"lora_alpha": 16.0}, ("--lora-alpha: of adapters, and there are none; give --lora-rank",)),
+    ("adapter-start", 1, {"adapter": "my_adapter"}, ("give them with --pretrained-checkpoint",)),
     ("adapter-targets", 1, {"lora_rank": 8, "lora_targets": ("q_porj",)}, ("q_porj names no linear layer", "choose of all-linear, q_proj")),
     ("adapter-fit", 1, {"lora_rank": 8, "optimizer": "muon"}, ("choose adam",)),
     ("positive", 1, {"num_layers": 0}, ("--num-layers 0",)),

@@ -223,6 +223,7 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (8, "--elastic --save x --load y --save-interval 5", "elastic", 1),
     (8, "--elastic --save x --load x --save-interval 5 --dataloader-type cyclic", "elastic", 1),
     (1, "--lora-alpha 16", "adapter-numbers", 1),
+    (1, "--adapter my_adapter", "adapter-start", 1),
     (1, "--lora-rank 8 --lora-targets q_porj", "adapter-targets", 1),
     (1, "--lora-rank 8 --optimizer muon", "adapter-fit", 1),
     (1, "--num-leyers 3", "command-line", 0),

@@ -31,6 +31,15 @@ def _numbers(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
+def _start(s: Setting) -> str:
+    folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
+    if folder is None:
+        return ""
+    if checkpoint.pretrained_checkpoint is None and checkpoint.load is None:
+        return f"--adapter {folder} belongs to the weights of a base; give them with --pretrained-checkpoint"
+    return ""
+
+
 def _targets(s: Setting) -> str:
     model, problems = s.run.model, list[str]()
     config = model.adapter
@@ -106,7 +115,10 @@ def _others(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-ALWAYS = (Rule("adapter-numbers", _numbers, "what is said of adapters belongs to a run that has them"),)
+ALWAYS = (
+    Rule("adapter-numbers", _numbers, "what is said of adapters belongs to a run that has them"),
+    Rule("adapter-start", _start, "adapters that a run starts from belong to a base"),
+)
 RULES = (
     Rule(
         "adapter-targets",

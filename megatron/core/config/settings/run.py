@@ -198,6 +198,12 @@ class CheckpointConfig:
     load_rng: bool = flag(True, "do not load random streams", role="free")
     finetune: bool = flag(False, "load weights only, and start at iteration 0", role="free")
     pretrained_checkpoint: str | None = flag(None, "weights to start from when --load has none yet", role="free")
+    adapter: str | None = flag(
+        None,
+        "adapters to start from when --load has none yet: a folder of PEFT's, or a checkpoint of a run with adapters; it says ranks, "
+        "alphas and targets",
+        role="free",
+    )
     ckpt_step: int | None = flag(None, "iteration to load, instead of the newest", role="free")
     require_iteration: int | None = flag(
         None, "stop unless the newest checkpoint is of this iteration, and sound", role="free"

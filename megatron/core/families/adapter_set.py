@@ -1,0 +1,190 @@
+"""Adapters read into memory, by our names; and a network with adapters merged into its weights, as a source.
+
+AdapterSet      factors of every adapted matrix, and parameters that were trained beside them
+AdapterSource   the same as the tensors that a run with adapters loads
+Merged          a network's source whose weights are W + scale B A, and with lengths of rows m (W + scale B A) / |W + scale B A|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.adapters import WHOLE, is_adapter, layer_name, linear_layers
+from megatron.core.config.flags import to_values
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.registry import model_of
+from megatron.core.parallel.boxes import Box, whole
+
+BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
+
+
+_LEFT = ("run.tokenizer", "run.progress")  # of a run's values those that weights keep
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One adapter. linear: global name of its layer. part: of a fused matrix, "" all of it. rows: first row of the matrix, and number.
+
+    first: A, [r, in], of experts [e, r, in]. second: B, [rows, r], of experts [e, rows, r]. lengths: of rows, [rows], with DoRA.
+    """
+
+    linear: str
+    part: str
+    rows: tuple[int, int]
+    first: Tensor
+    second: Tensor
+    scale: float
+    lengths: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Beginning of the names of its parameters."""
+        return f"{self.linear}.adapter.pairs.{self.part or WHOLE}"
+
+    @property
+    def rank(self) -> int:
+        """The number of rows of A."""
+        return self.first.shape[-2]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """model: with its adapters. saved: parameters that were trained beside them, by global name. base: its hash and its name, where known."""
+
+    where: str
+    model: ModelConfig
+    pairs: tuple[Pair, ...]
+    saved: Mapping[str, Tensor]
+    base: Mapping[str, Any]
+
+
+def planned_pairs(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], float]]:
+    """(linear layer, part, its rows, scale) of every adapter of a network."""
+    for plan in layer_rows(model):
+        shapes = linear_layers(model, plan)
+        for one in plan.adapters:
+            rows = shapes[one.linear].rows(one.part)
+            yield f"{layer_name(model, plan)}.{one.linear}", one.part, rows, one.scale
+
+
+def read_adapters(source: Source) -> AdapterSet:
+    """The adapters of a checkpoint of a run that trained them. Raises `CheckpointError` where it holds none, or not all."""
+    model = model_of(source.settings)
+    if BASE not in source.values or not model.adapter.has_adapters:
+        raise CheckpointError(f"{source.where} holds no adapters but a network")
+    tensors = {
+        name.removeprefix("model."): source.read(name, whole(one.shape)).clone()
+        for name, one in source.formats.items()
+        if name.startswith("model.")
+    }
+    pairs = []
+    for linear, part, rows, scale in planned_pairs(model):
+        name = f"{linear}.adapter.pairs.{part or WHOLE}"
+        missing = [f"{name}.{one}" for one in ("lora_A", "lora_B") if f"{name}.{one}" not in tensors]
+        if missing:
+            raise CheckpointError(f"{source.where} lacks adapters that its settings name", missing)
+        factors = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
+        pairs.append(Pair(linear, part, rows, *factors, scale, tensors.get(f"{name}.magnitude")))
+    saved = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    return AdapterSet(source.where, model, tuple(pairs), saved, dict(source.values[BASE]))
+
+
+class AdapterSource:
+    """Adapters as the tensors that a run loads."""
+
+    def __init__(self, adapters: AdapterSet) -> None:
+        self.where, self.settings = adapters.where, to_values(adapters.model)
+        self.values: dict[str, Any] = {BASE: dict(adapters.base)}
+        self._tensors = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
+        for pair in adapters.pairs:
+            self._tensors |= {f"model.{pair.name}.lora_A": pair.first, f"model.{pair.name}.lora_B": pair.second}
+            if pair.lengths is not None:
+                self._tensors[f"model.{pair.name}.magnitude"] = pair.lengths
+        self.formats: Mapping[str, Format] = {
+            name: Format(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`."""
+        return self._tensors[name][box.slices()]
+
+
+class Merged:
+    """A network with adapters in its weights, or with them taken out again. What belongs to a run's training is left behind."""
+
+    def __init__(self, source: Source, adapters: AdapterSet, *, sign: float = 1.0) -> None:
+        """sign: -1 takes adapters out. Raises `CheckpointError` where an adapter belongs to no matrix of the source, or cannot be taken out."""
+        self.where, self._source, self._sign = source.where, source, sign
+        self.values = {
+            name: value for name, value in source.values.items() if not name.startswith("run.") or name in _LEFT
+        }
+        self.formats: Mapping[str, Format] = {
+            name: one for name, one in source.formats.items() if name.startswith("model.")
+        }
+        self.settings: Mapping[str, Any] = {**source.settings, **to_values(AdapterConfig())}
+        self._saved = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
+        self._pairs: dict[str, list[Pair]] = {}
+        for pair in adapters.pairs:
+            self._pairs.setdefault(f"model.{pair.linear}.weight", []).append(pair)
+        if problems := [*self._unfit(), *self._unfit_saved()]:
+            raise CheckpointError(f"the adapters of {adapters.where} do not fit {source.where}", problems)
+        if sign < 0 and (self._saved or any(pair.lengths is not None for pair in adapters.pairs)):
+            raise CheckpointError(
+                f"the adapters of {adapters.where} cannot be taken out of a network: what they replaced (lengths of rows, whole "
+                "parameters) is in the base alone; take the base"
+            )
+        self._last: tuple[str, Tensor] | None = None
+
+    def _unfit(self) -> Iterator[str]:
+        for name, pairs in self._pairs.items():
+            if name not in self.formats:
+                yield f"{name} is no matrix of the network"
+                continue
+            outputs, inputs = self.formats[name].shape[-2:]
+            for pair in pairs:
+                fits = (pair.second.shape[-2], pair.first.shape[-1]) == (pair.rows[1], inputs)
+                if not fits or sum(pair.rows) > outputs:
+                    theirs = f"{pair.second.shape[-2]} x {pair.first.shape[-1]}"
+                    yield f"{pair.name} is of a matrix of {theirs}, and {name} has {pair.rows[1]} x {inputs}"
+
+    def _unfit_saved(self) -> Iterator[str]:
+        for name, tensor in self._saved.items():
+            if name not in self.formats or self.formats[name].shape != tuple(tensor.shape):
+                yield f"{name}: shape {tuple(tensor.shape)} beside the adapters, and not in the network"
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`. The weight merged last is kept, for its other boxes."""
+        if name in self._saved:
+            return self._saved[name][box.slices()].to(self.formats[name].dtype)
+        if name not in self._pairs:
+            return self._source.read(name, box)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is made, so that there is only one
+            self._last = (name, self._merged(name))
+        return self._last[1][box.slices()]
+
+    def _merged(self, name: str) -> Tensor:
+        """W + scale B A, computed in fp32 or wider and rounded once."""
+        format = self.formats[name]
+        wide = torch.promote_types(format.dtype, torch.float32)
+        weight = self._source.read(name, whole(format.shape)).to(wide, copy=True)
+        for pair in self._pairs[name]:
+            own = weight.narrow(-2, *pair.rows)
+            own += (self._sign * pair.scale) * (pair.second.to(wide) @ pair.first.to(wide))
+            if pair.lengths is not None:
+                own *= (pair.lengths.to(wide) / own.norm(dim=-1))[..., None]
+        return weight.to(format.dtype)
+
+
+def without_adapters(model: ModelConfig) -> ModelConfig:
+    """The network alone."""
+    return replace(model, adapter=AdapterConfig())

@@ -1,0 +1,141 @@
+"""Adapters as files: exported for PEFT and imported from it, merged into the weights of their base and taken out again.
+
+    python tools/checkpoint/adapter.py export --adapter checkpoints/lora --save my_adapter --base meta-llama/Llama-3.1-8B
+    python tools/checkpoint/adapter.py import --adapter my_adapter --base Llama-3.1-8B --save checkpoints/from_peft
+    python tools/checkpoint/adapter.py merge --adapter my_adapter --base Llama-3.1-8B --save merged
+    python tools/checkpoint/adapter.py unmerge --adapter my_adapter --base merged --save base_again
+
+--adapter is a folder of PEFT's or a checkpoint of a run with adapters, --base a network in any dialect. merge computes W + (alpha / r) B A
+in fp32 or wider and rounds once; a merged network is written in the dialect of its base, unless --saver says otherwise. Weights that
+were rounded to 16 bits are not had back to the last bit by unmerge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import ConfigError, to_values
+from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families import peft
+from megatron.core.families.adapter_set import BASE, AdapterSet, AdapterSource, Merged, read_adapters
+from megatron.core.families.hf import is_folder
+from megatron.core.families.registry import model_of
+from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.tools.checkpoint.export import DTYPES
+from megatron.tools.parser import ToolParser
+from megatron.training.checkpoint.adapters import demand_same_base, open_adapters, source_hash
+from megatron.training.checkpoint.export import export
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+
+OWN, PUBLISHED = "own", "hf"
+
+
+def adapters_for(base: Source, adapter: str) -> AdapterSet:
+    """The adapters of a folder, which belong to this base as far as its shapes and, where it is known, its hash tell."""
+    adapters = open_adapters(adapter, model_of(base.settings))
+    if adapters.base.get("hash") is not None:
+        mine = {"hash": source_hash(base, adapters.model.adapter), "where": base.where}
+        demand_same_base(adapters.base, mine, adapters.where)
+    return adapters
+
+
+def exported(args: argparse.Namespace) -> str:
+    """Write the adapters of a run as a folder that PEFT loads."""
+    adapters = read_adapters(open_checkpoint(args.adapter, args.ckpt_step))
+    peft.write(adapters, args.save, base=args.base or adapters.base.get("where"))
+    return _counted(adapters, f"{args.save} (PEFT)")
+
+
+def imported(args: argparse.Namespace) -> str:
+    """Write a folder of PEFT's as a checkpoint of a run with adapters, at iteration 0."""
+    base = open_checkpoint(args.base, args.ckpt_step)
+    adapters = adapters_for(base, args.adapter)
+    source = AdapterSource(adapters)
+    source.values[BASE] = {"hash": source_hash(base, adapters.model.adapter), "where": base.where}
+    source.values |= {name: value for name, value in base.values.items() if name == "run.tokenizer"}
+    path = rewrite(source, args.save, iteration=0, settings={**_settings(base), **source.settings})
+    return _counted(adapters, str(path))
+
+
+def merged(args: argparse.Namespace) -> str:
+    """Write a base with adapters in its weights, or, of what was merged, the base again."""
+    base = open_checkpoint(args.base, args.ckpt_step)
+    taken_out = args.command == "unmerge"
+    adapters = open_adapters(args.adapter, model_of(base.settings)) if taken_out else adapters_for(base, args.adapter)
+    source: Source = Merged(base, adapters, sign=-1.0 if taken_out else 1.0)
+    source = Cast(source, DTYPES[args.dtype]) if args.dtype else source
+    if (args.saver or (PUBLISHED if is_folder(base.where) else OWN)) == PUBLISHED:
+        export(source, args.save, like=base.where if is_folder(base.where) else None)
+        return _counted(adapters, f"{args.save} (Hugging Face)")
+    iteration = base.values.get("run.progress", {}).get("iteration", 0)
+    return _counted(adapters, str(rewrite(source, args.save, iteration=iteration, settings=_settings(source))))
+
+
+def _settings(source: Source) -> dict[str, Any]:
+    """Settings of a run for what a source holds: what its dialect leaves out has its default."""
+    network = (
+        {}
+        if "architecture" in source.settings and not is_folder(source.where)
+        else to_values(model_of(source.settings))
+    )
+    tokenizer = folder_tokenizer(Path(source.where)) if is_folder(source.where) else {}
+    return {**source.settings, **network, **tokenizer}
+
+
+def _counted(adapters: AdapterSet, target: str) -> str:
+    ranks = sorted({pair.rank for pair in adapters.pairs})
+    whole = f", {len(adapters.saved)} whole parameters" if adapters.saved else ""
+    return f"{adapters.where}: {len(adapters.pairs)} adapters of rank {', '.join(map(str, ranks))}{whole} -> {target}"
+
+
+COMMANDS = {
+    "export": (exported, "adapters of a run, as a folder that PEFT loads"),
+    "import": (imported, "a folder of PEFT's, as a checkpoint of a run with adapters"),
+    "merge": (merged, "a base with adapters in its weights"),
+    "unmerge": (merged, "the base of a network that was merged"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The tool's flags."""
+    made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    made.add_argument(
+        "command", choices=COMMANDS, help="; ".join(f"{name}: {what}" for name, (_, what) in COMMANDS.items())
+    )
+    made.add_argument(
+        "--adapter", required=True, metavar="DIR", help="a folder of PEFT's, or a checkpoint of a run with adapters"
+    )
+    made.add_argument(
+        "--base",
+        metavar="DIR",
+        help="the network that the adapters belong to (unmerge: the merged one); export: what the folder is to call it",
+    )
+    made.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder to write")
+    made.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="iteration to read, where a folder has several (default: the newest)"
+    )
+    made.add_argument("--saver", choices=(OWN, PUBLISHED), help="merge, unmerge: dialect (default: the base's)")
+    made.add_argument("--dtype", choices=DTYPES, help="merge, unmerge: of the weights (default: as they are)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    made = parser()
+    args = made.parse_args(arguments)
+    if args.base is None and args.command != "export":
+        made.error(f"{args.command} needs the network that the adapters belong to; give --base")
+    if (args.saver or args.dtype) and args.command in ("export", "import"):
+        made.error(f"--saver and --dtype are of networks, and {args.command} writes adapters; leave them out")
+    try:
+        print(COMMANDS[args.command][0](args))
+    except (CheckpointError, ConfigError, OSError) as error:
+        sys.exit(f"adapter.py: {error}")
