@@ -45,6 +45,7 @@ from megatron.core.transformer.stack import Stack
 from megatron.training import trainer as stages
 from megatron.training.step import StepWork
 from tests.helpers.training import Held, train_here
+from tests.parity.adapter_defects import ADAPTERS
 from tests.parity.attention_defects import VARIANTS
 from tests.parity.context_defects import CONTEXT
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
@@ -655,5 +656,6 @@ DEFECTS: tuple[Defect, ...] = (
     *LATENTS,
     *ROUTING,
     *UPDATES,
+    *ADAPTERS,
     *ROUNDING,
 )

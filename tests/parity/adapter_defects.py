@@ -1,0 +1,116 @@
+"""Mistakes around adapters, for the table of `defects.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed import finalize
+from megatron.core.distributed.buffers import Segment
+from megatron.core.optimizer import clip
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.spec import FusedSegment, Shard
+from megatron.core.tensor_parallel import adapter
+from megatron.core.tensor_parallel.adapter import LinearAdapter
+from megatron.core.transformer import adapters
+from megatron.training import trainer
+from tests.parity.defect import Defect, nothing, sum_replicated_but
+
+_forward, _norm, _counted_ranges = (LinearAdapter.forward, LinearAdapter._norm, clip.counted_ranges)
+_FACTORS = ("lora_a", "lora_b")
+
+
+def _of_experts(segment: Segment) -> bool:
+    return segment.spec.kind in _FACTORS and segment.spec.stacked
+
+
+def _of_layers(segment: Segment) -> bool:
+    return segment.spec.kind in _FACTORS and not segment.spec.stacked
+
+
+def _one_part(dim: int, axis: str, parts: tuple[FusedSegment, ...]) -> Shard:
+    return Shard(dim, axis, (FusedSegment(sum(part.size for part in parts)),))
+
+
+def _with_region(**replaced: Any) -> Any:
+    """An adapter's forward pass in which the region does something else."""
+
+    def forward(self: LinearAdapter, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
+        names = ("copy_to_region", "reduce_from_region")
+        region = SimpleNamespace(**{name: getattr(self.region, name) for name in names} | replaced)
+        with patch.object(self, "region", region):
+            return _forward(self, x, base, weight)
+
+    return forward
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _own_rows_length(self: LinearAdapter, name: str, pair: Any, weight: Tensor) -> Tensor:
+    with patch.object(self, "dim", 0 if self.dim == 1 else self.dim), torch.no_grad():
+        return _norm(self, name, pair, weight)
+
+
+def _uncounted(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
+    return iter(()) if segment.spec.kind in _FACTORS else _counted_ranges(segment, mesh, sharded=sharded)
+
+
+ADAPTERS: tuple[Defect, ...] = (
+    Defect(
+        "factors that are whole see a share of the sequence, and are not summed over tensor ranks",
+        (("tp2 sp", "lora"), ("tp2 sp", "lora-fused"), ("tp2 sp", "lora-bert")),
+        ((finalize, "sum_replicated", sum_replicated_but(_of_layers)),),
+    ),
+    Defect(
+        "factors of experts that are whole are not summed over their tensor ranks",
+        (("ep2 etp2 dp4", "lora-moe-fused"), ("tp2 sp ep2 etp2 dp2", "lora-moe")),
+        ((finalize, "sum_replicated", sum_replicated_but(_of_experts)),),
+    ),
+    Defect(
+        "B of q, k and v together is cut as one matrix",
+        (("tp2", "lora-fused"), ("tp2 sp", "lora-fused")),
+        ((adapter, "Shard", _one_part),),
+    ),
+    Defect(
+        "B of gate and up of experts is cut as one matrix",
+        (("ep2 etp2 dp4", "lora-moe-fused"),),
+        ((adapters, "Shard", _one_part),),
+    ),
+    Defect(
+        "the product of a row layer's A, cut as the input, is not summed",
+        (("tp4", "lora"), ("tp2 sp", "lora")),
+        ((LinearAdapter, "forward", _with_region(reduce_from_region=_same)),),
+    ),
+    Defect(
+        "the gradient of a column layer's A is that of a rank's rows of B",
+        (("tp4", "lora"), ("tp2 rings", "lora")),
+        ((LinearAdapter, "forward", _with_region(copy_to_region=_same)),),
+    ),
+    Defect(
+        "the lengths of rows are not taken as constants",
+        (("tp2", "dora-fused"), ("tp2 sp pp2", "dora")),
+        ((LinearAdapter, "_norm", _norm.__wrapped__),),
+    ),
+    Defect(
+        "the lengths of rows are those of a rank's columns",
+        (("tp2", "dora-fused"), ("tp2 sp", "lora-mla")),
+        ((LinearAdapter, "_norm", _own_rows_length),),
+    ),
+    Defect(
+        "adapters are not in the norm of the gradient",
+        (("pp2", "lora-fused"), ("dp2 zero mb2", "lora"), ("dp2 fsdp", "lora-fused")),
+        ((clip, "counted_ranges", _uncounted),),
+    ),
+    Defect(
+        "frozen weights are in the optimizer",
+        (("pp2", "lora-fused"), ("pp2", "frozen"), ("dp2 zero mb2", "lora")),
+        ((trainer, "freeze", nothing),),
+    ),
+)
