@@ -85,12 +85,12 @@ ADAPTERS: tuple[Defect, ...] = (
     ),
     Defect(
         "the product of a row layer's A, cut as the input, is not summed",
-        (("tp4", "lora"), ("tp2 sp", "lora")),
+        (("tp4", "lora"), ("tp2", "lora-fused")),
         ((LinearAdapter, "forward", _with_region(reduce_from_region=_same)),),
     ),
     Defect(
         "the gradient of a column layer's A is that of a rank's rows of B",
-        (("tp4", "lora"), ("tp2 rings", "lora")),
+        (("tp4", "lora"), ("tp2", "lora-fused")),
         ((LinearAdapter, "forward", _with_region(copy_to_region=_same)),),
     ),
     Defect(
