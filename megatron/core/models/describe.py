@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron.core.config.adapters import is_trained
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows, partition
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
@@ -71,6 +72,10 @@ class Held:
         """All parameters."""
         return self.layers + self.rest
 
+    def __sub__(self, other: Held) -> Held:
+        """What is left without others."""
+        return Held(self.layers - other.layers, self.experts - other.experts, self.rest - other.rest)
+
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Global name -> whole shape of every parameter. model: resolved, with its vocabulary; rows of padding do not count.
@@ -109,17 +114,23 @@ def active_parameters(model: ModelConfig) -> int:
 
 def layer_parameters(model: ModelConfig, split: Split = Split(), plan: LayerPlan | None = None) -> int:
     """One layer's parameters on each rank of a division. plan: which layer; the first, where it is left out."""
-    return _layer(model, split, replace(plan or layer_rows(model)[0], index=0))[0]
+    return _layer(model, split, replace(plan or layer_rows(model)[0], index=0), False)[0]
 
 
-def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], split: Split = Split()) -> Held:
-    """Parameters on one rank that holds these pipeline stages.
+def rank_parameters(
+    model: ModelConfig, stages: Sequence[StageSpec], split: Split = Split(), *, trained: bool = False
+) -> Held:
+    """Parameters on one rank that holds these pipeline stages; trained: only those that are not frozen.
 
     A tied output layer that sits on another stage than the embedding is a second copy, and so is the embedding of a stage that looks
     ahead.
     """
-    layers = [_layer(model, split, replace(plan, index=0)) for stage in stages for plan in stage.layers]
-    rest = sum(_around(model, split, _thinned(model, stage)) for stage in stages)
+    adapter = model.adapter
+    trained = trained and (adapter.has_adapters or bool(adapter.freeze))
+    alike = not trained or not (adapter.freeze or adapter.lora_modules_to_save)  # whose patterns may name layers
+    plans = [replace(plan, index=0) if alike else plan for stage in stages for plan in stage.layers]
+    layers = [_layer(model, split, plan, trained) for plan in plans]
+    rest = sum(_around(model, split, _thinned(model, stage), trained) for stage in stages)
     return Held(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
 
 
@@ -137,23 +148,24 @@ def _shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _layer(model: ModelConfig, split: Split, plan: LayerPlan) -> tuple[int, int]:
+def _layer(model: ModelConfig, split: Split, plan: LayerPlan, trained: bool) -> tuple[int, int]:
     """Parameters of a layer on a rank, and those of its experts among them."""
-    sizes = dict(_sizes(model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False)))
+    sizes = dict(_sizes(model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained))
     inside = {name: size for name, size in sizes.items() if ".layers." in name}
     return sum(inside.values()), sum(size for name, size in inside.items() if _EXPERTS in name)
 
 
 @lru_cache(maxsize=1024)
-def _around(model: ModelConfig, split: Split, stage: StageSpec) -> int:
+def _around(model: ModelConfig, split: Split, stage: StageSpec, trained: bool) -> int:
     """Parameters of a stage on a rank, those of its layers left out."""
     here = ("decoder.layers.", "encoder.layers.")
-    return sum(size for name, size in _sizes(model, split, stage) if not name.startswith(here))
+    return sum(size for name, size in _sizes(model, split, stage, trained) if not name.startswith(here))
 
 
-def _sizes(model: ModelConfig, split: Split, stage: StageSpec) -> Iterator[tuple[str, int]]:
-    """Name and size of what a rank holds of each parameter of a stage."""
-    return ((name, size) for name, _, size in _held(model, split, stage))
+def _sizes(model: ModelConfig, split: Split, stage: StageSpec, trained: bool) -> Iterator[tuple[str, int]]:
+    """Name and size of what a rank holds of each parameter of a stage, or of each that is trained."""
+    held = _held(model, split, stage)
+    return ((name, size) for name, _, size in held if not trained or is_trained(name, model.adapter))
 
 
 def _held(model: ModelConfig, split: Split, stage: StageSpec) -> list[tuple[str, Shape, int]]:

@@ -83,8 +83,14 @@ def flops_per_sample(
     )
 
 
+def weight_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
+    """Bytes of a weight on a rank, between steps: in the format of the run, and under FSDP2 its share of one in fp32."""
+    size = BYTES[config.precision.dtype]
+    return max(4, size) / data_parallel_size if config.parallel.use_torch_fsdp2 else size
+
+
 def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Bytes of weight, gradient and optimizer state per parameter of a rank, between steps.
+    """Bytes of weight, gradient and optimizer state per parameter of a rank that is trained, between steps.
 
     Weights and gradients lie on every data-parallel rank; the distributed optimizer cuts the rest, which for half
     precision includes an fp32 copy of the weights. FSDP2 cuts all of it, and has fp32 weights and gradients only; what is whole
@@ -144,15 +150,21 @@ def rank_memory(
     for position in range(parallel.pp):
         local_stages = [stage for stage in stages if stage.rank == position]
         split, copies = Split.of(parallel), parallel.context_parallel_size * data_parallel_size
-        held = rank_parameters(config.model, local_stages, split)
+        held, trained = (rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
         alike = max(1, copies * parallel.tp // (split.experts * split.widths))  # ranks with the same experts
-        state, update, away = (
-            (held.total - held.experts) * count(config, copies) + held.experts * count(config, alike)
-            for count in (state_bytes, update_bytes, away_bytes)
+        state, update, away, frozen = (
+            (those.total - those.experts) * count(config, copies) + those.experts * count(config, alike)
+            for count, those in (
+                (state_bytes, trained),
+                (update_bytes, trained),
+                (away_bytes, trained),
+                (weight_bytes, held - trained),
+            )
         )
+        state += frozen
         if config.optimizer.is_muon and config.optimizer.elementwise == "adam":  # what is no matrix has two moments
             cut = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
-            state += held.rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
+            state += trained.rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
         stages_memory.append(
             RankMemory(
                 held.total, state - away, _activation_bytes(config, local_stages, position, num_microbatches), update

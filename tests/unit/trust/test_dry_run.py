@@ -118,6 +118,7 @@ SHARED: tuple[tuple[int, dict[str, Any]], ...] = (  # rows that no rank holds wh
     (2, {**HYBRID, "mtp_num_layers": 1, "use_distributed_optimizer": True}),
     (4, {**HYBRID, "cp_comm_type": ("allgather",), "max_seqlen_per_dp_cp_rank": 2}),
 )
+LORA: dict[str, Any] = {"lora_rank": 2, "lora_targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
 # Labels that do not count have no logits, so that shapes follow from masks.
 MASKED = {"mtp_num_layers": 1, "cross_entropy_fusion_impl": "linear", "reset_attention_mask": True}
 
@@ -184,7 +185,8 @@ def compare(world: Any, cases: list[tuple[int, dict[str, Any]]]) -> None:
 
 
 def test_what_a_dry_run_counts_is_what_real_tensors_hold_byte_for_byte(world):
-    compare(world, [*random_changes(seed=3, count=3), (2, {**SMALL, **MASKED})])
+    lora = (2, {**SMALL, **LORA, "bf16": True, "tensor_model_parallel_size": 2, "sequence_parallel": True})
+    compare(world, [*random_changes(seed=3, count=3), (2, {**SMALL, **MASKED}), lora])
 
 
 @pytest.mark.parametrize(
@@ -265,6 +267,28 @@ def test_weights_gradients_and_optimizer_are_those_of_the_closed_formula(changes
         assert formula.update <= update < formula.update + 2**15, (
             "beside fp32 copies of gradients, there are texts and a few numbers"
         )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"use_distributed_optimizer": True},
+        {"num_experts": 4, "expert_model_parallel_size": 2, "moe_ffn_hidden_size": 256},
+    ],
+)
+def test_a_run_with_adapters_keeps_state_of_what_is_trained_alone(layout):
+    small = {**SMALL, "hidden_size": 128, "max_position_embeddings": 64, "add_bias_linear": False, "bf16": True}
+    whole, few = (tiny.with_vocabulary(tiny.config(4, **{**small, **layout, **changes}), 512) for changes in ({}, LORA))
+    (before, after), expected = (dry_run(config, 4) for config in (whole, few)), {}
+    for config in (few, whole):
+        copies = config.parallel.data_parallel_size(4)
+        expected[config] = rank_memory(config, stages_of(config), data_parallel_size=copies, num_microbatches=1)
+    for full, trace in zip(before.traces, after.traces, strict=True):
+        held, formula = trace.steady, expected[few][trace.place["pp"]]
+        assert held.optimizer < full.steady.optimizer / 10 and held.gradients < full.steady.gradients / 10
+        assert held.weights == 2 * trace.parameters == 2 * formula.parameters
+        assert held.weights + held.gradients + held.optimizer == pytest.approx(formula.weights_and_optimizer, rel=0.02)
 
 
 def test_fsdp2_holds_its_share_of_everything_and_gathers_as_often_as_microbatches_ask():
