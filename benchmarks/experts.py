@@ -23,7 +23,7 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.flops import used_matrices
-from megatron.core.parallel.device import keep_freed_memory, name_of, pick_device, synchronize
+from megatron.core.parallel.device import device_name, keep_freed_memory, pick_device, synchronize
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.build import Build
@@ -248,7 +248,7 @@ def main() -> None:
     keep_freed_memory(device)  # as initialize_megatron does
     if device.type == "cpu":
         torch.set_num_threads(1)
-    print(f"on {name_of(device)}, torch {torch.__version__}; forward and backward, medians of {REPEATS}")
+    print(f"on {device_name(device)}, torch {torch.__version__}; forward and backward, medians of {REPEATS}")
     for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
         matmuls(device, dtype)
         layers(device, dtype, 8192 if device.type == "cuda" else 1024)

@@ -48,12 +48,12 @@ from megatron.core.pipeline_parallel.schedules import (
     gpipe,
     interleaved,
     one_f_one_b,
-    two_by_two,
+    one_f_one_b_dual_batch,
     with_reduction,
     zero_bubble,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.timeline import play
+from megatron.core.pipeline_parallel.timeline import simulate_plan
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel import overlapped_matmul
 from megatron.core.transformer.moe import Experts, MoELayer
@@ -174,12 +174,14 @@ def tensor_here(delay: float) -> tuple[list[float], float]:
 
     def run(link: Link | None) -> None:
         def start_shift(arriving: Tensor, tensor: Tensor, axis: Axis) -> list[Any]:
-            works = collectives.start_shift(arriving, tensor, axis)
+            works = collectives.start_ring_shift(arriving, tensor, axis)
             return works if link is None else [link.late(works)]
 
         with (
             patch.object(
-                overlapped_matmul, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})
+                overlapped_matmul,
+                "collectives",
+                SimpleNamespace(**{**vars(collectives), "start_ring_shift": start_shift}),
             ),
             patch.object(overlapped_matmul, "_multiply", lambda *_: time.sleep(STEP)),
         ):
@@ -284,7 +286,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
         )
 
     def go(layer: MoELayer, link: Link | None) -> None:
-        begin, shared = collectives.start_exchange, MoELayer._shared
+        begin, shared = collectives.start_all_to_all, MoELayer._shared
 
         def start_exchange(tensor: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
             coming, work = begin(tensor, *sizes)
@@ -299,7 +301,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
 
         returning: list[bool] = []  # only the way to the experts is delayed: on the way back nothing is left to do
         with (
-            patch.object(collectives, "start_exchange", start_exchange),
+            patch.object(collectives, "start_all_to_all", start_exchange),
             patch.object(MoELayer, "_shared", slept),
             torch.no_grad(),
         ):
@@ -329,7 +331,7 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
         )
         for on in (False, True)
     ]
-    experts, layer, begin = Experts.forward, MoELayer.forward, collectives.start_exchange
+    experts, layer, begin = Experts.forward, MoELayer.forward, collectives.start_all_to_all
 
     def slow(x: Tensor, wgrad_store: WeightGradStore | None) -> Tensor:
         return Slow.apply(x, torch.zeros(1, requires_grad=True), STEP, wgrad_store)
@@ -346,7 +348,7 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
             return coming, work if link is None or tensor.shape[-1] == 1 else link.late([work])
 
         with (
-            patch.object(collectives, "start_exchange", start_exchange),
+            patch.object(collectives, "start_all_to_all", start_exchange),
             patch.object(Experts, "forward", slow_experts),
             patch.object(MoELayer, "forward", after_attention),
         ):
@@ -407,7 +409,7 @@ def schedules(pp: int, m: int) -> dict[str, Plan]:
     return {
         "gpipe": gpipe(pp, m),
         "1f1b": one_f_one_b(pp, m),
-        IN_TURNS: two_by_two(pp, m),
+        IN_TURNS: one_f_one_b_dual_batch(pp, m),
         "zb-h1": zero_bubble(pp, m),
         "interleaved 2": interleaved(pp, 2, m, pp),
         "zb-v": zero_bubble_v(pp, m),
@@ -435,7 +437,7 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
                 executor.run(
-                    script(whole, rank, overlap=overlaps, together=name == IN_TURNS),
+                    script(whole, rank, overlap=overlaps, dual_batch_overlap=name == IN_TURNS),
                     work=work,
                     axis=axis,
                     backward_axis=backward_axis,
@@ -493,7 +495,14 @@ def main() -> None:
             for name, plan in schedules(n, m).items():
                 step = seconds_of(plan, STEP)
                 theory, late = (
-                    play(plan, forward=step, backward=2 * step, weight=step, message=message, together=name == IN_TURNS)
+                    simulate_plan(
+                        plan,
+                        forward=step,
+                        backward=2 * step,
+                        weight=step,
+                        message=message,
+                        dual_batch_overlap=name == IN_TURNS,
+                    )
                     for message in (0.0, delay)
                 )
                 alone, at_once, overlapped = measured[name]

@@ -99,7 +99,7 @@ def timed_here(length: int, step: float, delay: float) -> tuple[float, float, fl
 
     def run(delay: float, at_once: bool) -> float:
         def start_shift(arriving: Tensor, tensor: Tensor, axis: Axis) -> list[Any]:
-            late = Late(collectives.start_shift(arriving, tensor, axis), delay)
+            late = Late(collectives.start_ring_shift(arriving, tensor, axis), delay)
             if at_once:
                 late.wait()
                 return []
@@ -108,7 +108,9 @@ def timed_here(length: int, step: float, delay: float) -> tuple[float, float, fl
         collectives.barrier(mesh.cp)
         began = time.perf_counter()
         with (
-            patch.object(ring, "collectives", SimpleNamespace(**{**vars(collectives), "start_shift": start_shift})),
+            patch.object(
+                ring, "collectives", SimpleNamespace(**{**vars(collectives), "start_ring_shift": start_shift})
+            ),
             patch.object(
                 ring,
                 "blockwise_attention",

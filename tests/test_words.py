@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "Trail": "FlightRecorder",
-        "Journey": "AsyncExchange",
+        "Journey": "AsyncAllToAll",
         "bring_back": "combine",
         "ByLibrary": "LibraryDispatcher",
         "spread_weights": "permute_weights",
@@ -70,6 +70,24 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "Unlike": "TraceMismatch",
         "RoundedBucket": "LowPrecisionBucket",
         "Inner": "UpdateRule",
+        "Parcel": "OffloadedBytes",
+        "Lane": "SideStream",
+        "Slab": "MuonTask",
+        "Holder": "QuantizedWeight",
+        "slabs_of": "muon_tasks",
+        "holders_of": "quantized_weights_of",
+        "seed_of": "derive_seed",
+        "memory_of": "storage_position",
+        "dropping_output": "discard_intermediate",
+        "are_together": "can_overlap",
+        "two_by_two": "one_f_one_b_dual_batch",
+        "copied_ranges": "replicated_ranges",
+        "kept_as": "encoded_zeros",
+        "first_homes": "without_tied_duplicates",
+        "lacks_compiler": "missing_compiler",
+        "widens_products": "supports_mixed_dtype_addmm",
+        "compute_in_batches": "use_batch_scheduling",
+        "is_by_muon": "uses_muon",
     }
 )
 

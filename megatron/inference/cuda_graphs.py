@@ -60,7 +60,7 @@ class CapturedGraphs:
         self, stage: GPTModel, pool: KVCache, *, block_size: int, count: int, record: Recorder | None = None
     ) -> None:
         self._stage, self._pool, self._block_size, self._count = stage, pool, block_size, count
-        self._record = record or devices.Graphs(pool.device).record
+        self._record = record or devices.CudaGraphPool(pool.device).warm_up_and_capture
         self._kept: OrderedDict[tuple[int, int], _CapturedGraph] = OrderedDict()
 
     def logits(self, ids: Sequence[int], spans: Sequence[Span]) -> Tensor:

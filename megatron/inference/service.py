@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
-from megatron.core.parallel.device import claim
+from megatron.core.parallel.device import set_current_device
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness
 from megatron.inference.requests import Event, Listener, Reply, Request
@@ -148,7 +148,7 @@ class Service:
         self._thread.join(_STUCK_SECONDS if lost else None)
 
     def _work(self) -> None:
-        claim(self.engine.mesh.device)
+        set_current_device(self.engine.mesh.device)
         try:
             while not self._ending:
                 if self._liveness.lost:

@@ -21,7 +21,7 @@ from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.kernels.table import Kernels, Need, select
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import claim, pick_device
+from megatron.core.parallel.device import pick_device, set_current_device
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
@@ -85,7 +85,7 @@ def subject_of(
 ) -> tuple[RunUnderTest, list[CheckResult]]:
     """The run on these ranks, as far as it can be examined before it is built, and what speaks against it. Joins the other ranks."""
     device = pick_device()
-    claim(device)
+    set_current_device(device)
     mesh = join(config, device)
     need = kernel_need(config, device)
     if whole:

@@ -19,8 +19,8 @@ from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import active_parameters, count_parameters
 from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
-from megatron.core.pipeline_parallel.schedules import Plan, choose, num_stages
-from megatron.core.pipeline_parallel.timeline import picture, play
+from megatron.core.pipeline_parallel.schedules import Plan, num_stages, training_plan
+from megatron.core.pipeline_parallel.timeline import simulate_plan, text_timeline
 from megatron.core.tokenizers.build import size_before_a_run
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
@@ -109,12 +109,12 @@ def schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
     parallel, train = config.parallel, config.train
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
     chunks = len(stages_of(config)) // parallel.pp
-    return choose(
+    return training_plan(
         parallel.pp,
         chunks,
         count,
         name=parallel.pipeline_schedule,
-        together=parallel.overlap_moe_expert_parallel_comm,
+        dual_batch_overlap=parallel.overlap_moe_expert_parallel_comm,
         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
     ), count
 
@@ -129,13 +129,13 @@ def main(argv: list[str] | None = None) -> None:
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
-    timeline = play(plan)
+    timeline = simulate_plan(plan)
     lines += [
         "",
         f"{count} microbatches a step over {num_stages(plan)} stages, bubble {timeline.bubble:.1%}, at most "
         f"{max(timeline.peak)} microbatches alive on a rank",
     ]
-    drawn = picture(plan, timeline).splitlines()
+    drawn = text_timeline(plan, timeline).splitlines()
     lines += [line[:WIDEST] + (" ..." if len(line) > WIDEST else "") for line in drawn]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.picture:

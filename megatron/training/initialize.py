@@ -22,7 +22,14 @@ from megatron.core.dist_checkpointing.store import check_writable
 from megatron.core.kernels.low_precision import recipes
 from megatron.core.kernels.table import select
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, name_of, pick_device, synchronize
+from megatron.core.parallel.device import (
+    backend_of,
+    device_name,
+    keep_freed_memory,
+    pick_device,
+    set_current_device,
+    synchronize,
+)
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
@@ -52,7 +59,7 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
         raise SystemExit(2) from None
     log = _logger(config)
     device = pick_device()
-    claim(device)
+    set_current_device(device)
     keep_freed_memory(device)
     _deterministic(config)
     mesh = join(config, device)
@@ -189,7 +196,8 @@ def _describe(run: Run) -> None:
         if on
     ]
     run.say(
-        f"mesh: {mesh.world.size} ranks on {name_of(mesh.device)} = {axes}" + "".join(f", {word}" for word in extras)
+        f"mesh: {mesh.world.size} ranks on {device_name(mesh.device)} = {axes}"
+        + "".join(f", {word}" for word in extras)
     )
     run.say(
         f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "

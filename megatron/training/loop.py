@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.flops import flops_per_sample, rank_memory
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import empty_cache, memory_report, name_of, profiler_activities
+from megatron.core.parallel.device import device_name, empty_cache, memory_report, profiler_activities
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
 from megatron.training.checkpoint.checkpointing import Checkpoint, owning
@@ -469,7 +469,7 @@ def _total_iterations(trainer: Trainer) -> int:
 def _work(trainer: Trainer) -> FlopsPerSample:
     config: RunConfig = trainer.run.config
     length = config.train.seq_length
-    peak = config.log.peak_tflops or known_peak(name_of(trainer.run.mesh.device), config.precision.dtype)
+    peak = config.log.peak_tflops or known_peak(device_name(trainer.run.mesh.device), config.precision.dtype)
     causal, square = (
         flops_per_sample(config.model, length, count, decoder_length=config.train.decoder_seq_length)
         for count in ("causal", "square")

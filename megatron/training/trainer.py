@@ -20,7 +20,7 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.rng import materialize
-from megatron.core.pipeline_parallel.schedules import choose, forward_only, with_reduction
+from megatron.core.pipeline_parallel.schedules import forward_only, training_plan, with_reduction
 from megatron.core.pipeline_parallel.transfers import Script, script
 from megatron.core.transformer.activation_offloading import offload_activations
 from megatron.core.transformer.adapters import freeze
@@ -82,21 +82,23 @@ class Trainer:
         key = (num_microbatches, training)
         if key not in self.scripts:
             parallel, axis = self.run.config.parallel, self.run.mesh.pp
-            chunks, together = len(self.stages), training and parallel.overlap_moe_expert_parallel_comm
+            chunks, dual_batch_overlap = len(self.stages), training and parallel.overlap_moe_expert_parallel_comm
             if training:
                 plan = with_reduction(
-                    choose(
+                    training_plan(
                         axis.size,
                         chunks,
                         num_microbatches,
                         name=parallel.pipeline_schedule,
-                        together=together,
+                        dual_batch_overlap=dual_batch_overlap,
                         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
                     )
                 )
             else:
                 plan = forward_only(axis.size, chunks, num_microbatches, parallel.placement)
-            self.scripts[key] = script(plan, axis.rank, overlap=parallel.overlap_p2p_communication, together=together)
+            self.scripts[key] = script(
+                plan, axis.rank, overlap=parallel.overlap_p2p_communication, dual_batch_overlap=dual_batch_overlap
+            )
         return self.scripts[key]
 
     def train_mode(self, training: bool) -> None:
@@ -117,7 +119,7 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     parallels = [_wrap(run, stage) for stage in stages]
     sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
     optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded)
-    if config.optimizer.optimizer_cpu_offload and optimizer.host is None:
+    if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
         run.say("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
     batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
     schedule = None if config.train.skip_train else Schedule.build(config.schedule, config.optimizer, config.train)

@@ -35,7 +35,7 @@ from megatron.core.kernels.table import Kernels, Need, kernel_flag
 from megatron.core.models.describe import count_parameters
 from megatron.core.models.flops import BYTES, state_bytes
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import free_memory, name_of, synchronize
+from megatron.core.parallel.device import device_name, free_memory, synchronize
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
@@ -123,7 +123,7 @@ def versions(subject: RunUnderTest) -> list[CheckResult]:
 def devices(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank has a device of its own, and all are alike."""
     device, host = subject.mesh.device, socket.gethostname()
-    seen = _on_all(subject, lambda: (host, str(device), name_of(device), free_memory(device)))
+    seen = _on_all(subject, lambda: (host, str(device), device_name(device), free_memory(device)))
     names = Counter(one[2] for _, one in seen)
     description = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
     rows = (
@@ -211,7 +211,7 @@ def numbers(subject: RunUnderTest) -> list[CheckResult]:
 def links(subject: RunUnderTest) -> list[CheckResult]:
     """Latency and rate of a sum over each axis with more than one rank, all its groups at once, and that the sum is right."""
     mesh, rows, known = subject.mesh, [], set()
-    for name in (field.name for field in fields(Mesh) if field.name not in ("device", "blocks", "pp_backward")):
+    for name in (field.name for field in fields(Mesh) if field.name not in ("device", "hybrid_cp", "pp_backward")):
         axis = mesh.axis(name)
         groups = {ranks for ranks in collectives.gather_objects(axis.ranks, mesh.world) if len(ranks) > 1}
         if groups and frozenset(groups) not in known:

@@ -158,13 +158,13 @@ INVENTORY = (
     Item(
         "fp32 master weights",
         ("optimizer.master.*",),
-        ("trainer.optimizer.main_weights.*", "trainer.optimizer.rules.*.entries.*.slots.master.*"),
+        ("trainer.optimizer.main_weights.*", "trainer.optimizer.rules.*.states.*.slots.master.*"),
         _slot("master", _is_half),
     ),
     Item(
         "first moments (Adam)",
         ("optimizer.exp_avg.*",),
-        ("trainer.optimizer.rules.*.state.*.exp_avg", "trainer.optimizer.rules.*.entries.*.slots.exp_avg.*"),
+        ("trainer.optimizer.rules.*.state.*.exp_avg", "trainer.optimizer.rules.*.states.*.slots.exp_avg.*"),
         _of_rule("exp_avg", "adam", "lion"),
     ),
     Item(
@@ -172,15 +172,15 @@ INVENTORY = (
         ("optimizer.exp_avg_sq.*",),
         (
             "trainer.optimizer.rules.*.state.*.exp_avg_sq",
-            "trainer.optimizer.rules.*.entries.*.slots.exp_avg_sq.*",
-            "trainer.optimizer.rules.*.wholes.*.held.second.*",
+            "trainer.optimizer.rules.*.states.*.slots.exp_avg_sq.*",
+            "trainer.optimizer.rules.*.parameters.*.owned.second.*",
         ),
         _second_moments,
     ),
     Item(
         "second moments by row and column (Adafactor)",
         ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
-        ("trainer.optimizer.rules.*.wholes.*.held.second.*",),
+        ("trainer.optimizer.rules.*.parameters.*.owned.second.*",),
         _of_rows_and_columns,
     ),
     Item(
@@ -192,7 +192,7 @@ INVENTORY = (
     Item(
         "momentum (Muon)",
         ("optimizer.momentum_buffer.*",),
-        ("trainer.optimizer.rules.*.held.*.momentum",),
+        ("trainer.optimizer.rules.*.owned_parts.*.momentum",),
         lambda settings, ranks, parameters: [
             f"optimizer.momentum_buffer.{name}" for name in parameters if _by_muon(settings, name)
         ],
@@ -226,7 +226,7 @@ DERIVED = {
     (
         "trainer.parallels.*.buckets.*.grad",
         "trainer.optimizer.segments.*.grad",
-        "trainer.parallels.*.buckets.*.sums.*",
+        "trainer.parallels.*.buckets.*.main_grads.*",
     ): "gradients are made anew in every step",
     (
         "trainer.optimizer.rules.*.param_groups.*.lr",

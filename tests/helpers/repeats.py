@@ -62,14 +62,14 @@ class Recorded(TorchDispatchMode):
 
 
 def record(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """In the place of `device.Graphs.record`."""
+    """In the place of `device.CudaGraphPool.warm_up_and_capture`."""
     with Recorded() as recorded:
         output = work()
     return recorded.repeat, output
 
 
-def record_only(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """In the place of `device.Graphs.record_only`."""
+def capture(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """In the place of `device.CudaGraphPool.capture`."""
     with Recorded() as recorded:
         output = work()
     recorded.undo()

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.tree import Placed
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import local_shards, spec_of
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.step import train_step
@@ -73,7 +73,7 @@ def weights_of(trainer: Trainer) -> dict[str, Placed]:
 
 def whole_gradient(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
     """A made-up gradient of a whole parameter, the same in every process; about a fifth of it is zero."""
-    generator = torch.Generator().manual_seed(seed_of("gradient", name))
+    generator = torch.Generator().manual_seed(derive_seed("gradient", name))
     value = torch.randn(shape, dtype=torch.float64, generator=generator)
     return value.masked_fill(torch.rand(shape, generator=generator) < 0.2, 0.0).to(dtype)
 

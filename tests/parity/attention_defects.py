@@ -29,7 +29,7 @@ _stages_of, _recompute, _sink, _clip_rows = (
 )
 _scale_rows, _publish, _logits, _sum_replicated = (
     Optimizer._scale_rows,
-    Optimizer._publish,
+    Optimizer._write_weights,
     LanguageModelHead.logits,
     finalize.sum_replicated,
 )
@@ -172,7 +172,7 @@ VARIANTS: tuple[Defect, ...] = (
     Defect(
         "QK-clip comes when the new weights have gone round",
         (("tp4 sp dp2 zero bucket400", "qk-clip"),),
-        ((Optimizer, "_scale_rows", _nothing_yet), (Optimizer, "_publish", _scaled_when_all_have_gone_round)),
+        ((Optimizer, "_scale_rows", _nothing_yet), (Optimizer, "_write_weights", _scaled_when_all_have_gone_round)),
     ),
     Defect(
         "QK-clip counts rows from the start of the rank's own piece",

@@ -82,7 +82,7 @@ def _window_short_across_the_border(self: Ring, source: int, pair: Pair, device:
 
 
 def _sum_on_no_rank(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    return collectives.gather_then_cut(tensor, axis)
+    return collectives.gather_then_split(tensor, axis)
 
 
 def _heads_of_the_next_rank(self: Travelling, *arguments: Any, **keywords: Any) -> Tensor:

@@ -27,7 +27,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer import clip, rule
-from megatron.core.optimizer.groups import Group
+from megatron.core.optimizer.groups import ParamGroup
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives, recompute, rng
 from megatron.core.parallel.main_grad import MainGrad
@@ -76,14 +76,14 @@ def train_planted_here(name: str, changes: dict[str, Any], steps: int) -> tuple[
 
 def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None:
     for segment in segments:
-        for low, high, _, _ in finalize.copied_ranges(segment, mesh):
+        for low, high, _, _ in finalize.replicated_ranges(segment, mesh):
             collectives.all_reduce(segment.grad[low:high], mesh.tp)
 
 
 # The norm, and what it is used for.
 
 _counted_ranges, _global_norm, _update = clip.counted_ranges, clip.global_norm, Optimizer._update
-_group_of, _set_rates = rule.group_of, Optimizer.set_rates
+_group_of, _set_rates = rule.param_group_of, Optimizer.set_rates
 
 
 def _count_tied_twice(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
@@ -102,7 +102,7 @@ def _clip_by_own_norm(self: Optimizer, factor: float | Tensor) -> None:
     _update(self, min(1.0, self.config.clip_grad / float(norm)))
 
 
-def _decay_everything_on_the_last_rank(spec: Any, config: Any) -> Group:
+def _decay_everything_on_the_last_rank(spec: Any, config: Any) -> ParamGroup:
     group = _group_of(spec, config)
     return dataclasses.replace(group, decays=True) if dist.get_rank() == dist.get_world_size() - 1 else group
 
@@ -116,7 +116,7 @@ def _one_rate_on_the_last_rank(
 
 # Initial values and what a stage holds.
 
-_materialize, _seed_of, _stages_of, _groups = gpt.materialize, rng.seed_of, stages.stages_of, Stack._groups
+_materialize, _seed_of, _stages_of, _groups = gpt.materialize, rng.derive_seed, stages.stages_of, Stack._groups
 
 
 def _second_home_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -> None:
@@ -161,7 +161,7 @@ def _bias_before_the_sum(self: RowLinear, x: Tensor) -> Tensor:
 
 
 def _keep_own_piece(output: Tensor, whole: Tensor, axis: Axis, op: str = "sum") -> None:
-    output.copy_(collectives.cut(whole, axis))
+    output.copy_(collectives.local_chunk(whole, axis))
 
 
 def _repeat_own_piece(output: Tensor, piece: Tensor, axis: Axis) -> None:
@@ -293,7 +293,7 @@ def _own_count(self: StepWork) -> Tensor:
 # Data parallelism.
 
 _make_buckets, _start_gather, _init = ddp.make_buckets, DataParallel.start_gather, DataParallel.__init__
-_init_shares, _share, _init_optimizer = FullySharded.__init__, fsdp._share, Optimizer.__init__
+_init_shares, _share, _init_optimizer = FullySharded.__init__, fsdp._owned_segments, Optimizer.__init__
 
 
 def _buckets_over_tensor_ranks(module: GPTModel, mesh: Mesh, **keywords: Any) -> Any:
@@ -387,12 +387,14 @@ DEFECTS: tuple[Defect, ...] = (
         ((clip, "counted_ranges", _count_tied_twice),),
     ),
     Defect(
-        "the norm counts both homes of a tied matrix on one rank", (("pp2 zbv", "gpt"),), ((clip, "first_homes", list),)
+        "the norm counts both homes of a tied matrix on one rank",
+        (("pp2 zbv", "gpt"),),
+        ((clip, "without_tied_duplicates", list),),
     ),
     Defect(
         "the norm counts every copy of a key/value head",
         (("tp4 mb4", "mqa"),),
-        ((clip, "copied_ranges", _count_copies),),
+        ((clip, "replicated_ranges", _count_copies),),
     ),
     Defect(
         "gradients are clipped by each rank's own norm", (("tp2", "gpt"),), ((Optimizer, "_update", _clip_by_own_norm),)
@@ -400,7 +402,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "weight decay reaches norms and biases on one stage",
         (("pp2", "gpt"),),
-        ((rule, "group_of", _decay_everything_on_the_last_rank),),
+        ((rule, "param_group_of", _decay_everything_on_the_last_rank),),
     ),
     Defect(
         "the decoupled learning rate is missing on one stage",
@@ -415,7 +417,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "initial values are drawn by rank instead of by name",
         (("tp2", "gpt"), ("pp2", "gpt")),
-        ((rng, "seed_of", _seed_of_the_rank),),
+        ((rng, "derive_seed", _seed_of_the_rank),),
     ),
     Defect(
         "the chunks of a rank are in the wrong order", (("pp2 vpp2", "gpt"),), ((stages, "stages_of", _swap_chunks),)
@@ -589,7 +591,7 @@ DEFECTS: tuple[Defect, ...] = (
         (("dp2 fsdp", "gpt"), ("pp2 dp2 fsdp mb2", "gpt")),
         ((FullySharded, "before_last_backward", FullySharded.zero_gradients),),
     ),
-    Defect("layers are gathered from old shares", (("dp2 fsdp", "gpt"),), ((fsdp, "_share", _update_a_copy),)),
+    Defect("layers are gathered from old shares", (("dp2 fsdp", "gpt"),), ((fsdp, "_owned_segments", _update_a_copy),)),
     Defect(
         "the norm counts the shares of the first rank only",
         (("dp2 fsdp", "gpt"), ("tp2 sp dp2 fsdp mb2", "gqa2")),

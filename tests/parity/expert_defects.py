@@ -14,9 +14,9 @@ from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives, rng
-from megatron.core.parallel.collectives import AsyncExchange
+from megatron.core.parallel.collectives import AsyncAllToAll
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, local_shards
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer import dispatch, moe
@@ -71,7 +71,7 @@ def _draw_by_place(value: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source
     held = local_shards(spec, mesh)
     for place in range(len(value)):
         whole = spec.init(
-            spec.shape[1:], torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, place))
+            spec.shape[1:], torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name, place))
         )
         for piece in held:
             value[piece.local.slices()][place].copy_(whole[piece.box.slices()[1:]].to(value))
@@ -108,7 +108,7 @@ def _own_share(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     return tensor.split(sizes)[axis.rank]
 
 
-def _without_a_way_back(tensor: Tensor, exchange: AsyncExchange) -> Tensor:
+def _without_a_way_back(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
     return _start_async(tensor if tensor.shape[-1] > 1 else tensor.detach(), exchange)
 
 
@@ -178,7 +178,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "experts are drawn by their place on the rank",
         (("ep2 dp2", "moe"), ("pp2 ep2 dp4 pp-before-dp zero", "moe")),
-        ((rng, "_draw_stack", _draw_by_place),),
+        ((rng, "_draw_stacked", _draw_by_place),),
     ),
     Defect(
         "gates and linear halves of experts are cut as one matrix",

@@ -49,7 +49,7 @@ def _sum_down_projections_too(segments: list[Segment], mesh: Mesh) -> None:
 
 
 def _keep_own_gradient(self: Region, x: Tensor) -> Tensor:
-    return collectives.gather_then_cut(x, self.axis) if self.sequence_parallel else x
+    return collectives.gather_then_split(x, self.axis) if self.sequence_parallel else x
 
 
 def _turn_from_the_rank(self: MultiLatentAttention, x: Tensor, table: Any) -> Tensor:
@@ -131,7 +131,7 @@ class _GatherThenSum(torch.autograd.Function):
 
 
 def _columns_backwards(tensor: Tensor, axis: Axis) -> Tensor:
-    whole = collectives.gather_columns_then_cut(tensor, axis)
+    whole = collectives.gather_columns_then_split(tensor, axis)
     return torch.cat(whole.chunk(axis.size, dim=-1)[::-1], dim=-1)
 
 

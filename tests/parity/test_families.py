@@ -29,7 +29,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import local_shards, spec_of
 from tests.helpers import tiny
@@ -462,7 +462,7 @@ def test_gradients_are_those_of_transformers(case: str, folder: Callable[[str], 
     named = {name: param for name, param in stage.named_parameters() if param.requires_grad}
     found = torch.autograd.grad(loss_of(stage(ids=ids())[..., :VOCABULARY].transpose(0, 1)), list(named.values()))
     for (name, param), gradient in zip(named.items(), found, strict=True):
-        expected = theirs.read(f"model.{name}", whole(spec_of(param).shape))
+        expected = theirs.read(f"model.{name}", whole_box(spec_of(param).shape))
         gap, size = float((gradient[: len(expected)] - expected).abs().max()), float(expected.abs().max())
         assert 0 < size and gap <= 1e-4 * size, f"the gradient of {name} differs by {gap:.3g} of {size:.3g}"
 
@@ -510,7 +510,7 @@ def test_experts_that_are_saved_as_one_tensor_are_read_as_the_same_network(
     assert any(name.endswith("experts.gate_up_proj") for name in read_header(tmp_path / "model.safetensors"))
     assert source.formats == expected.formats
     for name, one in source.formats.items():
-        assert torch.equal(source.read(name, whole(one.shape)), expected.read(name, whole(one.shape))), name
+        assert torch.equal(source.read(name, whole_box(one.shape)), expected.read(name, whole_box(one.shape))), name
 
 
 def saved_files(path: Path) -> dict[str, bytes]:

@@ -82,10 +82,10 @@ def test_masters_in_the_cpus_memory_are_saved_and_loaded_as_any_others(
     away: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6, "clip_grad": 0.0}
     plain = {**PLAIN, "clip_grad": 0.0}
     through = train_and_save(plain, None, BEFORE + AFTER)
-    monkeypatch.setattr(optimizer, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(optimizer, "has_separate_memory", lambda device: True)
     train_and_save({**PLAIN, **away}, str(tmp_path / "away"), BEFORE)
     monkeypatch.undo()
     assert_same_bits([resume_and_train(plain, str(tmp_path / "away"), AFTER)], [through])
     train_and_save(plain, str(tmp_path / "plain"), BEFORE)
-    monkeypatch.setattr(optimizer, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(optimizer, "has_separate_memory", lambda device: True)
     assert_same_bits([resume_and_train({**PLAIN, **away}, str(tmp_path / "plain"), AFTER)], [through])

@@ -12,26 +12,28 @@ from torch import Tensor
 from megatron.core.optimizer import adafactor, muon
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_together
-from megatron.core.optimizer.owners import Slab
+from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_distributed
+from megatron.core.optimizer.owners import MuonTask
 from megatron.core.parallel import offload
-from megatron.core.parallel.offload import Parcel
+from megatron.core.parallel.offload import OffloadedBytes
 from megatron.core.parallel.spec import ParamSpec
 from tests.parity.defect import Defect
 
-_returned, _direction, _arrived = muon._returned, Muon._direction, Parcel.arrived
+_returned, _direction, _arrived = muon._returned, Muon._direction, OffloadedBytes.arrived
 _blocks, _sum = adafactor._blocks, Adafactor._sum
 
 
 def _each_piece_for_a_matrix(self: Muon, x: Tensor, spec: ParamSpec) -> Tensor:
-    return self._scaled(orthogonalize(x, self.how), x.shape[1:])
+    return self._scaled(orthogonalize(x, self.iteration), x.shape[1:])
 
 
 def _every_copy_counts(x: Tensor, how: Any, axis: Any, counted: Tensor | None = None) -> Tensor:
-    return orthogonalize_together(x, how, axis, None)
+    return orthogonalize_distributed(x, how, axis, None)
 
 
-def _back_to_the_rank_beside(updates: Sequence[Tensor], slabs: Sequence[Slab], ranks: int, nothing: Tensor) -> Tensor:
+def _back_to_the_rank_beside(
+    updates: Sequence[Tensor], slabs: Sequence[MuonTask], ranks: int, nothing: Tensor
+) -> Tensor:
     return _returned(updates, slabs, ranks, nothing).roll(1)
 
 
@@ -51,12 +53,12 @@ def _own_sums_alone(axis: str) -> Any:
 
 
 def _every_block_counts(segment: Any, mesh: Any) -> Any:
-    return (replace(block, counts=True) for block in _blocks(segment, mesh))
+    return (replace(block, is_counted=True) for block in _blocks(segment, mesh))
 
 
-def _as_it_was_last(self: Parcel) -> Tensor:
+def _as_it_was_last(self: OffloadedBytes) -> Tensor:
     self._back = torch.zeros_like(self.host) if self._back is None else self._back
-    self._mark = self.lane.mark()
+    self._mark = self.side_stream.record_event()
     return _arrived(self)
 
 
@@ -69,7 +71,7 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "copies of key heads count twice where tensor ranks share Muon's work",
         (("tp4 sp muon-distributed mb4", "muon"),),
-        ((muon, "orthogonalize_together", _every_copy_counts),),
+        ((muon, "orthogonalize_distributed", _every_copy_counts),),
     ),
     Defect(
         "owners send updates back one element off",
@@ -104,6 +106,6 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "activations are used before they have come back",
         (("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"), ("offload-parts ep2 dp2 alltoall mb2", "moe")),
-        ((offload.Parcel, "arrived", _as_it_was_last),),
+        ((offload.OffloadedBytes, "arrived", _as_it_was_last),),
     ),
 )

@@ -12,7 +12,7 @@ import torch
 import pretrain_gpt
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.megatron.source import MegatronSource
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
@@ -124,7 +124,7 @@ def test_masters_in_fp32_of_weights_in_bf16_are_read_and_the_losses_agree_as_bf1
         one for one in source.formats if one.startswith("model.") and source.formats[one].dtype == torch.bfloat16
     ]:
         weight, master = (
-            source.read(whose, whole(source.formats[one].shape))
+            source.read(whose, whole_box(source.formats[one].shape))
             for whose in (one, one.replace("model.", "optimizer.master.", 1))
         )
         assert (

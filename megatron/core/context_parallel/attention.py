@@ -30,11 +30,11 @@ Kernel = Callable[..., Tensor]
 
 def over_context(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
     """An attention kernel whose queries, keys and values are this rank's pieces. kind: a value of --cp-comm-type."""
-    if mesh.blocks:
+    if mesh.hybrid_cp:
         return BySize(
             {
                 1: kernel,
-                **{axis.size: _over(kernel, axis, kind, mesh) for axis in mesh.blocks if axis.group is not None},
+                **{axis.size: _over(kernel, axis, kind, mesh) for axis in mesh.hybrid_cp if axis.group is not None},
             }
         )
     return kernel if mesh.cp.group is None else _over(kernel, mesh.cp, kind, mesh)
@@ -67,7 +67,7 @@ def all_keys(k: Tensor, mask: MaskSpec, mesh: Mesh) -> tuple[Tensor, MaskSpec]:
     """The keys of all ranks, [s, b, g, d], lowest place first, and the mask of this rank's queries over them."""
     if mask.length is None:
         return k, mask
-    axis = mesh.sharing(mask.length // len(k))
+    axis = mesh.sequence_axis(mask.length // len(k))
     cut = Zigzag(mask.length, axis.size)
     whole = collectives.uneven_gather_then_scatter(k, cut.counts(), axis)[cut.in_order(range(cut.size), k.device)]
     places, documents = cut.places(axis.rank, k.device), mask.documents
@@ -141,14 +141,14 @@ class Travelling:
         if self.inner.group is None:
             return x
         heads = x.unflatten(2, (self.inner.size, -1)).movedim(2, 0).flatten(0, 1)
-        return collectives.exchange(heads, [len(x)] * self.inner.size, counts, self.inner)[order]
+        return collectives.all_to_all(heads, [len(x)] * self.inner.size, counts, self.inner)[order]
 
     def _to_heads(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
         """[s/outer, b, n/inner * dv] to [s/cp, b, n * dv]."""
         if self.inner.group is None:
             return x
         own = counts[self.inner.rank]
-        places = collectives.exchange(x[order.argsort()], counts, [own] * self.inner.size, self.inner)
+        places = collectives.all_to_all(x[order.argsort()], counts, [own] * self.inner.size, self.inner)
         return places.unflatten(0, (self.inner.size, own)).movedim(0, 2).flatten(2)
 
 

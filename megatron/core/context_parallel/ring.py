@@ -216,7 +216,7 @@ class _Ring(Function):
             sent = flat  # must stay as it is until it has arrived
             following = counts[(ring.axis.rank - step - 1) % ring.axis.size]
             arriving = parcel.empty(k, following, lse.dtype)
-            works = collectives.start_shift(arriving, sent, ring.axis)
+            works = collectives.start_ring_shift(arriving, sent, ring.axis)
         _wait(works)
         assert arriving is not None, "a ring has at least one rank"
         dk, dv = parcel.open(arriving, k.shape[2])
@@ -237,7 +237,7 @@ def _around(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Ten
         arriving, works = flat, []
         if step < axis.size - 1:
             arriving = parcel.empty(k, counts[following], k.dtype)
-            works = collectives.start_shift(arriving, flat, axis)
+            works = collectives.start_ring_shift(arriving, flat, axis)
         yield source, *parcel.open(flat, counts[source])
         _wait(works)
         flat = arriving

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.plan import Offer
 from megatron.core.dist_checkpointing.saved import WORDS
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 
 _WIDE = (".router.expert_bias",)  # sums of many small steps
 
@@ -67,7 +67,7 @@ def rewrite(
     if target.exists():
         raise CheckpointError(f"{target} is there already; move it away, or choose another folder")
     # A source may also have dtypes that only masks and counters have; all of them have a word.
-    offers = [Offer(name, whole(one.shape), WORDS[one.dtype], one.shape) for name, one in source.formats.items()]
+    offers = [Offer(name, whole_box(one.shape), WORDS[one.dtype], one.shape) for name, one in source.formats.items()]
     shares = plan.share_out([offers] * num_files)
     save = uuid.uuid4().hex
     made = store.begin(folder, iteration, save, files=files)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parallel.boxes import Box, flat, intersect, whole
+from megatron.core.parallel.boxes import Box, boxes_of_flat_range, intersect, whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import ParamSpec, local_shards, spec_of
 
@@ -59,7 +59,7 @@ class Segment(Protocol):
 
 def placed_tensor(tensor: Tensor) -> Placed:
     """A tensor that this rank holds whole."""
-    return Placed(tuple(tensor.shape), tensor.dtype, [(whole(tuple(tensor.shape)), tensor.detach())])
+    return Placed(tuple(tensor.shape), tensor.dtype, [(whole_box(tuple(tensor.shape)), tensor.detach())])
 
 
 def placed_parameter(param: nn.Parameter, mesh: Mesh) -> Placed:
@@ -78,7 +78,7 @@ def placed_segment(segment: Segment, tensor: Tensor, mesh: Mesh) -> Placed:
     )
     spec, flat_tensor = segment.spec, tensor.detach()
     placed = Placed(spec.shape, tensor.dtype)
-    for box, start, stop in flat(segment.local_shape, segment.low, segment.high):
+    for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low, segment.high):
         values = flat_tensor[start - segment.low : stop - segment.low].view(box.shape)
         for piece in local_shards(spec, mesh):
             common = intersect(box, piece.local)

@@ -1,11 +1,11 @@
-"""Contiguous parameter and gradient buffers in buckets, and which range of each this rank owns.
+"""Contiguous parameter and gradient buffers in buckets, and the range of each that this rank owns.
 
     bucket.data  [ fc2.weight | fc2.bias | fc1.weight | ... | padding ]     parameters are views into it
-    bucket.grad  [     ...         same places              | padding ]     gradients are accumulated here
-    owned range  [ rank 0     |     rank 1     |  rank 2    |  rank 3 ]     when sharded (ZeRO-1), else everything
+    bucket.grad  [     ...         same offsets             | padding ]     gradients are accumulated here
+    owned range  [ rank 0     |     rank 1     |  rank 2    |  rank 3 ]     if sharded (ZeRO-1), else everything
 
-Parameters stand in reverse order of registration, about the order in which the backward pass finishes them. A tied
-matrix has a bucket of its own, so that the two stages that hold it cut it alike.
+Parameters are in reverse order of registration, about the order in which the backward pass finishes them. A tied matrix
+has a bucket to itself, so that the two stages that hold it shard it alike.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parallel.device import widens_products
+from megatron.core.parallel.device import supports_mixed_dtype_addmm
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, spec_of
 
-_ALIGNMENT = 64  # elements: pieces of a bucket start at addresses that vector units and NCCL like
+_ALIGNMENT = 64  # elements: aligned chunks of a bucket are faster for vector units and NCCL
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The part of one parameter that this rank owns: flat elements [low, high) of its local tensor.
 
-    rounds_to: format of the weights that work, where `data` is their fp32 main weight (FSDP2).
+    local_shape: of the local tensor. data, grad: the elements' weights and gradients [high - low]. rounds_to: dtype of
+    the working weights, if `data` is their fp32 main weight (FSDP2, fp8 parameter gather).
     """
 
     spec: ParamSpec
@@ -48,15 +49,16 @@ class Segment:
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether the weights that work are in half precision, so that a main weight holds more than they do."""
+        """Whether the working weights are in half precision, so that an fp32 main weight holds more bits."""
         return self.data.dtype in (torch.bfloat16, torch.float16) or self.rounds_to is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which flat elements [low, high) of a parameter's local tensor each rank of its data axis owns, in the order of the axis.
+    """The flat elements [low, high) of a parameter's local tensor that each rank of its data-parallel axis owns, in
+    rank order.
 
-    Where ranks hold copies, each owns all of it.
+    Where ranks hold replicas, each owns all elements.
     """
 
     spec: ParamSpec
@@ -65,9 +67,10 @@ class Ownership:
 
 
 class Bucket:
-    """Some parameters in one piece of memory, reduced and gathered together over `axis`.
+    """Some parameters in one contiguous buffer, reduced and gathered together over `axis`.
 
-    holds_values: whether the parameters' values are in it as they are.
+    data, grad: the buffers [size]. starts: offset of each parameter. main_grads: each parameter's main gradient, a
+    view. holds_values: whether `data` holds the parameters' values themselves.
     """
 
     holds_values = True
@@ -85,40 +88,40 @@ class Bucket:
             view = self.data[start : start + param.numel()].view_as(param)
             view.copy_(param.data)
             param.data = view
-        widens = widens_products(device, self.data.dtype, grad_dtype)
-        self.sums = [MainGrad(view, widens=widens) for view in self.gradient_views()]
+        mixed_dtype_addmm = supports_mixed_dtype_addmm(device, self.data.dtype, grad_dtype)
+        self.main_grads = [MainGrad(view, mixed_dtype_addmm=mixed_dtype_addmm) for view in self.gradient_views()]
 
     def gradient_views(self) -> list[Tensor]:
-        """Each parameter's gradient, in its shape."""
+        """Return each parameter's gradient as a view in its shape."""
         return [
             self.grad[start : start + param.numel()].view_as(param)
             for param, start in zip(self.params, self.starts, strict=False)
         ]
 
     def owned(self, rank: int | None = None) -> tuple[int, int]:
-        """The range of the buffer that this rank steps, or another of the axis."""
+        """Return the range [low, high) of the buffer that this rank, or another rank of the axis, owns and updates."""
         if not self.sharded:
             return 0, self.data.numel()
-        piece, rank = self.data.numel() // self.axis.size, self.axis.rank if rank is None else rank
-        return piece * rank, piece * (rank + 1)
+        chunk, rank = self.data.numel() // self.axis.size, self.axis.rank if rank is None else rank
+        return chunk * rank, chunk * (rank + 1)
 
     def prepare(self) -> None:
-        """Bring what is owned into the form in which it is gathered: it has it."""
+        """Convert the owned range into the format in which it is gathered; nothing to do for plain weights."""
 
     @property
     def gathered(self) -> tuple[Tensor, ...]:
-        """What is gathered, each with an element for each of the bucket."""
+        """The buffers to gather, each with one element per element of the bucket."""
         return (self.data,)
 
     def ownership(self) -> Iterator[Ownership]:
-        """Who owns what of each parameter."""
+        """Yield which rank owns which elements of each parameter."""
         bounds = [self.owned(rank) for rank in range(self.axis.size)]
         for param, start in zip(self.params, self.starts, strict=False):
             ranges = (tuple(min(max(edge - start, 0), param.numel()) for edge in bound) for bound in bounds)
             yield Ownership(spec_of(param), tuple(param.shape), tuple((low, high) for low, high in ranges))
 
     def segments(self) -> Iterator[Segment]:
-        """What this rank owns of each parameter."""
+        """Yield the part of each parameter that this rank owns."""
         low, high = self.owned()
         for param, start in zip(self.params, self.starts, strict=False):
             begin, end = max(low, start), min(high, start + param.numel())
@@ -140,38 +143,39 @@ def make_buckets(
     grad_dtype: torch.dtype,
     sharded: bool,
     bucket_size: int | None,
-    others: Mapping[nn.Parameter, Callable[..., Bucket]] | None = None,
+    bucket_kinds: Mapping[nn.Parameter, Callable[..., Bucket]] | None = None,
 ) -> list[Bucket]:
-    """Move a stage's parameters into buckets. bucket_size: elements, or None for one bucket per format and axis.
+    """Move a stage's trainable parameters into buckets. bucket_size: elements, or None for one bucket per dtype and
+    axis.
 
-    others: parameters that go into buckets of another kind, and what makes those.
+    bucket_kinds: constructor of the bucket for parameters that do not go into plain ones.
     """
     buckets: list[Bucket] = []
-    usual = partial(Bucket, sharded=sharded)
-    waiting: dict[tuple[torch.dtype, str, Callable[..., Bucket]], list[nn.Parameter]] = {}
+    plain_bucket = partial(Bucket, sharded=sharded)
+    open_buckets: dict[tuple[torch.dtype, str, Callable[..., Bucket]], list[nn.Parameter]] = {}
 
     def close(key: tuple[torch.dtype, str, Callable[..., Bucket]]) -> None:
-        params = waiting.pop(key, [])
+        params = open_buckets.pop(key, [])
         if params:
             buckets.append(key[2](params, mesh.axis(key[1]), grad_dtype=grad_dtype))
 
     for param in reversed(list(module.parameters())):
         if not param.requires_grad:
             continue
-        key = (param.dtype, spec_of(param).reduce_over, (others or {}).get(param, usual))
+        key = (param.dtype, spec_of(param).reduce_over, (bucket_kinds or {}).get(param, plain_bucket))
         if spec_of(param).tied:
             close(key)
-        waiting.setdefault(key, []).append(param)
-        full = bucket_size is not None and sum(p.numel() for p in waiting[key]) >= bucket_size
+        open_buckets.setdefault(key, []).append(param)
+        full = bucket_size is not None and sum(p.numel() for p in open_buckets[key]) >= bucket_size
         if full or spec_of(param).tied:
             close(key)
-    for key in list(waiting):
+    for key in list(open_buckets):
         close(key)
     return buckets
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Elements in a bucket when nothing is said: large enough that latency does not matter."""
+    """Return the default number of elements of a bucket: large enough that latency does not matter."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 

@@ -1,7 +1,7 @@
-"""The sums that layouts ask for, once data-parallel ranks agree.
+"""Gradient sums over axes other than data parallelism, after the data-parallel reduction.
 
-All of them work on what this rank owns. Tensor ranks cut their buffers alike, as do the ranks that share an expert's
-matrices and the two stages that hold a tied matrix; so owned pieces can be summed as they are.
+All of them work on the segments that this rank owns. Tensor ranks shard their buffers alike, as do the ranks that share
+an expert's matrices and the two stages that hold a tied matrix, so owned segments can be summed as they are.
 """
 
 from __future__ import annotations
@@ -18,54 +18,57 @@ from megatron.core.parallel.spec import local_shards
 
 
 def finalize(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """Make every owned gradient the gradient of the whole network."""
+    """Turn every owned gradient into the gradient of the whole network."""
     sum_replicated(segments, mesh)
     sum_shared_heads(segments, mesh)
     sum_tied(segments, mesh)
 
 
 def sum_replicated(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """Parameters that every tensor rank holds but of which each saw only some positions or heads; of experts likewise."""
+    """Sum the gradients of parameters that are replicated over tensor ranks, each of which saw only some positions or
+    heads.
+    """
     for axis in ("tp", "etp"):
         _all_reduce_together([s.grad for s in segments if axis in s.spec.sum_over], mesh.axis(axis))
 
 
 def sum_shared_heads(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """Key/value heads that several tensor ranks hold copies of: each copy served other query heads."""
+    """Sum the gradients of key/value heads that several tensor ranks replicate: each replica served other query heads."""
     shared: dict[int, list[Tensor]] = {}
     for segment in segments:
-        for low, high, copies, _ in copied_ranges(segment, mesh):
-            shared.setdefault(copies, []).append(segment.grad[low:high])
-    for copies, views in sorted(shared.items()):
+        for low, high, replicas, _ in replicated_ranges(segment, mesh):
+            shared.setdefault(replicas, []).append(segment.grad[low:high])
+    for replicas, views in sorted(shared.items()):
         flat = torch.cat(views)
-        table = flat.new_zeros((mesh.tp.size // copies, flat.numel()))
-        own = table[mesh.tp.rank // copies]
-        own.copy_(flat)
+        table = flat.new_zeros((mesh.tp.size // replicas, flat.numel()))
+        table_row = table[mesh.tp.rank // replicas]
+        table_row.copy_(flat)
         collectives.all_reduce(table, mesh.tp)
-        _scatter(own, views)
+        _scatter(table_row, views)
 
 
 def sum_tied(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """A matrix that embeds on the first stage and predicts on the last, or embeds again for multi-token prediction.
+    """Sum the gradients of a matrix that is the embedding on one stage and the output layer, or an embedding again, on
+    another.
 
-    Where a pipeline goes there and back, two of its homes are on one rank.
+    With a V-shaped placement both copies can be on one rank.
     """
     for axis in ("embed", "mtp_embed"):
-        homes: dict[str, list[Tensor]] = {}
+        copies: dict[str, list[Tensor]] = {}
         for segment in segments:
             if segment.spec.tied and segment.spec.tied_over == axis:
-                homes.setdefault(segment.name, []).append(segment.grad)
-        for first, *others in homes.values():
+                copies.setdefault(segment.name, []).append(segment.grad)
+        for first, *others in copies.values():
             for other in others:
                 first += other
-        _all_reduce_together([own[0] for own in homes.values()], mesh.axis(axis))
-        for first, *others in homes.values():
+        _all_reduce_together([grads[0] for grads in copies.values()], mesh.axis(axis))
+        for first, *others in copies.values():
             for other in others:
                 other.copy_(first)
 
 
-def copied_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
-    """(low, high, copies, whether ours is the first copy) of the ranges of `segment.grad` that other ranks hold too."""
+def replicated_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
+    """Return (low, high, replicas, is_first_replica) of the ranges of `segment.grad` that other tensor ranks hold too."""
     row = 1
     for size in segment.local_shape[1:]:
         row *= size
@@ -81,11 +84,11 @@ def copied_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, boo
 
 def _all_reduce_together(views: list[Tensor], axis: Axis) -> None:
     if views and axis.group is not None:
-        together = torch.cat(views)
-        collectives.all_reduce(together, axis)
-        _scatter(together, views)
+        flat = torch.cat(views)
+        collectives.all_reduce(flat, axis)
+        _scatter(flat, views)
 
 
-def _scatter(together: Tensor, views: list[Tensor]) -> None:
-    for view, value in zip(views, together.split([view.numel() for view in views]), strict=True):
+def _scatter(flat: Tensor, views: list[Tensor]) -> None:
+    for view, value in zip(views, flat.split([view.numel() for view in views]), strict=True):
         view.copy_(value)

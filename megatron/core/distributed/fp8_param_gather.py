@@ -1,15 +1,16 @@
-"""Buckets of weights that work in few bits (`--fp8-param-gather`): what is owned is kept in fp32, what is gathered in 8 bits.
+"""Buckets of parameters stored in 8 bits (`--fp8-param-gather`): each rank owns fp32 main weights, and gathers 8-bit
+values.
 
-    main weight  [ rank's own range, fp32 ]                                 a `Segment`, which the optimizer steps in place
-    data    [ rank 0  |  rank 1  |  rank 2  |  rank 3 ]  1 byte each   values of all weights, which layers multiply
-    sizes   [ a block, a block, ... ]                                  largest values of blocks, or of each weight as a whole
+    main weight  [ rank's own range, fp32 ]                             a `Segment`, which the optimizer updates in place
+    data    [ rank 0  |  rank 1  |  rank 2  |  rank 3 ]  1 byte each    values of all weights, which layers multiply
+    sizes   [ a block, a block, ... ]                                   absolute maxima of blocks, or of each whole weight
 
-After a step, ranks agree on the largest values, each rounds its own range, and ranges are gathered. So a weight is rounded once,
-from fp32, a quarter to half of the bytes travels, and no rank holds weights of 16 bits. An edge of a range may run through a block.
-Each expert is a matrix of its own. Parameters stay as what gradients arrive at: their values are not there.
+After a step, ranks all-reduce the maxima, each quantizes its own range, and ranges are gathered. A weight is rounded
+once, from fp32, a quarter to half of the bytes is sent, and no rank stores 16-bit weights. The boundary of a range may
+cross a block. Each expert is a separate matrix. Parameters remain as the targets of gradients, without values.
 
-Where blocks are no squares, a weight is rounded twice, for sums over its rows and over its columns, and there are two of `data`:
-as many bytes as in 16 bits, but nothing is left to round when a layer works.
+If blocks are not square, a weight is quantized twice, for products over its rows and over its columns, into two `data`
+buffers: as many bytes as in 16 bits, but layers have nothing left to quantize.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
 
-class Holder(Protocol):
-    """What a layer takes its rounded weights from. (`tensor_parallel.low_precision.Scaling` is one.) cut: axis of the weights' pieces.
+class QuantizedWeight(Protocol):
+    """The quantized weights of a layer, which `LowPrecisionBucket` fills (`tensor_parallel.low_precision.Scaling`
+    implements it).
 
-    held: the matrices of the weight, one, or one an expert. turned: the same transposed, for sums over the other dimension.
+    recipe: the quantization recipe. cut: axis over which the weights are sharded. held: the matrices of the weight,
+    one, or one for each expert. turned: the same transposed, for products over the other dimension.
     """
 
     recipe: Recipe
@@ -44,8 +47,10 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A matrix [m, k] from element `start` of the bucket on, in one of its data. sizes: the place of its blocks' largest values
-    among all.
+    """A matrix [m, k] in a bucket.
+
+    data: the buffer that holds it, from element `start` on. held: its quantized form. sizes: slice of its blocks'
+    maxima among all; table: their shape.
     """
 
     data: Tensor
@@ -56,30 +61,44 @@ class _Matrix:
 
     @property
     def rows(self) -> int:
-        """How many rows are rounded together at least."""
+        """Number of rows that are quantized together."""
         return self.held.block[0]
 
-    def at(self, sizes: Tensor, first: int, rows: Tensor) -> Tensor:
-        """Of the sizes of all, those of the blocks of some rows [r, k] from the first on: a view."""
-        table = sizes[self.sizes].view(self.table)
-        return table if self.held.blocks is None else table[first // self.rows : -(-(first + len(rows)) // self.rows)]
+    def at(self, block_maxima: Tensor, first_row: int, rows: Tensor) -> Tensor:
+        """Return a view of the maxima of the blocks that cover `rows` [r, k], which start at row `first_row`."""
+        table = block_maxima[self.sizes].view(self.table)
+        return (
+            table
+            if self.held.blocks is None
+            else table[first_row // self.rows : -(-(first_row + len(rows)) // self.rows)]
+        )
 
     def part(self, low: int, high: int) -> tuple[int, int]:
-        """Its own elements among those of the bucket from low to high; an empty range where there are none."""
+        """Return the range of this matrix's elements that lies within [low, high) of the bucket; empty if there are
+        none.
+        """
         size = self.held.values.numel()
         return max(low - self.start, 0), max(min(high - self.start, size), 0)
 
 
 class LowPrecisionBucket(Bucket):
-    """A bucket whose parameters have their values in `holders` alone, a holder each."""
+    """A bucket whose parameters have only quantized values, in the `QuantizedWeight` of each layer."""
 
     holds_values = False
 
     def __init__(
-        self, params: list[nn.Parameter], axis: Axis, *, grad_dtype: torch.dtype, holders: dict[nn.Parameter, Holder]
+        self,
+        params: list[nn.Parameter],
+        axis: Axis,
+        *,
+        grad_dtype: torch.dtype,
+        quantized: dict[nn.Parameter, QuantizedWeight],
     ) -> None:
+        """Allocate fp32 main weights of the owned range and the 8-bit buffers. quantized: the layer state that uses
+        each parameter.
+        """
         super().__init__(params, axis, grad_dtype=grad_dtype, sharded=True)
-        self.dtype, first = params[0].dtype, holders[params[0]]
+        self.dtype, first = params[0].dtype, quantized[params[0]]
         self.recipe, self.cut = first.recipe, first.cut
         low, high = self.owned()
         self.main = self.data[low:high].to(wide(self.dtype), copy=True)
@@ -87,36 +106,36 @@ class LowPrecisionBucket(Bucket):
         self.turned = self.data if self.recipe.turns("weight") else torch.zeros_like(self.data)
         self.matrices: list[_Matrix] = []
         block = self.recipe.block_of("weight")
-        for start, param, holder in zip(self.starts, params, (holders[param] for param in params), strict=False):
-            holder.held = self._add(self.data, start, param.shape, block)
-            turned = (
-                holder.held if self.turned is self.data else self._add(self.turned, start, param.shape, block[::-1])
+        for start, param, weight in zip(self.starts, params, (quantized[param] for param in params), strict=False):
+            weight.held = self._add(self.data, start, param.shape, block)
+            transposed = (
+                weight.held if self.turned is self.data else self._add(self.turned, start, param.shape, block[::-1])
             )
-            holder.turned = tuple(matrix.t() for matrix in turned)
+            weight.turned = tuple(matrix.t() for matrix in transposed)
             param.data = param.data.new_zeros(()).expand(param.shape)
 
     def _add(self, data: Tensor, start: int, shape: torch.Size, block: tuple[int, int]) -> tuple[Quantised, ...]:
-        """Room for the matrices of a weight [.., m, k]."""
+        """Return views into `data` for the matrices of a weight [.., m, k]."""
         parts, (rows, columns) = [], shape[-2:]
         if self.recipe.one_scale:
             block = (rows, columns)
         table = (-(-rows // block[0]), -(-columns // block[1]))
-        nothing = self.main.new_ones(table)
-        for place in range(start, start + shape.numel(), rows * columns):
-            values = data[place : place + rows * columns].view(self.recipe.forward.dtype).view(rows, columns)
-            scale, blocks = self.recipe.weight_scales(nothing.amax(), nothing)
+        ones = self.main.new_ones(table)
+        for offset in range(start, start + shape.numel(), rows * columns):
+            values = data[offset : offset + rows * columns].view(self.recipe.forward.dtype).view(rows, columns)
+            scale, blocks = self.recipe.weight_scales(ones.amax(), ones)
             parts.append(Quantised(values, scale, blocks, (1, 1) if blocks is None else block))
             before = self.matrices[-1].sizes.stop if self.matrices else 0
-            self.matrices.append(_Matrix(data, place, parts[-1], slice(before, before + table[0] * table[1]), table))
+            self.matrices.append(_Matrix(data, offset, parts[-1], slice(before, before + table[0] * table[1]), table))
         return tuple(parts)
 
     @property
     def gathered(self) -> tuple[Tensor, ...]:
-        """The values of all weights, once or in both directions."""
+        """The quantized values of all weights, in one direction or both."""
         return (self.data,) if self.turned is self.data else (self.data, self.turned)
 
     def segments(self) -> Iterator[Segment]:
-        """What this rank owns of each parameter: its fp32 main weight."""
+        """Yield the fp32 main weights that this rank owns of each parameter."""
         low, _ = self.owned()
         for segment in super().segments():
             start = self.starts[self._place(segment)] + segment.low - low
@@ -127,38 +146,44 @@ class LowPrecisionBucket(Bucket):
             )
 
     def prepare(self) -> None:
-        """Round this rank's range anew. All ranks that hold a piece of these weights call it together."""
-        sizes = self.main.new_zeros(self.matrices[-1].sizes.stop)
+        """Quantize this rank's range again. Collective over the axis and, for some recipes, over the ranks that shard
+        the weights.
+        """
+        block_maxima = self.main.new_zeros(self.matrices[-1].sizes.stop)
         for matrix in self.matrices:
-            if (own := self._own_rows(matrix)) is not None:
-                # What is no number would be lost in a maximum.
-                matrix.at(sizes, *own).copy_(
-                    self._sizes(matrix, own[1]).nan_to_num(nan=float("inf"), posinf=float("inf"))
+            if (owned := self._own_rows(matrix)) is not None:
+                # A maximum would drop NaN.
+                matrix.at(block_maxima, *owned).copy_(
+                    self._sizes(matrix, owned[1]).nan_to_num(nan=float("inf"), posinf=float("inf"))
                 )
-        collectives.all_reduce(sizes, self.axis, "max")
-        largest = torch.stack([sizes[matrix.sizes].amax() for matrix in self.matrices])
+        collectives.all_reduce(block_maxima, self.axis, "max")
+        matrix_maxima = torch.stack([block_maxima[matrix.sizes].amax() for matrix in self.matrices])
         if self.recipe.needs_largest:
-            collectives.all_reduce(largest, self.cut, "max")
-        for matrix, most in zip(self.matrices, largest, strict=True):
-            self._round(matrix, most, sizes)
+            collectives.all_reduce(matrix_maxima, self.cut, "max")
+        for matrix, matrix_maximum in zip(self.matrices, matrix_maxima, strict=True):
+            self._round(matrix, matrix_maximum, block_maxima)
 
-    def _round(self, matrix: _Matrix, largest: Tensor, sizes: Tensor) -> None:
-        """Its scales anew, and the values of this rank's range. sizes: of all matrices."""
-        scales = self.recipe.weight_scales(largest, sizes[matrix.sizes].view(matrix.table))
-        for kept, scale in zip((matrix.held.scale, matrix.held.blocks), scales, strict=True):
-            if kept is not None and scale is not None:
-                kept.copy_(scale)
-        if (own := self._own_rows(matrix)) is None:
+    def _round(self, matrix: _Matrix, matrix_maximum: Tensor, block_maxima: Tensor) -> None:
+        """Update the scales of a matrix and quantize this rank's range. block_maxima: of all matrices."""
+        scales = self.recipe.weight_scales(matrix_maximum, block_maxima[matrix.sizes].view(matrix.table))
+        for stored, scale in zip((matrix.held.scale, matrix.held.blocks), scales, strict=True):
+            if stored is not None and scale is not None:
+                stored.copy_(scale)
+        if (owned := self._own_rows(matrix)) is None:
             return
-        first, rows = own
-        rounded = self.recipe.quantise("weight", rows, largest, matrix.at(sizes, first, rows), matrix.held.block)
+        first, rows = owned
+        rounded = self.recipe.quantise(
+            "weight", rows, matrix_maximum, matrix.at(block_maxima, first, rows), matrix.held.block
+        )
         (low, high), before = matrix.part(*self.owned()), first * rows.shape[1]
         matrix.data[matrix.start + low : matrix.start + high] = rounded.values.view(torch.uint8).view(-1)[
             low - before : high - before
         ]
 
     def _own_rows(self, matrix: _Matrix) -> tuple[int, Tensor] | None:
-        """The first row, and the rows of whole blocks that hold this rank's range of a matrix, zero where others own them."""
+        """Return (first row, rows [r, k]) of the whole blocks that cover this rank's range, zero where other ranks own
+        the elements.
+        """
         (low, high), (count, width) = matrix.part(*self.owned()), matrix.held.values.shape
         if low >= high:
             return None
@@ -178,11 +203,11 @@ class LowPrecisionBucket(Bucket):
         return next(place for place, param in enumerate(self.params) if param.spec is segment.spec)  # type: ignore[attr-defined]
 
 
-def holders_of(module: nn.Module) -> dict[nn.Parameter, Holder]:
-    """The weights of a stage that are to be kept in few bits, with what holds them."""
-    holders: dict[nn.Parameter, Holder] = {}
-    for part in module.modules():
-        holder, weight = getattr(part, "scaling", None), getattr(part, "weight", None)
-        if holder is not None and holder.recipe.holds_weights and isinstance(weight, nn.Parameter):
-            holders[weight] = holder
-    return holders
+def quantized_weights_of(module: nn.Module) -> dict[nn.Parameter, QuantizedWeight]:
+    """Return the weights of a stage that are stored quantized, with the layer state that uses them."""
+    result: dict[nn.Parameter, QuantizedWeight] = {}
+    for submodule in module.modules():
+        scaling, weight = getattr(submodule, "scaling", None), getattr(submodule, "weight", None)
+        if scaling is not None and scaling.recipe.holds_weights and isinstance(weight, nn.Parameter):
+            result[weight] = scaling
+    return result

@@ -41,7 +41,7 @@ from megatron.core.families.tensor_file import Stored, create, read_header, writ
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.models.describe import mtp_depths, parameter_shapes
 from megatron.core.models.names import VOCABULARY, WORD_EMBEDDING
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 
 SHARD_BYTES = 5_000_000_000
 PUBLISHED = "published.config"  # the value under which a source keeps the config.json that it came from
@@ -445,7 +445,7 @@ def _cut(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
     open_file: list[str] = []
     size = 0
     for name, one in formats.items():
-        length = whole(one.shape).size * one.dtype.itemsize
+        length = whole_box(one.shape).size * one.dtype.itemsize
         if length > limit:
             files.append([name])
             continue
@@ -483,7 +483,7 @@ def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
     boxes = (
         [Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:])) for index in range(shape[0])]
         if each
-        else [whole(shape)]
+        else [whole_box(shape)]
     )
     for place, box in enumerate(boxes):
         names = row.theirs[place * each : (place + 1) * each] if each else row.theirs
@@ -492,7 +492,7 @@ def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
 
 
 def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> dict[str, Any]:
-    elements = {name: whole(one.shape).size for name, one in formats.items()}
+    elements = {name: whole_box(one.shape).size for name, one in formats.items()}
     size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
     return {
         "metadata": {"total_parameters": sum(elements.values()), "total_size": size},

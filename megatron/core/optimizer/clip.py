@@ -1,8 +1,8 @@
-"""Norm and zeros of the gradient: every element of the network counted exactly once, whatever the layout.
+"""Norm and zeros of the gradient: every element of the network is counted exactly once, under any layout.
 
-Not counted: replicas on tensor and data ranks other than the first, copies of shared heads but the first, the second home
-of a tied matrix. Which ranks those are differs between experts and the rest of the network, so sums go over all ranks.
-Padding is zero, and so adds nothing to a norm; it is left out of counts.
+Not counted: replicas on tensor and data ranks other than the first, replicas of key/value heads but the first, the
+second copy of a tied matrix. Which ranks hold replicas differs between experts and the rest of the network, so sums run
+over all ranks. Padding is zero and adds nothing to a norm; counts leave it out.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.buffers import Segment
-from megatron.core.distributed.finalize import copied_ranges
+from megatron.core.distributed.finalize import replicated_ranges
 from megatron.core.parallel import collectives
-from megatron.core.parallel.boxes import flat, intersect
+from megatron.core.parallel.boxes import boxes_of_flat_range, intersect
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, tensor_axis
 
@@ -23,9 +23,9 @@ _BLOCK = 2**18  # elements whose squares are summed in fp32; on a CPU a sum over
 
 
 def counted_ranges(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    """Ranges of an owned segment, relative to its start, that this rank counts.
+    """Yield the ranges [low, high) of an owned segment, relative to its start, that this rank counts.
 
-    sharded: data-parallel ranks own different ranges; else they own the same, and the first counts.
+    sharded: data-parallel ranks own different ranges; otherwise all own the same, and the first counts.
     """
     spec = segment.spec
     if not sharded and not mesh.axis(spec.reduce_over).is_first:
@@ -35,15 +35,17 @@ def counted_ranges(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[t
     if spec.tied and not mesh.axis(spec.tied_over).is_first:
         return
     start = 0
-    for low, high, _, is_first_replica in copied_ranges(segment, mesh):
+    for low, high, _, is_first_replica in replicated_ranges(segment, mesh):
         if not is_first_replica:
             yield start, low
             start = high
     yield start, segment.high - segment.low
 
 
-def first_homes(segments: Sequence[Segment]) -> list[Segment]:
-    """The segments without a second home of the same matrix: a pipeline that goes there and back has both ends on one rank."""
+def without_tied_duplicates(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the segments without the second copy of a tied matrix; with a V-shaped pipeline both copies can be on one
+    rank.
+    """
     homes: dict[str, Segment] = {}
     return [
         segment for segment in segments if not segment.spec.tied or homes.setdefault(segment.name, segment) is segment
@@ -53,14 +55,14 @@ def first_homes(segments: Sequence[Segment]) -> list[Segment]:
 def _counted(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str) -> list[Tensor]:
     return [
         getattr(segment, of)[low:high]
-        for segment in first_homes(segments)
+        for segment in without_tied_duplicates(segments)
         for low, high in counted_ranges(segment, mesh, sharded=sharded)
         if low < high
     ]
 
 
 def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str = "grad") -> Tensor:
-    """The 2-norm of the whole network's gradient (or of its weights, of="data"), as an fp64 scalar, the same on every rank."""
+    """Return the 2-norm of the whole network's gradient (or its weights, of="data"): fp64 [], the same on every rank."""
     views = _counted(segments, mesh, sharded=sharded, of=of)
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -72,12 +74,12 @@ def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: s
 
 
 def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Tensor:
-    """Number of zero elements in the whole network's gradient, as a scalar tensor."""
+    """Return the number of zero elements in the whole network's gradient: int64 [], the same on every rank."""
     zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for segment in first_homes(segments):
+    for segment in without_tied_duplicates(segments):
         held = [piece.local for piece in local_shards(segment.spec, mesh)]
         for low, high in counted_ranges(segment, mesh, sharded=sharded):
-            for box, start, stop in flat(segment.local_shape, segment.low + low, segment.low + high):
+            for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low + low, segment.low + high):
                 true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)
                 padding = (stop - start) - true  # padded rows never receive a gradient: all their elements are zero
                 zeros += (segment.grad[start - segment.low : stop - segment.low] == 0).sum() - padding

@@ -1,7 +1,7 @@
-"""Updates in which every element moves by itself: AdamW, SGD and Lion.
+"""Optimizers that update each element independently: AdamW, SGD and Lion.
 
-AdamW and SGD are torch's functions instead of its classes, whose first use imports torch's compiler: that takes longer than all
-else that a run does until its first step.
+AdamW and SGD call torch's functions instead of its optimizer classes, whose first use imports torch's compiler: that
+takes longer than everything else that a run does before its first step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradient
 
 
 class Elementwise(UpdateRule):
-    """What the elementwise rules have in common: moments of the shape of the main weights, named by `moments`.
+    """Base of the elementwise rules, whose moments have the shape of the main weights.
 
-    state: main weight -> slot -> tensor like it, all there from the start, so that any checkpoint holds all of it; and "step", a
-    number, where updates are counted.
+    moments: names of the moments. state: main weight -> name -> tensor, allocated at construction, so that every
+    checkpoint holds all of them; and "step", a counter, if `counts`.
     """
 
     moments: tuple[str, ...]
@@ -47,12 +47,12 @@ class Elementwise(UpdateRule):
                 self._update(params, scale_gradients(params, factor), states, group["lr"], group["weight_decay"])
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """The moments."""
+        """Yield the moments of a segment."""
         return ((slot, segment, self.state[main][slot]) for slot in self.moments)
 
     @property
     def steps(self) -> int:
-        """Updates done so far, 0 for a rule that does not count them."""
+        """Number of updates so far; 0 for a rule that does not count them."""
         return next((int(state["step"]) for state in self.state.values() if "step" in state), 0)
 
     @steps.setter
@@ -66,11 +66,11 @@ class Elementwise(UpdateRule):
     def _update(
         self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
     ) -> None:
-        """Update some parameters. states: slot -> of each parameter."""
+        """Update parameters in place. states: name -> one tensor for each parameter. decay: weight decay."""
 
 
 class AdamW(Elementwise):
-    """Adam with decay apart from the gradient (Loshchilov and Hutter, 2019, arXiv 1711.05101)."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv 1711.05101)."""
 
     moments = ("exp_avg", "exp_avg_sq")
     counts = True
@@ -97,7 +97,7 @@ class AdamW(Elementwise):
 
 
 class SGD(Elementwise):
-    """Gradient descent with momentum; decay is part of the gradient."""
+    """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
     moments = ("momentum_buffer",)
 
@@ -119,11 +119,11 @@ class SGD(Elementwise):
 
 
 class Lion(Elementwise):
-    """Every element moves by lr, whatever the size of its gradient (Chen et al., 2023, arXiv 2302.06675).
+    """Lion: every element changes by lr, whatever the size of its gradient (Chen et al., 2023, arXiv 2302.06675).
 
         direction = sign(beta1 m + (1 - beta1) g)      m <- beta2 m + (1 - beta2) g      w <- w - lr (direction + decay w)
 
-    One moment; wants a tenth of AdamW's rate and ten times its decay.
+    It has one moment, and needs about a tenth of AdamW's learning rate and ten times its weight decay.
     """
 
     moments = ("exp_avg",)

@@ -1,8 +1,8 @@
 """AdamW with main weights and moments in low precision (`--use-precision-aware-optimizer`).
 
-Each slice of a segment is decoded, updated in fp32 by the same formula as torch's AdamW, and encoded again, so that only one slice
-of anything is in fp32 at a time. Stochastic rounding draws from the parameter's name, its offset and the number of the step, so that
-a resumed run rounds alike.
+Each slice of a segment is decoded, updated in fp32 by the formula of torch's AdamW, and encoded again, so only one
+slice is in fp32 at a time. Stochastic rounding is seeded with the parameter's name, its offset and the number of the
+step, so that a resumed run rounds alike.
 """
 
 from __future__ import annotations
@@ -16,135 +16,154 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Segment
-from megatron.core.optimizer.formats import BLOCK, Blocks, Kept, Remainder, Wide, kept_as
+from megatron.core.optimizer.formats import BLOCK, Bf16Remainder, BlockScaled, EncodedTensor, PlainFp32, encoded_zeros
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_rows
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.rng import derive_seed
 
 _SLICE = 2**13 * BLOCK  # elements that are fp32 at a time
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(slots=True)
-class Entry:
-    """A segment and its state. slots: master, exp_avg, exp_avg_sq. publishes: its weights are rounded from a main weight that is apart."""
+class SegmentState:
+    """A segment and its optimizer state.
+
+    slots: "master", "exp_avg" and "exp_avg_sq". writes_weights: the main weight is stored separately, and rounded into
+    the weights after an update.
+    """
 
     segment: Segment
-    slots: dict[str, Kept]
-    publishes: bool
+    slots: dict[str, EncodedTensor]
+    writes_weights: bool
 
 
 class LowPrecisionAdam(UpdateRule):
-    """AdamW over entries. The "params" of its groups are the weights of the segments; entries: these -> the state."""
+    """AdamW over encoded state. The "params" of its groups are the main weights of the segments; states: their state."""
 
     uses_main_weights = False
 
     def __init__(self, owned: Owned, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         super().__init__(owned, config)
         self.betas, self.eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
-        self.entries: dict[Tensor, Entry] = {main: entry_of(segment, precision) for segment, main in owned}
+        self.states: dict[Tensor, SegmentState] = {
+            main: state_of_segment(segment, precision) for segment, main in owned
+        }
 
     def step(self, factor: float | Tensor) -> None:
-        """Update everything by factor times its gradient."""
+        """Update every segment by its gradient times `factor`."""
         self.steps += 1
         for group in self.param_groups:
-            for entry in (self.entries[main] for main in group["params"]):
-                chance = self._chance(entry)
-                for low in range(0, entry.segment.high - entry.segment.low, _SLICE):
-                    high = min(low + _SLICE, entry.segment.high - entry.segment.low)
-                    self._slice(entry, low, high, entry.segment.grad[low:high].float() * factor, group, chance)
+            for state in (self.states[main] for main in group["params"]):
+                generator = self._generator(state)
+                for low in range(0, state.segment.high - state.segment.low, _SLICE):
+                    high = min(low + _SLICE, state.segment.high - state.segment.low)
+                    self._update_slice(
+                        state, low, high, state.segment.grad[low:high].float() * factor, group, generator
+                    )
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Main weight, where it is more than the weight, and moments.
+        """Yield the moments, and the main weight if it differs from the weight.
 
-        What is stored in a format that does not say its value alone is a copy; `load` takes it back once it was loaded into.
+        State in a format that needs decoding is yielded as a copy; `load` encodes it again after a checkpoint was
+        loaded into the copy.
         """
         return (
-            (slot, segment, unpacked(kept, segment))
-            for slot, kept in self.entries[main].slots.items()
+            (slot, segment, decode_all(encoded, segment))
+            for slot, encoded in self.states[main].slots.items()
             if slot != "master" or segment.is_low_precision
         )
 
     def memory(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
-        """The tensors of all slots in their formats."""
-        return (tensor for kept in self.entries[main].slots.values() for tensor in kept.memory())
+        """Yield the tensors of a segment's state as they are stored."""
+        return (tensor for encoded in self.states[main].slots.values() for tensor in encoded.memory())
 
     def load(self, loaded: Sequence[Slot]) -> None:
-        """Encode what was loaded into the copies that `slots` gave."""
-        places = {(entry.segment.name, entry.segment.low): entry for entry in self.entries.values()}
+        """Encode the values that were loaded into the copies from `slots`."""
+        by_segment = {(state.segment.name, state.segment.low): state for state in self.states.values()}
         for slot, segment, values in loaded:
-            pack(places[segment.name, segment.low].slots[slot], values)
+            encode_all(by_segment[segment.name, segment.low].slots[slot], values)
 
     def scale_rows(self, segment: Segment, main: Tensor, factors: Tensor) -> None:
-        """Multiply the rows of the whole main weight, decoded and encoded again."""
-        entry = self.entries[main]
-        values = unpacked(entry.slots["master"], segment).clone()
+        """Multiply the rows of a segment's main weight, decoded and encoded again. factors: [rows of this rank]."""
+        state = self.states[main]
+        values = decode_all(state.slots["master"], segment).clone()
         scale_rows(values, segment, factors)
-        self._keep_master(entry, 0, values, self._chance(entry))
+        self._write_main_weight(state, 0, values, self._generator(state))
 
-    def _slice(
-        self, entry: Entry, low: int, high: int, gradient: Tensor, group: dict[str, Any], chance: torch.Generator
+    def _update_slice(
+        self,
+        state: SegmentState,
+        low: int,
+        high: int,
+        gradient: Tensor,
+        group: dict[str, Any],
+        generator: torch.Generator,
     ) -> None:
-        main, first, second = (entry.slots[name].read(low, high) for name in SLOTS)
+        main, first, second = (state.slots[name].read(low, high) for name in SLOTS)
         (beta1, beta2), lr = self.betas, group["lr"]
         first = first.lerp_(gradient, 1.0 - beta1)
         second = second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         size = second.sqrt().div_((1.0 - beta2**self.steps) ** 0.5).add_(self.eps)
         main = main.mul_(1.0 - lr * group["weight_decay"]).addcdiv_(first, size, value=-lr / (1.0 - beta1**self.steps))
-        entry.slots["exp_avg"].write(low, first, chance)
-        entry.slots["exp_avg_sq"].write(low, second, chance)
-        self._keep_master(entry, low, main, chance)
+        state.slots["exp_avg"].write(low, first, generator)
+        state.slots["exp_avg_sq"].write(low, second, generator)
+        self._write_main_weight(state, low, main, generator)
 
-    def _keep_master(self, entry: Entry, low: int, values: Tensor, chance: torch.Generator) -> None:
-        kept = entry.slots["master"]
-        kept.write(low, values, chance)
-        if entry.publishes:
-            entry.segment.data[low : low + len(values)].copy_(kept.read(low, low + len(values)))
+    def _write_main_weight(self, state: SegmentState, low: int, values: Tensor, generator: torch.Generator) -> None:
+        encoded = state.slots["master"]
+        encoded.write(low, values, generator)
+        if state.writes_weights:
+            state.segment.data[low : low + len(values)].copy_(encoded.read(low, low + len(values)))
 
-    def _chance(self, entry: Entry) -> torch.Generator:
-        """The random numbers of a segment in this step."""
-        where = entry.segment
-        return torch.Generator(where.data.device).manual_seed(seed_of("optimizer", self.steps, where.name, where.low))
+    def _generator(self, state: SegmentState) -> torch.Generator:
+        """Return the random generator of a segment for this step."""
+        where = state.segment
+        return torch.Generator(where.data.device).manual_seed(
+            derive_seed("optimizer", self.steps, where.name, where.low)
+        )
 
 
-def entry_of(segment: Segment, precision: PrecisionConfig) -> Entry:
-    """A segment's state, from its weights."""
+def state_of_segment(segment: Segment, precision: PrecisionConfig) -> SegmentState:
+    """Allocate a segment's optimizer state; the main weight is initialized from the weights."""
     data, half = segment.data, segment.data.dtype in (torch.bfloat16, torch.float16)
     if not half:
-        main: Kept = Wide(data)
+        main: EncodedTensor = PlainFp32(data)
     elif precision.main_params_dtype == "fp16":
-        main = kept_as("fp16", data)
+        main = encoded_zeros("fp16", data)
     elif data.dtype == torch.bfloat16:
-        main = Remainder(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
+        main = Bf16Remainder(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
     else:
-        main = Wide(data.float())
-    entry = Entry(
+        main = PlainFp32(data.float())
+    state = SegmentState(
         segment,
         {
             "master": main,
-            "exp_avg": kept_as(precision.exp_avg_dtype, data),
-            "exp_avg_sq": kept_as(precision.exp_avg_sq_dtype, data, as_root=True),
+            "exp_avg": encoded_zeros(precision.exp_avg_dtype, data),
+            "exp_avg_sq": encoded_zeros(precision.exp_avg_sq_dtype, data, as_root=True),
         },
-        half and not isinstance(main, Remainder),
+        half and not isinstance(main, Bf16Remainder),
     )
-    if isinstance(main, Blocks):
-        pack(main, data.float())
-    return entry
+    if isinstance(main, BlockScaled):
+        encode_all(main, data.float())
+    return state
 
 
-def unpacked(kept: Kept, segment: Segment) -> Tensor:
-    """What is kept, flat: a view where it is kept in a format of its own, else an fp32 copy in the memory of the CPU."""
-    if not isinstance(kept, Blocks | Remainder):
-        return kept.memory()[0]
+def decode_all(encoded: EncodedTensor, segment: Segment) -> Tensor:
+    """Return all numbers, flat: the storage itself if its format needs no decoding, else an fp32 copy in CPU memory."""
+    if not isinstance(encoded, BlockScaled | Bf16Remainder):
+        return encoded.memory()[0]
     size = segment.high - segment.low
-    return torch.cat([kept.read(low, min(low + _SLICE, size)).cpu() for low in range(0, size, _SLICE)])
+    return torch.cat([encoded.read(low, min(low + _SLICE, size)).cpu() for low in range(0, size, _SLICE)])
 
 
-def pack(kept: Kept, values: Tensor) -> None:
-    """Keep what `unpacked` gave, with other values. The weights are there already, and are left as they are."""
-    if not isinstance(kept, Blocks | Remainder):
+def encode_all(encoded: EncodedTensor, values: Tensor) -> None:
+    """Encode values in the layout of `decode_all`. The bf16 weights of `Bf16Remainder` are set already and stay
+    unchanged.
+    """
+    if not isinstance(encoded, BlockScaled | Bf16Remainder):
         return
-    device = kept.memory()[0].device
-    chance = torch.Generator(device).manual_seed(0)  # for what was saved in a wider format
+    device = encoded.memory()[0].device
+    generator = torch.Generator(device).manual_seed(0)  # only matters for values saved in a wider format
     for low in range(0, len(values), _SLICE):
         part = values[low : low + _SLICE].to(device)
-        kept.complete(low, part) if isinstance(kept, Remainder) else kept.write(low, part, chance)
+        encoded.complete(low, part) if isinstance(encoded, Bf16Remainder) else encoded.write(low, part, generator)

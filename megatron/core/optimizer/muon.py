@@ -1,12 +1,13 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its update (Jordan et al., 2024; Liu et al., 2025, arXiv 2502.16982).
+"""Muon: the update of a matrix is its orthogonalized momentum (Jordan et al., 2024; Liu et al., 2025, arXiv
+2502.16982).
 
     m <- beta m + (1 - beta) g        direction = m, or with Nesterov beta m + (1 - beta) g once more
     W <- W - lr (decay W + scale orthogonal(direction))
 
-A matrix must be whole to be made orthogonal, and here it may be cut twice: over tensor ranks by its spec, and over data
-ranks by the distributed optimizer or FSDP2. Data ranks send what they own to one of them (owners.py), and it sends the
-update back. Tensor ranks gather the matrix and all work on it, or share the work (`--muon-tp-mode`). Parts of a fused
-matrix and experts are matrices of their own.
+Orthogonalization needs the whole matrix, which may be sharded over tensor ranks, and over data-parallel ranks by the
+distributed optimizer or FSDP2. Data-parallel ranks send their parts to one owner (owners.py), which sends the update
+back. Tensor ranks gather the matrix and all orthogonalize it, or share the computation (`--muon-tp-mode`). The segments
+of a fused matrix and experts are separate matrices.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
-from megatron.core.optimizer.groups import is_by_muon
-from megatron.core.optimizer.orthogonal import Iteration, orthogonalize, orthogonalize_together, scale_of
-from megatron.core.optimizer.owners import Slab, divided, slabs_of
+from megatron.core.optimizer.groups import uses_muon
+from megatron.core.optimizer.orthogonal import NewtonSchulz, orthogonalize, orthogonalize_distributed, update_scale
+from megatron.core.optimizer.owners import MuonTask, assign_owners, muon_tasks
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What this rank owns of a parameter, from element `low` of its local tensor on."""
+class _OwnedPart:
+    """The part of a parameter that this rank owns, from element `low` of its local tensor on."""
 
     low: int
     main: Tensor
@@ -42,188 +43,208 @@ class _Held:
 
 
 class Muon(UpdateRule):
-    """The matrices of this rank's stages.
+    """Muon for the matrices of this rank's stages.
 
-    slabs: axis of the data ranks -> what they work on, the same list on each of them.
+    owned_parts: by parameter name. tasks: data-parallel axis -> the matrices to orthogonalize with their owners, equal
+    on its ranks.
     """
 
     def __init__(
         self, parallels: Sequence[Parallel], owned: Owned, mesh: Mesh, config: OptimizerConfig, *, dtype: torch.dtype
     ) -> None:
-        """dtype: of main weights, also where this rank owns none."""
+        """Assign the matrices to owners. dtype: of main weights, also on a rank that owns none."""
         super().__init__(owned, config)
         self.mesh = mesh
         self.nothing = torch.zeros(0, dtype=dtype, device=mesh.device)
-        self.how = Iteration(
+        self.iteration = NewtonSchulz(
             config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec == "medium"
         )
-        self.held = {segment.name: _Held(segment.low, main, torch.zeros_like(main)) for segment, main in owned}
-        by_axis: dict[str, list[Slab]] = {}
-        for one in (one for parallel in parallels for one in parallel.ownership() if is_by_muon(one.spec, config)):
-            by_axis.setdefault(one.spec.reduce_over, []).extend(slabs_of(one, self._is_split))
-        self.slabs = {axis: divided(slabs, mesh.axis(axis).size) for axis, slabs in by_axis.items()}
+        self.owned_parts = {
+            segment.name: _OwnedPart(segment.low, main, torch.zeros_like(main)) for segment, main in owned
+        }
+        by_axis: dict[str, list[MuonTask]] = {}
+        for one in (one for parallel in parallels for one in parallel.ownership() if uses_muon(one.spec, config)):
+            by_axis.setdefault(one.spec.reduce_over, []).extend(muon_tasks(one, self._is_split))
+        self.tasks = {axis: assign_owners(tasks, mesh.axis(axis).size) for axis, tasks in by_axis.items()}
 
     @property
     def lr(self) -> float:
-        """The rate of the next step; matrices have one group. On a rank that owns none it is not used."""
+        """The learning rate of the next step; all matrices are one group. Unused on a rank that owns none."""
         return self.param_groups[0]["lr"] if self.param_groups else 0.0
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """The momentum."""
-        yield "momentum_buffer", segment, self.held[segment.name].momentum
+        """Yield the momentum of a segment."""
+        yield "momentum_buffer", segment, self.owned_parts[segment.name].momentum
 
     def step(self, factor: float | Tensor) -> None:
-        """Update the main weights. All ranks that share matrices step together, also those that own none."""
-        scale_gradients([held.main for held in self.held.values()], factor)
-        directions = {name: self._direction(held) for name, held in self.held.items()}
+        """Update the main weights. All ranks that share matrices take part, also those that own none."""
+        scale_gradients([owned_part.main for owned_part in self.owned_parts.values()], factor)
+        directions = {name: self._direction(owned_part) for name, owned_part in self.owned_parts.items()}
         for settings in self.param_groups:
             torch._foreach_mul_(settings["params"], 1.0 - settings["lr"] * settings["weight_decay"])
-        for name, slabs in self.slabs.items():
-            for turn in range(max(slab.turn for slab in slabs) + 1):
-                self._turn([slab for slab in slabs if slab.turn == turn], directions, self.mesh.axis(name))
+        for name, tasks in self.tasks.items():
+            for round_index in range(max(task.round_index for task in tasks) + 1):
+                self._run_round(
+                    [task for task in tasks if task.round_index == round_index], directions, self.mesh.axis(name)
+                )
 
-    def _direction(self, held: _Held) -> Tensor:
-        """The momentum with the newest gradient in it, of what this rank owns."""
-        gradient, beta = held.main.grad, self.config.muon_momentum
+    def _direction(self, owned_part: _OwnedPart) -> Tensor:
+        """Update the momentum by the gradient and return the direction, flat, for the part that this rank owns."""
+        gradient, beta = owned_part.main.grad, self.config.muon_momentum
         assert gradient is not None, "the gradients of all main weights are attached"
-        held.momentum.lerp_(gradient, 1.0 - beta)
-        return gradient.lerp_(held.momentum, beta) if self.config.muon_nesterov else held.momentum
+        owned_part.momentum.lerp_(gradient, 1.0 - beta)
+        return gradient.lerp_(owned_part.momentum, beta) if self.config.muon_nesterov else owned_part.momentum
 
-    def _turn(self, slabs: Sequence[Slab], directions: Mapping[str, Tensor], axis: Axis) -> None:
-        """Update some slabs: those that no rank holds whole by their owners, all others by each rank for itself."""
-        whole = [slab for slab in slabs if not slab.is_shared_out]
-        flats = [self._local(slab, directions, 0, slab.high - slab.low) for slab in whole]
-        for slab, update in zip(whole, self._updates(whole, flats), strict=True):
-            self._apply(slab, update, 0)
-        if len(whole) < len(slabs):
-            away = sorted((slab for slab in slabs if slab.is_shared_out), key=lambda slab: slab.owner)
-            self._turn_by_owners(away, directions, axis)
+    def _run_round(self, tasks: Sequence[MuonTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
+        """Update the matrices of one round: sharded ones by their owners, all others by every rank for itself."""
+        whole = [task for task in tasks if not task.is_sharded]
+        flats = [self._local(task, directions, 0, task.high - task.low) for task in whole]
+        for task, update in zip(whole, self._updates(whole, flats), strict=True):
+            self._apply(task, update, 0)
+        if len(whole) < len(tasks):
+            sharded = sorted((task for task in tasks if task.is_sharded), key=lambda task: task.owner)
+            self._update_by_owners(sharded, directions, axis)
 
-    def _turn_by_owners(self, away: Sequence[Slab], directions: Mapping[str, Tensor], axis: Axis) -> None:
-        """Send slabs to their owners, update them there, and send the updates back. away: sorted by owner."""
-        mine = [slab for slab in away if slab.owner == axis.rank]
-        sent = [slab.ranges[axis.rank] for slab in away]
-        out = _sizes(away, [high - low for low, high in sent], axis.size)
-        back = [sum(slab.ranges[rank][1] - slab.ranges[rank][0] for slab in mine) for rank in range(axis.size)]
-        leaving = [
-            self._local(slab, directions, low, high) for slab, (low, high) in zip(away, sent, strict=True) if low < high
+    def _update_by_owners(self, sharded: Sequence[MuonTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
+        """Send the directions of sharded matrices to their owners, orthogonalize there, and send the updates back.
+        sharded: sorted by owner.
+        """
+        own_tasks = [task for task in sharded if task.owner == axis.rank]
+        sent = [task.ranges[axis.rank] for task in sharded]
+        out = _sizes(sharded, [high - low for low, high in sent], axis.size)
+        back = [sum(task.ranges[rank][1] - task.ranges[rank][0] for task in own_tasks) for rank in range(axis.size)]
+        outgoing = [
+            self._local(task, directions, low, high)
+            for task, (low, high) in zip(sharded, sent, strict=True)
+            if low < high
         ]
-        coming, work = collectives.start_exchange(torch.cat([self.nothing, *leaving]), out, back, axis)
+        received, work = collectives.start_all_to_all(torch.cat([self.nothing, *outgoing]), out, back, axis)
         collectives.wait(work)
-        updates = _returned(self._updates(mine, _assembled(mine, coming, axis.size)), mine, axis.size, self.nothing)
-        coming, work = collectives.start_exchange(updates, back, out, axis)
+        updates = _returned(
+            self._updates(own_tasks, _assembled(own_tasks, received, axis.size)), own_tasks, axis.size, self.nothing
+        )
+        received, work = collectives.start_all_to_all(updates, back, out, axis)
         collectives.wait(work)
-        for slab, (low, high), update in zip(away, sent, coming.split([high - low for low, high in sent]), strict=True):
-            self._apply(slab, update, low)
+        for task, (low, high), update in zip(
+            sharded, sent, received.split([high - low for low, high in sent]), strict=True
+        ):
+            self._apply(task, update, low)
 
-    def _local(self, slab: Slab, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
-        start = slab.low - self.held[slab.name].low
-        return directions[slab.name][start + low : start + high]
+    def _local(self, task: MuonTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
+        start = task.low - self.owned_parts[task.name].low
+        return directions[task.name][start + low : start + high]
 
-    def _apply(self, slab: Slab, update: Tensor, low: int) -> None:
-        """Move this rank's elements of a slab, from `low` on, by an update."""
+    def _apply(self, task: MuonTask, update: Tensor, low: int) -> None:
+        """Subtract an update from this rank's elements of a matrix, from element `low` on."""
         if update.numel():
-            start = slab.low - self.held[slab.name].low + low
-            self.held[slab.name].main[start : start + update.numel()].add_(update, alpha=-self.lr)
+            start = task.low - self.owned_parts[task.name].low + low
+            self.owned_parts[task.name].main[start : start + update.numel()].add_(update, alpha=-self.lr)
 
     def _is_split(self, spec: ParamSpec) -> bool:
         return self.config.muon_split_qkv or "linear_qkv" not in spec.name
 
-    def _updates(self, slabs: Sequence[Slab], flats: Sequence[Tensor]) -> list[Tensor]:
-        """The scaled orthogonal factors of slabs, flat. Those of one shape, such as experts, are worked on together."""
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for place, slab in enumerate(slabs):
-            alike.setdefault((slab.spec.shape, slab.spec.shards, slab.shape, self._is_split(slab.spec)), []).append(
-                place
-            )
+    def _updates(self, tasks: Sequence[MuonTask], flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the scaled orthogonalized matrices, flat; those of one shape, such as experts, are computed in one
+        batch.
+        """
+        same_shape: dict[tuple[object, ...], list[int]] = {}
+        for place, task in enumerate(tasks):
+            same_shape.setdefault(
+                (task.spec.shape, task.spec.shards, task.shape, self._is_split(task.spec)), []
+            ).append(place)
         updates: list[Tensor] = list(flats)
-        for places in alike.values():
-            stack = torch.stack([flats[place].view(slabs[place].shape) for place in places])
-            for place, update in zip(places, self._matrices(stack, slabs[places[0]].spec), strict=True):
+        for places in same_shape.values():
+            stack = torch.stack([flats[place].view(tasks[place].shape) for place in places])
+            for place, update in zip(places, self._matrices(stack, tasks[places[0]].spec), strict=True):
                 updates[place] = update.reshape(-1)
         return updates
 
     def _matrices(self, x: Tensor, spec: ParamSpec) -> Tensor:
-        """What this rank holds of some matrices of one spec, made orthogonal and scaled. x: [k, rows, columns], as is returned."""
-        cut = spec.shards[0] if spec.shards else None
-        if cut is None:
-            return self._scaled(orthogonalize(x, self.how), spec.shape)
-        axis, split, dim = self.mesh.axis(cut.axis), self._is_split(spec), cut.dim - 2
+        """Return this rank's shard of orthogonalized and scaled matrices with one spec. x: this rank's shard, [k, rows,
+        columns].
+        """
+        tp_shard = spec.shards[0] if spec.shards else None
+        if tp_shard is None:
+            return self._scaled(orthogonalize(x, self.iteration), spec.shape)
+        axis, split, dim = self.mesh.axis(tp_shard.axis), self._is_split(spec), tp_shard.dim - 2
         if self.config.muon_tp_mode == "blockwise":
-            sizes = [part.local_size(axis.size) for part in cut.parts] if split else [x.shape[dim]]
+            sizes = [part.local_size(axis.size) for part in tp_shard.segments] if split else [x.shape[dim]]
             return torch.cat(
-                [self._scaled(orthogonalize(block, self.how), block.shape[1:]) for block in x.split(sizes, dim)], dim
+                [self._scaled(orthogonalize(block, self.iteration), block.shape[1:]) for block in x.split(sizes, dim)],
+                dim,
             )
         if self.config.muon_tp_mode == "distributed":
-            return self._together(x, spec, axis)
+            return self._orthogonalize_distributed(x, spec, axis)
         held = collectives.all_gather(x[None], axis)
         whole = x.new_empty((len(x), *spec.shape))
         for rank in range(axis.size):
-            for piece in local_shards(spec, self.mesh.with_axes({cut.axis: replace(axis, rank=rank)})):
-                if piece.is_first_replica:
-                    into = (slice(None), *piece.box.slices())
-                    whole[into] = held[rank][(slice(None), *piece.local.slices())]
-        sizes = [part.size for part in cut.parts] if split else [spec.shape[cut.dim]]
+            for shard in local_shards(spec, self.mesh.with_axes({tp_shard.axis: replace(axis, rank=rank)})):
+                if shard.is_first_replica:
+                    into = (slice(None), *shard.box.slices())
+                    whole[into] = held[rank][(slice(None), *shard.local.slices())]
+        sizes = [part.size for part in tp_shard.segments] if split else [spec.shape[tp_shard.dim]]
         whole = torch.cat(
-            [self._scaled(orthogonalize(part, self.how), part.shape[1:]) for part in whole.split(sizes, dim)], dim
+            [self._scaled(orthogonalize(part, self.iteration), part.shape[1:]) for part in whole.split(sizes, dim)], dim
         )
         local = torch.zeros_like(x)
-        for piece in local_shards(spec, self.mesh):
-            local[(slice(None), *piece.local.slices())] = whole[(slice(None), *piece.box.slices())]
+        for shard in local_shards(spec, self.mesh):
+            local[(slice(None), *shard.local.slices())] = whole[(slice(None), *shard.box.slices())]
         return local
 
-    def _together(self, x: Tensor, spec: ParamSpec, axis: Axis) -> Tensor:
-        """The same by all tensor ranks together, of which none sees the others' pieces."""
-        cut = spec.shards[0]
+    def _orthogonalize_distributed(self, x: Tensor, spec: ParamSpec, axis: Axis) -> Tensor:
+        """Do the same with all tensor ranks computing together, without gathering the matrix. x: [k, rows, columns]."""
+        tp_shard = spec.shards[0]
         held = local_shards(spec, self.mesh)
         counted = torch.cat(
             [
-                torch.full((piece.local.shape[cut.dim],), float(piece.is_first_replica), dtype=x.dtype, device=x.device)
-                for piece in held
+                torch.full(
+                    (shard.local.shape[tp_shard.dim],), float(shard.is_first_replica), dtype=x.dtype, device=x.device
+                )
+                for shard in held
             ]
         )
-        sizes = [piece.local.shape[cut.dim] for piece in held] if self._is_split(spec) else [len(counted)]
-        lengths = [part.size for part in cut.parts] if self._is_split(spec) else [spec.shape[cut.dim]]
+        sizes = [shard.local.shape[tp_shard.dim] for shard in held] if self._is_split(spec) else [len(counted)]
+        lengths = [part.size for part in tp_shard.segments] if self._is_split(spec) else [spec.shape[tp_shard.dim]]
         parts = []
-        for part, mask, length in zip(x.split(sizes, cut.dim - 2), counted.split(sizes), lengths, strict=True):
-            shape = (length, spec.shape[1]) if cut.dim == 0 else (spec.shape[0], length)
-            wide = part.mT if cut.dim == 0 else part
-            wide = orthogonalize_together(wide, self.how, axis, None if bool(mask.all()) else mask)
-            parts.append(self._scaled(wide.mT if cut.dim == 0 else wide, shape))
-        return torch.cat(parts, cut.dim - 2)
+        for part, mask, length in zip(x.split(sizes, tp_shard.dim - 2), counted.split(sizes), lengths, strict=True):
+            shape = (length, spec.shape[1]) if tp_shard.dim == 0 else (spec.shape[0], length)
+            wide = part.mT if tp_shard.dim == 0 else part
+            wide = orthogonalize_distributed(wide, self.iteration, axis, None if bool(mask.all()) else mask)
+            parts.append(self._scaled(wide.mT if tp_shard.dim == 0 else wide, shape))
+        return torch.cat(parts, tp_shard.dim - 2)
 
     def _scaled(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        return x * (scale_of(shape[0], shape[1], self.config.muon_scale_mode) * self.config.muon_extra_scale_factor)
+        return x * (update_scale(shape[0], shape[1], self.config.muon_scale_mode) * self.config.muon_extra_scale_factor)
 
 
-def _sizes(slabs: Sequence[Slab], elements: Sequence[int], ranks: int) -> list[int]:
-    """How many elements go to each owner."""
+def _sizes(tasks: Sequence[MuonTask], elements: Sequence[int], ranks: int) -> list[int]:
+    """Return the number of elements that go to each owner."""
     return [
-        sum(size for slab, size in zip(slabs, elements, strict=True) if slab.owner == rank) for rank in range(ranks)
+        sum(size for task, size in zip(tasks, elements, strict=True) if task.owner == rank) for rank in range(ranks)
     ]
 
 
-def _assembled(slabs: Sequence[Slab], coming: Tensor, ranks: int) -> list[Tensor]:
-    """Whole slabs, flat, from what all ranks sent, by sender and then by slab."""
-    whole = [coming.new_empty(slab.high - slab.low) for slab in slabs]
+def _assembled(tasks: Sequence[MuonTask], received: Tensor, ranks: int) -> list[Tensor]:
+    """Return whole matrices, flat, from the parts that all ranks sent, ordered by sender and then by task."""
+    whole = [received.new_empty(task.high - task.low) for task in tasks]
     start = 0
     for rank in range(ranks):
-        for slab, flat in zip(slabs, whole, strict=True):
-            low, high = slab.ranges[rank]
-            flat[low:high] = coming[start : start + high - low]
+        for task, flat in zip(tasks, whole, strict=True):
+            low, high = task.ranges[rank]
+            flat[low:high] = received[start : start + high - low]
             start += high - low
     return whole
 
 
-def _returned(updates: Sequence[Tensor], slabs: Sequence[Slab], ranks: int, nothing: Tensor) -> Tensor:
-    """The updates of whole slabs, by receiver and then by slab."""
+def _returned(updates: Sequence[Tensor], tasks: Sequence[MuonTask], ranks: int, nothing: Tensor) -> Tensor:
+    """Concatenate the updates of whole matrices, ordered by receiver and then by task."""
     return torch.cat(
         [
             nothing,
             *(
-                update[slab.ranges[rank][0] : slab.ranges[rank][1]]
+                update[task.ranges[rank][0] : task.ranges[rank][1]]
                 for rank in range(ranks)
-                for slab, update in zip(slabs, updates, strict=True)
+                for task, update in zip(tasks, updates, strict=True)
             ),
         ]
     )

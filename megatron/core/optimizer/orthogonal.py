@@ -1,14 +1,14 @@
-"""The nearest orthogonal matrix, or almost, by products of matrices alone (Newton and Schulz).
+"""Orthogonalization of matrices by Newton-Schulz iterations, which need matrix products alone.
 
-For X = U S V^T with singular values up to 1, an odd polynomial p(X) = aX + b(XX^T)X + c(XX^T)^2 X is U p(S) V^T. A few such
-polynomials after each other bring all singular values near 1, the small ones too:
+For X = U S V^T with singular values up to 1, an odd polynomial p(X) = aX + b(XX^T)X + c(XX^T)^2 X equals U p(S) V^T. A
+few such polynomials in sequence bring all singular values near 1, also small ones:
 
-    simple          one polynomial, again and again: fast at first, and then values between 0.7 and 1.2 (Jordan, 2024, "Muon")
-    quintic         five polynomials, fitted one after the other (Leloykun, 2025, "Squeezing 1-2% efficiency gains out of Muon")
-    polar_express   the best polynomial of each step given the one before (Amsel et al., 2025, arXiv 2505.16932), made a
-                    hundredth more careful for rounding, as there
+    simple          one polynomial, repeated: converges fast to values between 0.7 and 1.2 (Jordan, 2024, "Muon")
+    quintic         five polynomials, fitted in sequence (Leloykun, 2025, "Squeezing 1-2% efficiency gains out of Muon")
+    polar_express   the best polynomial of each step given the previous ones (Amsel et al., 2025, arXiv 2505.16932), with the
+                    paper's safety factor of 1.01 against rounding
 
-Where the columns of X lie on several ranks, its rows' products are summed over them, and nothing else is sent.
+If the columns of X are sharded over ranks, the Gram matrix XX^T is all-reduced, and nothing else is communicated.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
-_SMALLEST = 1e-7  # below this norm, a matrix stays as small as it is
-_CAREFUL = 1.01
+_SMALLEST = 1e-7  # a matrix with a smaller norm is not normalized
+_SAFETY = 1.01
 _POLAR = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -42,58 +42,61 @@ COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    "polar_express": (*((a / _CAREFUL, b / _CAREFUL**3, c / _CAREFUL**5) for a, b, c in _POLAR), (1.875, -1.25, 0.375)),
+    "polar_express": (*((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR), (1.875, -1.25, 0.375)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Iteration:
-    """How often, with which coefficients and in which format. is_half: bf16, unless the matrix is fp64."""
+class NewtonSchulz:
+    """Settings of the iteration: number of steps, kind of coefficients; is_half: compute in bf16, unless the matrix is
+    fp64.
+    """
 
     steps: int = 5
     kind: str = "quintic"
     is_half: bool = True
 
     def coefficients(self) -> Iterator[tuple[float, float, float]]:
-        """(a, b, c) of every step. polar_express stays with its last row, others begin again."""
+        """Yield (a, b, c) of every step. After the last row, polar_express repeats it, the others start again."""
         rows = COEFFICIENTS[self.kind]
         for step in range(self.steps):
             yield rows[min(step, len(rows) - 1)] if self.kind == "polar_express" else rows[step % len(rows)]
 
 
-def orthogonalize(x: Tensor, how: Iteration) -> Tensor:
-    """The nearly orthogonal factor of each matrix. x: [..., m, n]; returns the same shape and format."""
+def orthogonalize(x: Tensor, iteration: NewtonSchulz) -> Tensor:
+    """Return the nearly orthogonal factor U V^T of each matrix. x: [..., m, n]; returns the same shape and dtype."""
     if x.shape[-2] > x.shape[-1]:
-        return _iterate(x.mT, how, Axis("alone"), None).mT
-    return _iterate(x, how, Axis("alone"), None)
+        return _iterate(x.mT, iteration, Axis("alone"), None).mT
+    return _iterate(x, iteration, Axis("alone"), None)
 
 
-def orthogonalize_together(x: Tensor, how: Iteration, axis: Axis, counted: Tensor | None = None) -> Tensor:
-    """The same, of matrices whose columns lie on the ranks of an axis. x: [..., m, n/ranks], which is returned.
+def orthogonalize_distributed(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None = None) -> Tensor:
+    """Orthogonalize matrices whose columns are sharded over the ranks of an axis. x: [..., m, n/ranks]; returns the
+    same shape.
 
-    counted: [n/ranks], 1 for columns that count and 0 for copies of those of another rank; None: all count.
+    counted: [n/ranks], 1 for columns that count and 0 for replicas of another rank's columns; None: all count.
     """
-    return _iterate(x, how, axis, counted)
+    return _iterate(x, iteration, axis, counted)
 
 
-def _iterate(x: Tensor, how: Iteration, axis: Axis, counted: Tensor | None) -> Tensor:
-    own = x if counted is None else x * counted
-    norm = collectives.all_reduce(own.square().sum((-2, -1), keepdim=True), axis).sqrt()
+def _iterate(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None) -> Tensor:
+    counted_x = x if counted is None else x * counted
+    norm = collectives.all_reduce(counted_x.square().sum((-2, -1), keepdim=True), axis).sqrt()
     x_n = x / norm.clamp(min=_SMALLEST)
-    if how.is_half and x.dtype != torch.float64:
+    if iteration.is_half and x.dtype != torch.float64:
         x_n = x_n.bfloat16()
-    for a, b, c in how.coefficients():
-        own = x_n if counted is None else x_n * counted.to(x_n.dtype)
-        gram = collectives.all_reduce(own @ x_n.mT, axis)
+    for a, b, c in iteration.coefficients():
+        counted_x = x_n if counted is None else x_n * counted.to(x_n.dtype)
+        gram = collectives.all_reduce(counted_x @ x_n.mT, axis)
         x_n = a * x_n + (b * gram + c * (gram @ gram)) @ x_n
     return x_n.to(x.dtype)
 
 
-def scale_of(rows: int, columns: int, mode: str) -> float:
-    """What the update of a matrix of rows (out) x columns (in) is multiplied by.
+def update_scale(rows: int, columns: int, mode: str) -> float:
+    """Return the factor of the update of a matrix with `rows` (out) and `columns` (in).
 
-    spectral: elements of size about 1 (Liu et al., 2025, arXiv 2502.16982). unit_rms_norm: an input of root mean square 1 moves
-    the output by 1 (Bernstein, 2025). shape_scaling: Jordan's own.
+    spectral: elements of size about 1 (Liu et al., 2025, arXiv 2502.16982). unit_rms_norm: an input of RMS 1 changes
+    the output by RMS 1 (Bernstein, 2025). shape_scaling: Jordan's original.
     """
     return {"spectral": max(rows, columns), "unit_rms_norm": rows / columns, "shape_scaling": max(1.0, rows / columns)}[
         mode

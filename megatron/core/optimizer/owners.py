@@ -1,10 +1,11 @@
-"""Which data-parallel rank orthogonalizes which matrix, where each owns only a range of it.
+"""Assigns matrices to the data-parallel ranks that orthogonalize them, when each rank owns only a range of a matrix.
 
     rank 0 owns   [ fc2 . . . . . | q k v . . ]         to the owner      rank 0: all of fc2
     rank 1 owns   [ . . . q k v | fc1 . . . . . ]       ------------->    rank 1: all of q k v, all of fc1; and back
 
-The plan follows from shapes alone, so that all ranks make the same one without asking each other. Work goes to the rank
-with the least so far, the dearest first (Graham, 1969: at most 4/3 - 1/(3 ranks) of the best possible division).
+The assignment follows from shapes alone, so all ranks compute the same one without communication. The most expensive
+matrix comes first, and each goes to the rank with the least work so far (Graham, 1969: at most 4/3 - 1/(3 ranks) of the
+optimum).
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from dataclasses import dataclass, replace
 from megatron.core.distributed.buffers import Ownership
 from megatron.core.parallel.spec import ParamSpec, Shard
 
-_ROUND = 2**26  # elements that an owner takes up at a time
+_ROUND = 2**26  # elements that an owner receives in one round
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
-    """Flat elements [low, high) of a parameter's local tensor: a whole parameter, or one of its experts.
+class MuonTask:
+    """One matrix to orthogonalize: flat elements [low, high) of a parameter's local tensor (a whole parameter, or one
+    of its experts).
 
-    spec: of what it holds, without a dimension for experts. shape: of this rank's piece. ranges: what each data rank owns of it,
-    counted from `low`; cost: multiplications of one Newton-Schulz step. owner: data rank that works on it, in round `turn`.
+    spec: of the matrix, without the expert dimension. shape: of this rank's local matrix. ranges: the elements that
+    each data-parallel rank owns, relative to `low`. cost: multiplications of one Newton-Schulz step. owner:
+    data-parallel rank that orthogonalizes it, in round `round_index`.
     """
 
     name: str
@@ -35,53 +38,57 @@ class Slab:
     ranges: tuple[tuple[int, int], ...]
     cost: float
     owner: int = 0
-    turn: int = 0
+    round_index: int = 0
 
     @property
-    def is_shared_out(self) -> bool:
-        """Whether some rank does not hold all of it."""
+    def is_sharded(self) -> bool:
+        """Whether some rank owns only part of it."""
         return any(held != (0, self.high - self.low) for held in self.ranges)
 
 
-def slabs_of(owned: Ownership, is_split: Callable[[ParamSpec], bool]) -> list[Slab]:
-    """What a parameter that Muon updates is made of. is_split: whether the parts of a parameter are matrices of their own."""
+def muon_tasks(owned: Ownership, is_split: Callable[[ParamSpec], bool]) -> list[MuonTask]:
+    """Return the matrices of a parameter. is_split: whether the segments of a fused parameter are separate matrices."""
     spec = owned.spec
     if not spec.stacked:
         assert len(spec.shape) == 2, f"{spec.name} of shape {spec.shape} is no matrix"
-        return [_slab(owned, spec, owned.local_shape, 0, is_split(spec))]
-    shards = tuple(Shard(cut.dim - 1, cut.axis, cut.parts) for cut in spec.shards if cut.dim > 0)
+        return [_muon_task(owned, spec, owned.local_shape, 0, is_split(spec))]
+    shards = tuple(Shard(shard.dim - 1, shard.axis, shard.segments) for shard in spec.shards if shard.dim > 0)
     one = replace(spec, shape=spec.shape[1:], shards=shards, stacked=False)
-    return [_slab(owned, one, owned.local_shape[1:], expert, is_split(spec)) for expert in range(owned.local_shape[0])]
+    return [
+        _muon_task(owned, one, owned.local_shape[1:], expert, is_split(spec)) for expert in range(owned.local_shape[0])
+    ]
 
 
-def _slab(owned: Ownership, spec: ParamSpec, shape: tuple[int, ...], number: int, is_split: bool) -> Slab:
+def _muon_task(owned: Ownership, spec: ParamSpec, shape: tuple[int, ...], number: int, is_split: bool) -> MuonTask:
     size = math.prod(shape)
     low = number * size
     ranges = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in owned.ranges)
     rows, columns = spec.shape
-    parts = spec.shards[0].parts if spec.shards and is_split else ()
+    parts = spec.shards[0].segments if spec.shards and is_split else ()
     sizes = [(part.size, columns) if spec.shards[0].dim == 0 else (rows, part.size) for part in parts] or [
         (rows, columns)
     ]
     cost = sum(min(m, n) ** 2 * (2.0 * max(m, n) + min(m, n)) for m, n in sizes)
-    return Slab(owned.spec.name, spec, (shape[0], shape[1]), low, low + size, ranges, cost)
+    return MuonTask(owned.spec.name, spec, (shape[0], shape[1]), low, low + size, ranges, cost)
 
 
-def divided(slabs: Sequence[Slab], ranks: int) -> list[Slab]:
-    """The slabs with their owners and turns. A rank that owns most of a slab anyway has it, of those with the least work."""
+def assign_owners(tasks: Sequence[MuonTask], ranks: int) -> list[MuonTask]:
+    """Return the tasks with owners and rounds set. Among ranks with the least work, the one that owns most of a matrix
+    gets it.
+    """
     load, taken = [0.0] * ranks, [0] * ranks
-    assigned: dict[int, Slab] = {}
-    for place in sorted(range(len(slabs)), key=lambda place: (-slabs[place].cost, place)):
-        slab = slabs[place]
-        held = [high - low for low, high in slab.ranges]
+    assigned: dict[int, MuonTask] = {}
+    for place in sorted(range(len(tasks)), key=lambda place: (-tasks[place].cost, place)):
+        task = tasks[place]
+        held = [high - low for low, high in task.ranges]
         owner = min(range(ranks), key=lambda rank: (load[rank], -held[rank], rank))
-        assigned[place] = replace(slab, owner=owner, turn=taken[owner] // _ROUND)
-        load[owner] += slab.cost
-        taken[owner] += slab.high - slab.low
-    return [assigned[place] for place in range(len(slabs))]
+        assigned[place] = replace(task, owner=owner, round_index=taken[owner] // _ROUND)
+        load[owner] += task.cost
+        taken[owner] += task.high - task.low
+    return [assigned[place] for place in range(len(tasks))]
 
 
-def balance(slabs: Sequence[Slab], ranks: int) -> float:
-    """The work of the busiest rank over the mean: 1 is perfect."""
-    load = [sum(slab.cost for slab in slabs if slab.owner == rank) for rank in range(ranks)]
+def load_imbalance(tasks: Sequence[MuonTask], ranks: int) -> float:
+    """Return the work of the busiest rank divided by the mean; 1 is perfect."""
+    load = [sum(task.cost for task in tasks if task.owner == rank) for rank in range(ranks)]
     return max(load) * ranks / sum(load) if sum(load) else 1.0

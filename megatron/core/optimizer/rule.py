@@ -1,7 +1,7 @@
-"""What an update rule is to the optimizer.
+"""UpdateRule: the interface between the optimizer and an algorithm such as AdamW or Muon.
 
-`Optimizer` sums, clips and publishes; a rule turns gradients into new weights. To add one, derive from `UpdateRule`, write `step` and
-`slots`, and name it in `optimizer.py` (docs/developer/adding.md).
+`Optimizer` reduces, clips, and writes weights; a rule turns gradients into new main weights. To add one, derive from
+`UpdateRule`, write `step` and `slots`, and name it in `optimizer.py` (docs/developer/adding.md).
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
-from megatron.core.optimizer.groups import Group, group_of
-from megatron.core.parallel.boxes import flat
+from megatron.core.optimizer.groups import ParamGroup, param_group_of
+from megatron.core.parallel.boxes import boxes_of_flat_range
 
-Owned = Sequence[tuple[Segment, Tensor]]  # segments that this rank owns, with their main weights, flat
-Slot = tuple[str, Segment, Tensor]  # name of a state per element, the segment it belongs to, its values
+Owned = Sequence[tuple[Segment, Tensor]]  # segments that this rank owns, with their flat main weights
+Slot = tuple[str, Segment, Tensor]  # name of a state tensor, the segment that it belongs to, its values
 
 
 class UpdateRule(ABC):
-    """How some of the segments that a rank owns are updated.
+    """An optimizer algorithm over some of the segments that a rank owns.
 
-    param_groups: {"group": Group, "params": main weights, "lr": ..., "weight_decay": ...}; the rates are set before a step.
-    uses_main_weights: gradients are attached to the main weights before `step`, which updates these; else the rule reads and writes
-    the segments itself. steps: updates done so far; 0 where a rule does not count them.
+    param_groups: {"group": ParamGroup, "params": main weights, "lr": ..., "weight_decay": ...}; the rates are set
+    before a step. uses_main_weights: gradients are attached to the main weights before `step`, which updates these;
+    otherwise the rule reads and writes the segments itself. steps: number of updates so far; 0 if a rule does not count
+    them.
     """
 
     uses_main_weights = True
     steps: int = 0
 
     def __init__(self, owned: Owned, config: OptimizerConfig) -> None:
-        """owned: the segments that this rule updates."""
+        """Group the parameters. owned: the segments that this rule updates."""
         self.config = config
-        grouped: dict[Group, list[Tensor]] = {}
+        grouped: dict[ParamGroup, list[Tensor]] = {}
         for segment, main in owned:
-            grouped.setdefault(group_of(segment.spec, config), []).append(main)
+            grouped.setdefault(param_group_of(segment.spec, config), []).append(main)
         self.param_groups: list[dict[str, Any]] = [
             {"group": group, "params": grouped[group], "lr": 0.0, "weight_decay": 0.0} for group in sorted(grouped)
         ]
 
     def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None) -> None:
-        """Rates of the next step. decoupled_lr: of the embedding and the output layer, None for `lr`."""
+        """Set the rates of the next step. decoupled_lr: learning rate of the embedding and output layer; None: `lr`."""
         for settings in self.param_groups:
             group = settings["group"]
             settings["lr"] = group.ratio * (decoupled_lr if group.decoupled and decoupled_lr is not None else lr)
@@ -52,33 +53,35 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def step(self, factor: float | Tensor) -> None:
-        """Update the weights by `factor` (a number or a scalar tensor) times their gradients, which are used up."""
+        """Update the weights by their gradients times `factor` (a number or a tensor []); gradients may be overwritten."""
 
     @abstractmethod
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """The state of a segment that checkpoints hold, without its main weights where `uses_main_weights`."""
+        """Yield the state of a segment that checkpoints store, without its main weight if `uses_main_weights`."""
 
     def memory(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
-        """The tensors that `slots` takes, as they are stored."""
+        """Yield the tensors that hold the state of a segment, as they are stored."""
         yield from (values for _, _, values in self.slots(segment, main))
 
     def scale_rows(self, segment: Segment, main: Tensor, factors: Tensor) -> None:
-        """Multiply the rows of what is owned of a parameter after an update. factors: [rows of this rank]."""
+        """Multiply the rows of an owned segment after an update. factors: [rows of this rank]."""
         scale_rows(main, segment, factors)
 
     def load(self, loaded: Sequence[Slot]) -> None:
-        """Take over values that were written into what `slots` gave; nothing to do where that was the state itself."""
+        """Take over values that were loaded into the tensors of `slots`; nothing to do if these are the state itself."""
 
 
 def scale_rows(values: Tensor, segment: Segment, factors: Tensor) -> None:
     """Multiply rows in place. values: [elements of the segment]; factors: [rows of this rank's tensor]."""
-    for box, start, stop in flat(segment.local_shape, segment.low, segment.high):
+    for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low, segment.high):
         rows = factors.narrow(0, box.offset[0], box.shape[0]).to(values)
         values[start - segment.low : stop - segment.low].view(box.shape[0], -1).mul_(rows[:, None])
 
 
 def scale_gradients(params: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """The gradients of main weights, multiplied in place by a factor; weights without a gradient are left out."""
+    """Multiply the gradients of main weights in place by a factor and return them; weights without a gradient are left
+    out.
+    """
     gradients = [param.grad for param in params if param.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: constant, or moved by what overflows (Micikevicius et al., 2018)."""
+"""The loss scale of fp16 training: constant, or adapted to overflows (Micikevicius et al., 2018)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ _GROWTH, _BACKOFF = 2.0, 0.5
 
 
 class LossScaler:
-    """scale multiplies the loss before the backward pass. A dynamic scale doubles after `window` good steps in a row and
-    halves once `hysteresis` steps overflowed; the count of overflows is refilled only when the scale grows."""
+    """The factor of the loss before the backward pass.
+
+    A dynamic scale doubles after `window` consecutive steps without overflow, and halves once `hysteresis` steps
+    overflowed; the count of overflows is reset only when the scale grows.
+    """
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.dynamic = precision.fp16 and precision.loss_scale is None
@@ -21,7 +24,7 @@ class LossScaler:
         self.good_steps = 0
 
     def update(self, overflow: bool) -> None:
-        """Tell how a step went."""
+        """Adapt a dynamic scale after a step. overflow: the step's gradients were not finite."""
         if not self.dynamic:
             return
         if overflow:
@@ -36,11 +39,11 @@ class LossScaler:
             self.scale *= _GROWTH
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
 
     def load(self, state: dict[str, float]) -> None:
-        """Continue from a state. A constant scale stays what the command line says."""
+        """Restore a state; a constant scale stays as given on the command line."""
         if self.dynamic:
             self.scale = float(state["scale"])
             self.good_steps, self.overflows_left = int(state["good_steps"]), int(state["overflows_left"])

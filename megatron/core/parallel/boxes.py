@@ -1,7 +1,8 @@
-"""Rectangles inside global tensors: how "what this rank holds" is written down.
+"""Rectangles (`Box`) inside global tensors: the notation for which part of a tensor a rank holds.
 
-A flat range of a row-major tensor is a few rectangles: part of a row, whole rows, part of a row. `flat` finds them, so
-that a piece of a flattened parameter (ZeRO) can be stored and loaded as boxes of the parameter itself.
+A flat range of a row-major tensor consists of a few rectangles: part of a row, whole rows, part of a row.
+`boxes_of_flat_range` finds them, so that a slice of a flattened parameter (ZeRO) can be saved and loaded as boxes of
+the parameter itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A rectangle: where it starts in the global tensor, and its shape."""
+    """A rectangle in a global tensor: the offset of its first element, and its shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -23,21 +24,21 @@ class Box:
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Index of the box in the global tensor."""
+        """Return the slices that index this box in the global tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
     def shifted(self, by: tuple[int, ...]) -> Box:
-        """The same rectangle, moved."""
+        """Return a box of the same shape at `offset + by`."""
         return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """The box of the whole tensor."""
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box that covers a whole tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The rectangle that two boxes share, or None."""
+    """Return the intersection of two boxes, or None if it is empty."""
     offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
     end = tuple(min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
     if any(stop <= start for start, stop in zip(offset, end, strict=True)):
@@ -45,10 +46,10 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(offset, tuple(stop - start for start, stop in zip(offset, end, strict=True)))
 
 
-def flat(shape: tuple[int, ...], low: int, high: int) -> list[tuple[Box, int, int]]:
-    """Cover the elements [low, high) of a flattened tensor of `shape` by at most 2n-1 boxes.
+def boxes_of_flat_range(shape: tuple[int, ...], low: int, high: int) -> list[tuple[Box, int, int]]:
+    """Cover the elements [low, high) of a flattened n-dimensional tensor of `shape` by at most 2n-1 boxes.
 
-    Returns (box, start, stop) with the flat range that each box covers, in ascending order. A 0-d tensor is one box.
+    Returns (box, start, stop) with the flat range of each box, in ascending order. A 0-dimensional tensor is one box.
     """
     if high <= low:
         return []
@@ -61,15 +62,15 @@ def flat(shape: tuple[int, ...], low: int, high: int) -> list[tuple[Box, int, in
     if first == last and (low % row or high % row):
         return [
             (Box((first, *box.offset), (1, *box.shape)), first * row + start, first * row + stop)
-            for box, start, stop in flat(shape[1:], low - first * row, high - first * row)
+            for box, start, stop in boxes_of_flat_range(shape[1:], low - first * row, high - first * row)
         ]
     result = []
-    middle_low, middle_high = -(-low // row), high // row
+    whole_rows_low, whole_rows_high = -(-low // row), high // row
     if low % row:
-        result += flat(shape, low, middle_low * row)
-    if middle_high > middle_low:
-        box = Box((middle_low, *(0 for _ in shape[1:])), (middle_high - middle_low, *shape[1:]))
-        result.append((box, middle_low * row, middle_high * row))
+        result += boxes_of_flat_range(shape, low, whole_rows_low * row)
+    if whole_rows_high > whole_rows_low:
+        box = Box((whole_rows_low, *(0 for _ in shape[1:])), (whole_rows_high - whole_rows_low, *shape[1:]))
+        result.append((box, whole_rows_low * row, whole_rows_high * row))
     if high % row:
-        result += flat(shape, middle_high * row, high)
+        result += boxes_of_flat_range(shape, whole_rows_high * row, high)
     return result

@@ -1,8 +1,8 @@
-"""Collectives over an axis, and their gradients.
+"""Collectives over a mesh axis, and differentiable pairs of them.
 
 The plain functions (`all_reduce`, `all_gather`, ...) work on tensors outside autograd. The pairs at the end are
-differentiable and named by what they do forward and backward. Every one of them returns its input when the axis has
-size 1: this is the only file that asks. Gathers and scatters go along dimension 0.
+differentiable and named by what they do in the forward and in the backward pass. Every function returns its input if
+the axis has size 1: this is the only file that tests for it. Gathers and scatters work along dimension 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.parallel.device import memory_of
+from megatron.core.parallel.device import storage_position
 from megatron.core.parallel.mesh import Axis
 
 Work = dist.Work | None
@@ -29,13 +29,13 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def wait(work: Work) -> None:
-    """Wait for a collective started with `start_...`; None is already done."""
+    """Wait for a collective that a `start_...` function returned; None is already complete."""
     if work is not None:
         work.wait()
 
 
 def wait_for_axis(work: Work, axis: Axis, meanwhile: Meanwhile = None) -> None:
-    """Wait for work over an axis; before, compute delayed weight gradients and run `meanwhile`."""
+    """Compute delayed weight gradients, run `meanwhile`, then wait for a collective over the axis."""
     axis.overlap.fill_wait()
     if meanwhile is not None:
         meanwhile()
@@ -49,13 +49,13 @@ def _note(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Reduce over the axis, in place; op is sum, max, min or avg. Returns the tensor."""
+    """Reduce a tensor [...] over the axis in place and return it; op: sum, max, min or avg."""
     wait_for_axis(start_all_reduce(tensor, axis, op), axis)
     return tensor
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
-    """Begin an in-place reduction; the tensor must be left alone until `wait`."""
+    """Start an in-place all-reduce; the tensor must not be touched until `wait`."""
     if axis.size == 1:
         return None
     _note("all_reduce", axis, tensor)
@@ -63,9 +63,11 @@ def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
 
 
 def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
-    """Begin to sum `tensor` over the axis into this rank's piece `output`; output may be that slice of tensor."""
+    """Start to sum `tensor` [axis.size * k, ...] over the axis, this rank's chunk into `output` [k, ...], which may be
+    that slice.
+    """
     if axis.size == 1:
-        if memory_of(output) != memory_of(tensor):
+        if storage_position(output) != storage_position(tensor):
             output.copy_(tensor)
         return None
     _note("reduce_scatter", axis, tensor)
@@ -73,9 +75,11 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "
 
 
 def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
-    """Begin to gather every rank's piece into `output`; piece may be this rank's slice of output."""
+    """Start to gather every rank's `piece` [k, ...] into `output` [axis.size * k, ...]; piece may be this rank's slice
+    of output.
+    """
     if axis.size == 1:
-        if memory_of(output) != memory_of(piece):
+        if storage_position(output) != storage_position(piece):
             output.copy_(piece)
         return None
     _note("all_gather", axis, output)
@@ -92,7 +96,7 @@ def all_gather(piece: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
-    """Sum over the axis and keep this rank's piece. tensor: [axis.size * k, ...]; returns [k, ...]."""
+    """Sum over the axis and return this rank's chunk. tensor: [axis.size * k, ...]; returns [k, ...]."""
     if axis.size == 1:
         return tensor
     output = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
@@ -100,29 +104,35 @@ def reduce_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> T
     return output
 
 
-def cut(tensor: Tensor, axis: Axis) -> Tensor:
-    """This rank's piece of a tensor that all ranks of the axis hold, along dimension 0."""
+def local_chunk(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's chunk of a replicated tensor, along dimension 0. tensor: [axis.size * k, ...]; returns [k,
+    ...].
+    """
     if axis.size == 1:
         return tensor
     return tensor.chunk(axis.size)[axis.rank].contiguous()
 
 
-def start_shift(arriving: Tensor, tensor: Tensor, axis: Axis) -> list[dist.Work]:
-    """Begin to send a tensor to the next rank of the axis, and to take `arriving` from the one before; the first follows the
-    last. Both must be left alone until every work is waited for.
+def start_ring_shift(received: Tensor, tensor: Tensor, axis: Axis) -> list[dist.Work]:
+    """Start to send `tensor` to the next rank of the axis and to receive `received` from the previous one, as a ring.
+
+    Both have the same shape and must not be touched until every returned work was waited for.
     """
     if axis.size == 1:
-        arriving.copy_(tensor)
+        received.copy_(tensor)
         return []
     _note("shift", axis, tensor)
-    after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    next_rank, previous_rank = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, tensor, after, axis.group), dist.P2POp(dist.irecv, arriving, before, axis.group)]
+        [
+            dist.P2POp(dist.isend, tensor, next_rank, axis.group),
+            dist.P2POp(dist.irecv, received, previous_rank, axis.group),
+        ]
     )
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Copy from the rank at place `source` of the axis to all, in place. Returns the tensor."""
+    """Copy a tensor [...] in place from the rank at coordinate `source` of the axis to all; returns it."""
     if axis.size > 1:
         _note("broadcast", axis, tensor)
         dist.broadcast(tensor, axis.ranks[source], group=axis.group)
@@ -130,17 +140,17 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """A picklable value of the rank at place `source`, on all ranks of the axis."""
+    """Return the picklable value of the rank at coordinate `source` on all ranks of the axis."""
     if axis.size == 1:
         return value
     _note("broadcast of a value", axis)
-    box = [value]
-    dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, axis.ranks[source], group=axis.group)
+    return values[0]
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's picklable value, in the order of the axis, on all ranks."""
+    """Return every rank's picklable value, in the order of the axis, on all ranks."""
     if axis.size == 1:
         return [value]
     _note("gathering of values", axis)
@@ -150,14 +160,14 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until all ranks of the axis are here."""
+    """Wait until all ranks of the axis have reached this call."""
     if axis.size > 1:
         _note("barrier", axis)
         dist.barrier(group=axis.group)
 
 
 class _Pair(Function):
-    """`forward` on the tensor, `backward` on its gradient."""
+    """Apply the function `forward` to the tensor, and `backward` to its gradient."""
 
     @staticmethod
     def forward(
@@ -188,55 +198,69 @@ def _cut_columns(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: nothing. Backward: sum the gradient over the axis. tensor, result: [...]."""
+    """Forward: identity. Backward: sum the gradient over the axis. tensor, result: [...]."""
     return tensor if axis.size == 1 else _Pair.apply(tensor, _identity, partial(_sum, axis=axis))
 
 
 def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: sum over the axis. Backward: nothing, since every rank's gradient is already whole. tensor, result: [...]."""
+    """Forward: sum over the axis. Backward: identity, since every rank's gradient is complete. tensor, result: [...]."""
     return tensor if axis.size == 1 else _Pair.apply(tensor, partial(_sum, axis=axis), _identity)
 
 
 def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
-    """Forward: gather along dimension 0. Backward: sum the gradient and keep this rank's piece.
+    """Forward: all-gather along dimension 0. Backward: reduce-scatter the gradient.
 
-    tensor: [k, ...]; returns [axis.size * k, ...].
+    tensor: [k, ...]; returns [axis.size * k, ...]. meanwhile: runs while either collective is in flight.
     """
     if axis.size == 1:
         return tensor
-    gather, scatter = (partial(move, axis=axis, meanwhile=meanwhile) for move in (all_gather, reduce_scatter))
+    gather, scatter = (
+        partial(collective, axis=axis, meanwhile=meanwhile) for collective in (all_gather, reduce_scatter)
+    )
     return _Pair.apply(tensor, gather, scatter)
 
 
 def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
-    """Forward: sum over the axis and keep this rank's piece. Backward: gather the gradient.
+    """Forward: reduce-scatter along dimension 0. Backward: all-gather the gradient.
 
-    tensor: [axis.size * k, ...]; returns [k, ...].
+    tensor: [axis.size * k, ...]; returns [k, ...]. meanwhile: runs while either collective is in flight.
     """
     if axis.size == 1:
         return tensor
-    gather, scatter = (partial(move, axis=axis, meanwhile=meanwhile) for move in (all_gather, reduce_scatter))
+    gather, scatter = (
+        partial(collective, axis=axis, meanwhile=meanwhile) for collective in (all_gather, reduce_scatter)
+    )
     return _Pair.apply(tensor, scatter, gather)
 
 
-def cut_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: keep this rank's piece of a replicated tensor. Backward: gather the gradient.
+def split_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: return this rank's chunk of a replicated tensor. Backward: all-gather the gradient.
 
     tensor: [axis.size * k, ...]; returns [k, ...].
     """
-    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(cut, axis=axis), partial(all_gather, axis=axis))
+    return (
+        tensor
+        if axis.size == 1
+        else _Pair.apply(tensor, partial(local_chunk, axis=axis), partial(all_gather, axis=axis))
+    )
 
 
-def gather_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: gather along dimension 0. Backward: keep this rank's piece of a gradient that all ranks hold alike.
+def gather_then_split(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: all-gather along dimension 0. Backward: return this rank's chunk of a gradient that is equal on all
+    ranks.
 
     tensor: [k, ...]; returns [axis.size * k, ...].
     """
-    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(all_gather, axis=axis), partial(cut, axis=axis))
+    return (
+        tensor
+        if axis.size == 1
+        else _Pair.apply(tensor, partial(all_gather, axis=axis), partial(local_chunk, axis=axis))
+    )
 
 
-def gather_columns_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: gather along the last dimension. Backward: keep this rank's columns, since every rank's gradient is whole.
+def gather_columns_then_split(tensor: Tensor, axis: Axis) -> Tensor:
+    """Forward: all-gather along the last dimension. Backward: return this rank's columns of a gradient that is equal on
+    all ranks.
 
     tensor: [..., k]; returns [..., axis.size * k].
     """
@@ -245,25 +269,29 @@ def gather_columns_then_cut(tensor: Tensor, axis: Axis) -> Tensor:
     return _Pair.apply(tensor, partial(_gather_columns, axis=axis), partial(_cut_columns, axis=axis))
 
 
-# Exchanges of uneven pieces, along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
+# All-to-all of uneven chunks along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
 
 
-def start_exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> tuple[Tensor, Work]:
-    """Begin to send the i-th piece of `tensor` to rank i. Returns what comes, laid end to end by sender, and the work."""
+def start_all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: Axis) -> tuple[Tensor, Work]:
+    """Start to send the i-th chunk of `tensor` [sum(send), ...] to rank i.
+
+    Returns the tensor that receives the chunks [sum(receive), ...], in the order of their senders, and the work to wait
+    for.
+    """
     if axis.size == 1:
         return tensor, None
     _note("exchange", axis, tensor)
-    coming = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    work = dist.all_to_all_single(coming, tensor.contiguous(), receive, send, group=axis.group, async_op=True)
-    return coming, work
+    received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    work = dist.all_to_all_single(received, tensor.contiguous(), receive, send, group=axis.group, async_op=True)
+    return received, work
 
 
 @dataclass(slots=True)
-class AsyncExchange:
-    """An asynchronous exchange: its state between start and wait, in the forward and in the backward pass.
+class AsyncAllToAll:
+    """The state of an asynchronous all-to-all between start and wait, in the forward and in the backward pass.
 
-    send, receive: rows to and from every rank of the axis. meanwhile: runs before each wait. work: the collective under way.
-    gradient: what the backward pass receives.
+    send, receive: rows to and from every rank of the axis. meanwhile: runs before each wait. work: the collective in
+    flight. gradient: tensor that the backward pass receives.
     """
 
     send: list[int]
@@ -274,16 +302,16 @@ class AsyncExchange:
     gradient: Tensor | None = None
 
     def wait(self) -> None:
-        """Wait for the collective and release it, which would hold its tensors until the backward pass."""
+        """Wait for the collective and release it; otherwise it would hold its tensors until the backward pass."""
         wait_for_axis(self.work, self.axis, self.meanwhile)
         self.work = None
 
 
 class _Start(Function):
     @staticmethod
-    def forward(context: Any, tensor: Tensor, exchange: AsyncExchange) -> Tensor:
+    def forward(context: Any, tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
         context.exchange = exchange
-        received, exchange.work = start_exchange(tensor, exchange.send, exchange.receive, exchange.axis)
+        received, exchange.work = start_all_to_all(tensor, exchange.send, exchange.receive, exchange.axis)
         return received
 
     @staticmethod
@@ -296,7 +324,7 @@ class _Start(Function):
 
 class _Finish(Function):
     @staticmethod
-    def forward(context: Any, tensor: Tensor, exchange: AsyncExchange) -> Tensor:
+    def forward(context: Any, tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
         context.exchange = exchange
         exchange.wait()
         return tensor.view_as(tensor)
@@ -304,57 +332,63 @@ class _Finish(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         exchange = context.exchange
-        exchange.gradient, exchange.work = start_exchange(gradient, exchange.receive, exchange.send, exchange.axis)
+        exchange.gradient, exchange.work = start_all_to_all(gradient, exchange.receive, exchange.send, exchange.axis)
         return gradient, None  # only for autograd, which wants the input's shape: `exchange.gradient` has the true one
 
 
-def start_async(tensor: Tensor, exchange: AsyncExchange) -> Tensor:
-    """Start an exchange. tensor: [sum(send), ...]; returns [sum(receive), ...], without values until `finish_async`.
+def start_async(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
+    """Start an all-to-all. tensor: [sum(send), ...]; returns [sum(receive), ...], without values until `finish_async`.
 
     Backward: wait for the gradient.
     """
     return tensor if exchange.axis.size == 1 else _Start.apply(tensor, exchange)
 
 
-def finish_async(received: Tensor, exchange: AsyncExchange) -> Tensor:
-    """Wait for the result of `start_async`. received, result: [sum(receive), ...]. Backward: start the exchange of the gradient."""
+def finish_async(received: Tensor, exchange: AsyncAllToAll) -> Tensor:
+    """Wait for the result of `start_async`. received, result: [sum(receive), ...]. Backward: start the all-to-all of
+    the gradient.
+    """
     return received if exchange.axis.size == 1 else _Finish.apply(received, exchange)
 
 
-def exchange(tensor: Tensor, send: list[int], receive: list[int], axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
-    """All-to-all along dimension 0: the i-th piece goes to rank i. Backward: the same of the gradient, the other way round.
+def all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+    """All-to-all along dimension 0: the i-th chunk goes to rank i. Backward: the reverse all-to-all of the gradient.
 
     send, receive: rows to and from every rank. tensor: [sum(send), ...]; returns [sum(receive), ...].
     """
-    one = AsyncExchange(send, receive, axis, meanwhile)
-    return finish_async(start_async(tensor, one), one)
+    state = AsyncAllToAll(send, receive, axis, meanwhile)
+    return finish_async(start_async(tensor, state), state)
 
 
 def _gather_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    whole = all_gather(_filled(tensor, max(sizes)), axis)
-    return torch.cat([piece[:size] for piece, size in zip(whole.chunk(axis.size), sizes, strict=True)])
+    gathered = all_gather(_padded_rows(tensor, max(sizes)), axis)
+    return torch.cat([piece[:size] for piece, size in zip(gathered.chunk(axis.size), sizes, strict=True)])
 
 
 def _scatter_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    pieces = torch.cat([_filled(piece, max(sizes)) for piece in tensor.split(sizes)])
+    pieces = torch.cat([_padded_rows(piece, max(sizes)) for piece in tensor.split(sizes)])
     return reduce_scatter(pieces, axis)[: sizes[axis.rank]]
 
 
-def _filled(tensor: Tensor, rows: int) -> Tensor:
+def _padded_rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros((rows - len(tensor), *tensor.shape[1:]))))
 
 
 def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """`gather_then_scatter` of pieces with these numbers of rows. tensor: [sizes[axis.rank], ...]; returns [sum(sizes), ...]."""
+    """`gather_then_scatter` of chunks with these numbers of rows. tensor: [sizes[axis.rank], ...]; returns [sum(sizes),
+    ...].
+    """
     if axis.size == 1:
         return tensor
-    gather, scatter = (partial(move, sizes=sizes, axis=axis) for move in (_gather_uneven, _scatter_uneven))
+    gather, scatter = (partial(collective, sizes=sizes, axis=axis) for collective in (_gather_uneven, _scatter_uneven))
     return _Pair.apply(tensor, gather, scatter)
 
 
 def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """`scatter_then_gather` into pieces with these numbers of rows. tensor: [sum(sizes), ...]; returns [sizes[axis.rank], ...]."""
+    """`scatter_then_gather` into chunks with these numbers of rows. tensor: [sum(sizes), ...]; returns
+    [sizes[axis.rank], ...].
+    """
     if axis.size == 1:
         return tensor
-    gather, scatter = (partial(move, sizes=sizes, axis=axis) for move in (_gather_uneven, _scatter_uneven))
+    gather, scatter = (partial(collective, sizes=sizes, axis=axis) for collective in (_gather_uneven, _scatter_uneven))
     return _Pair.apply(tensor, scatter, gather)

@@ -1,4 +1,4 @@
-"""The few calls that differ between CPU and GPU. Nobody else says `torch.cuda`."""
+"""The calls that differ between CPU and GPU. No other module uses `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def pick_device() -> torch.device:
-    """The device of this process: its own GPU where there is one, else the CPU."""
+    """Return the device of this process: the GPU of its local rank if there is one (unless MEGATRON_DEVICE=cpu), else
+    the CPU.
+    """
     if torch.cuda.is_available() and os.environ.get("MEGATRON_DEVICE", "auto") != "cpu":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
 
 
-def claim(device: torch.device) -> None:
-    """Make `device` this process's current device."""
+def set_current_device(device: torch.device) -> None:
+    """Make `device` the current CUDA device of this thread; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let the C library keep what tensors on a CPU let go of, for those to come.
+    """Stop the C library from returning the memory of freed CPU tensors to the operating system.
 
-    It gives large pieces back to the system, which hands out zeroed pages anew, one page fault each: some hundredths of a step on a
-    virtual machine. Processes then hold what they held at their peak. Only glibc can be told, and who has told it something by
-    variables of the environment is not contradicted.
+    By default glibc unmaps large blocks, and each later allocation costs a page fault per page: some hundredths of a
+    step on a virtual machine. With this, a process holds on to its peak memory. Only glibc supports it, and malloc
+    settings in the environment win.
     """
     tuned = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     mallopt = (
@@ -51,12 +53,13 @@ def keep_freed_memory(device: torch.device) -> None:
         mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def compute_in_batches(device: torch.device) -> None:
-    """Tell Linux that this process of a run on CPUs computes: a thread of it that wakes up does not push another off a processor.
+def use_batch_scheduling(device: torch.device) -> None:
+    """On Linux, give this process of a CPU run the scheduling policy SCHED_BATCH: its threads do not preempt others
+    when they wake up.
 
-    It is said of threads that start later, too. Gloo carries messages in a thread of its own, which asks again and again, without a
-    pause, as long as another holds the lock of a connection. Where ranks are as many as processors or more, that other one would be
-    the one that was pushed off, and both would stand still. Systems without such a policy, or that forbid it, go on as they are.
+    Threads that start later inherit it. Gloo sends messages from a thread that busily retries while another thread
+    holds the lock of a connection. With at least as many ranks as processors, the holder could be preempted by the
+    retrying thread, and both would stall. Where the policy does not exist or is forbidden, nothing happens.
     """
     if device.type == "cpu" and hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):
@@ -64,13 +67,13 @@ def compute_in_batches(device: torch.device) -> None:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def backend_of(device: torch.device, wish: str = "auto") -> str:
-    """The process-group backend for tensors on `device`."""
+def backend_of(device: torch.device, requested: str = "auto") -> str:
+    """Return the process-group backend for tensors on `device`; requested: --distributed-backend."""
     if (
-        wish == "nccl" and device.type == "cpu"
+        requested == "nccl" and device.type == "cpu"
     ):  # Megatron's default, which is in every script; training/cli/preflight.py says so
         return "gloo"
-    return wish if wish != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    return requested if requested != "auto" else ("nccl" if device.type == "cuda" else "gloo")
 
 
 def synchronize(device: torch.device) -> None:
@@ -79,20 +82,24 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def widens_products(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether this device's matmul adds products of one format to sums of another. There is no list of them: one tries it."""
-    if device.type != "cuda" or narrow == wide:
+def supports_mixed_dtype_addmm(device: torch.device, input_dtype: torch.dtype, sum_dtype: torch.dtype) -> bool:
+    """Return whether this device's matmul can multiply matrices of one dtype and add to a sum of another; found by
+    trying it.
+    """
+    if device.type != "cuda" or input_dtype == sum_dtype:
         return False
-    one, total = (torch.ones((16, 16), dtype=dtype, device=device) for dtype in (narrow, wide))
+    ones, total = (torch.ones((16, 16), dtype=dtype, device=device) for dtype in (input_dtype, sum_dtype))
     try:
-        torch.addmm(total, one, one, wide, out=total)
+        torch.addmm(total, ones, ones, sum_dtype, out=total)
     except (RuntimeError, TypeError):
         return False
     return bool((total == 17).all())
 
 
 class Stopwatch:
-    """Seconds of work between `start` and `stop`, added up: of the device's stream on a GPU, which nobody has to wait for."""
+    """Accumulates seconds of work between `start` and `stop`; on a GPU with events on its stream, without
+    synchronizing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -100,17 +107,17 @@ class Stopwatch:
         self._events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start an interval."""
         self._read()
 
     def stop(self) -> None:
-        """Count no further."""
+        """End the interval and add it."""
         before = self._since
         self._read()
         self._seconds += self._since - before
 
     def take(self) -> float:
-        """What was counted since the last time. Waits for the last event on a GPU."""
+        """Return the seconds since the last call and reset; waits for the last event on a GPU."""
         events, self._events = self._events, []
         if events:
             events[-1].synchronize()
@@ -127,59 +134,61 @@ class Stopwatch:
             self._since = time.perf_counter()
 
 
-class Graphs:
-    """CUDA graphs of one device, which share one pool of memory: what one returns is good until another is repeated."""
+class CudaGraphPool:
+    """Captures CUDA graphs that share one memory pool: the output of one graph is valid until another one is replayed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None  # of torch.cuda, which has no public type for it
+        self._pool: Any = None  # torch.cuda has no public type for a pool handle
         self._stream: torch.cuda.Stream | None = None
 
-    def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Run `work`, which must not wait for the device, and record it. Returns what repeats it, and what it returned."""
-        aside, here = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        aside.wait_stream(here)
+    def warm_up_and_capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Run `work` once for warm-up, then capture it. It must not synchronize. Returns the replay function, and the
+        captured output.
+        """
+        warmup_stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        warmup_stream.wait_stream(current)
         with torch.cuda.stream(
-            aside
-        ):  # libraries make their plans and buffers in a first run, which must not be recorded
+            warmup_stream
+        ):  # libraries allocate buffers and choose plans in the first run, which must not be captured
             work()
-        here.wait_stream(aside)
+        current.wait_stream(warmup_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = work()
         self._pool = graph.pool()
         return graph.replay, output
 
-    def record_only(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record `work`, which ran before, and do not run it: no tensor changes. Returns what does it, and what it returned.
+    def capture(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture `work`, which ran before, without running it. Returns the replay function, and the captured output.
 
-        Nothing waits for the device or for other ranks, as messages may be on their way. All is recorded on one stream, which
-        autograd goes back to for a backward pass.
+        Nothing waits for the device or for other ranks, since messages may be in flight. Everything is captured on one
+        stream, to which autograd returns for a backward pass.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        here, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
-        self._stream.wait_stream(here)
-        collects = gc.isenabled()
-        gc.disable()  # what is let go of meanwhile might be memory of the device, or a graph
+        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(current)
+        gc_was_enabled = gc.isenabled()
+        gc.disable()  # a collection meanwhile could free device memory or a graph
         try:
             with torch.cuda.stream(self._stream):
-                # Threads that load data or watch over collectives go on: only what this one does is recorded, and judged.
+                # thread_local: threads that load data or watch collectives may go on using CUDA meanwhile.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     output = work()
                 finally:
                     graph.capture_end()
         finally:
-            if collects:
+            if gc_was_enabled:
                 gc.enable()
-        here.wait_stream(self._stream)
+        current.wait_stream(self._stream)
         self._pool = graph.pool()
         return graph.replay, output
 
 
-class Mark:
-    """A point in a lane's work."""
+class StreamEvent:
+    """A point in the work of a side stream, to wait for."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._event = torch.cuda.Event() if stream is not None else None
@@ -187,27 +196,29 @@ class Mark:
             self._event.record(stream)
 
     def wait(self) -> None:
-        """Let the device do what it is given next when the lane has come so far."""
+        """Make the device's current stream wait for this point."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def wait_on_host(self) -> None:
-        """Wait until the lane has come so far."""
+        """Block the calling thread until the side stream has reached this point."""
         if self._event is not None:
             self._event.synchronize()
 
 
-class Lane:
-    """Copies beside the work of a device: `with lane:` they begin when all work so far is done, and other work goes on meanwhile.
+class SideStream:
+    """A CUDA stream for copies beside computation: inside `with side_stream:`, copies start when all work queued so far
+    is done.
 
-    What is copied must be left alone until a mark is waited for. On a CPU, everything is done at once.
+    The copied tensors must not change until an event recorded afterwards was waited for. On a CPU, copies are
+    synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._inside: torch.cuda.StreamContext | None = None
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             self._inside = torch.cuda.stream(self._stream)
@@ -218,53 +229,54 @@ class Lane:
         if self._inside is not None:
             self._inside.__exit__(*raised)
 
-    def mark(self) -> Mark:
-        """Where the lane is now."""
-        return Mark(self._stream)
+    def record_event(self) -> StreamEvent:
+        """Record an event at the current end of the stream."""
+        return StreamEvent(self._stream)
 
     def join(self) -> None:
-        """Let the device do what it is given next when the lane is through."""
-        self.mark().wait()
+        """Make the device's current stream wait for all work of this stream."""
+        self.record_event().wait()
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        """The lane reads or writes this tensor, which others may let go of earlier."""
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that this stream uses the tensor, which others may free earlier."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
 
-def has_own_memory(device: torch.device) -> bool:
-    """Whether the device's memory is another than the CPU's."""
+def has_separate_memory(device: torch.device) -> bool:
+    """Return whether the device has memory separate from the CPU's."""
     return device.type != "cpu"
 
 
-def host_memory(shape: int | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = True) -> torch.Tensor:
-    """Room in the CPU's memory. pinned: from which a GPU can copy beside its work; a run without one has no use for it."""
+def empty_host_tensor(shape: int | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = True) -> torch.Tensor:
+    """Return an empty CPU tensor [shape]; pinned: page-locked if there is a GPU, so that it can copy asynchronously."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and torch.cuda.is_available())
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Which memory a tensor lies in, and at which of its elements it begins: equal for two that begin at the same place.
+def storage_position(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a tensor's storage id and storage offset (in elements): equal for two tensors that start at the same
+    element.
 
-    Unlike an address, it is known of tensors without data too. It means something only while that memory is alive.
+    Unlike an address, it exists for tensors without data too. It is valid only while that storage is alive.
     """
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """State of the device's default random generator."""
+    """Return the state of the device's default random generator: uint8 [bytes]."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Put the device's default random generator into `state`."""
+    """Set the state of the device's default random generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
 
 
-def lacks_compiler(device: torch.device) -> str:
-    """Why torch's compiler can make no kernels for this device here, or an empty string."""
+def missing_compiler(device: torch.device) -> str:
+    """Return why torch.compile cannot generate kernels for this device here, or an empty string if it can."""
     if device.type == "cuda":
         return (
             ""
@@ -280,7 +292,9 @@ def lacks_compiler(device: torch.device) -> str:
 
 
 def memory_report(device: torch.device) -> dict[str, int]:
-    """Bytes held on the device: allocated, max allocated, reserved, max reserved. On a CPU: the process's own memory."""
+    """Return bytes held on the device: allocated and reserved, now and at peak. On a CPU: the resident memory of the
+    process.
+    """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return {
@@ -300,22 +314,22 @@ def memory_report(device: torch.device) -> dict[str, int]:
 
 
 def free_memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of the device that nobody has taken, and that it has in all; None on a CPU."""
+    """Return the free and the total bytes of the device; None on a CPU."""
     return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give cached device memory back to the driver."""
+    """Return cached device memory to the driver."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def name_of(device: torch.device) -> str:
-    """The device's product name, e.g. `NVIDIA H200`; `cpu` on a CPU."""
+def device_name(device: torch.device) -> str:
+    """Return the device's product name, such as `NVIDIA H200`; `cpu` on a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def profiler_activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
-    """What a profile of this device records."""
+    """Return what torch.profiler records for this device."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     return activities + [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else activities

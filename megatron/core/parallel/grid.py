@@ -1,8 +1,8 @@
-"""Which ranks share which axis: pure arithmetic, no torch.
+"""Computes which ranks form the groups of each mesh axis; pure arithmetic, without torch.
 
-Ranks are laid out like digits of a number, the leftmost axis of `order` turning fastest. Dense layers see
-tensor x context x data x pipeline; experts see the ranks of each pipeline stage, in ascending order, as expert-tensor x
-expert x expert-data. So both views agree on the pipeline, wherever it stands in the order.
+Ranks are numbered like digits, the leftmost axis of `order` varying fastest. Dense layers see the world as tensor x
+context x data x pipeline. Expert layers see the ranks of each pipeline stage, in ascending order, as expert-tensor x
+expert x expert-data. Both views therefore agree on the pipeline, at whichever position of the order it is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ RankLists = tuple[tuple[int, ...], ...]
 
 
 def rank_lists(sizes: dict[str, int], order: tuple[str, ...], along: tuple[str, ...]) -> RankLists:
-    """All groups of ranks that differ only along the axes `along`.
+    """Return all groups of ranks that differ only in their coordinates on the axes `along`.
 
-    sizes: axis -> size. order: axes, fastest first. Groups and their members come in ascending order.
+    sizes: axis -> size. order: axes, fastest varying first. Groups and their members are in ascending order.
     """
     strides, step = {}, 1
     for axis in order:
@@ -38,7 +38,10 @@ def rank_lists(sizes: dict[str, int], order: tuple[str, ...], along: tuple[str, 
 
 
 def context_sizes(parallel: ParallelConfig) -> tuple[int, int]:
-    """Ranks of a context group's inner blocks, and how many blocks there are; one rank a block unless sizes are given."""
+    """Return the inner and the outer size of hierarchical context parallelism; (1, size) if no sizes are given.
+
+    Raises ConfigError if the two sizes do not multiply to --context-parallel-size.
+    """
     size = parallel.context_parallel_size
     given = parallel.hierarchical_context_parallel_sizes or (1, size)
     if len(given) != 2 or given[0] * given[1] != size:
@@ -49,10 +52,10 @@ def context_sizes(parallel: ParallelConfig) -> tuple[int, int]:
     return given
 
 
-def block_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
-    """Neighbours on the data axis that may share a sequence, for every power of two of them.
+def hybrid_cp_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
+    """Return the groups of neighbouring data-parallel ranks that may share a sequence, one axis for every power of two.
 
-    None without --hybrid-context-parallel.
+    Empty without --hybrid-context-parallel.
     """
     result: dict[str, RankLists] = {}
     lines = axis_ranks(parallel, world_size)["dp_cp"]
@@ -66,11 +69,12 @@ def block_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankList
 
 
 def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
-    """Every axis of the mesh -> all its groups of global ranks.
+    """Return every axis of the mesh with all its groups of global ranks.
 
-    Axes: tp, cp, dp, pp, ep, etp, edp, and the merged dp_cp, tp_cp, model (tensor and pipeline), embed (the pipeline stages
-    that hold a tied output matrix: the first, the last, and that of multi-token prediction), mtp_embed (those that embed: the
-    first, and that of multi-token prediction) and world. cp is cp_inner x cp_outer, neighbours and blocks of neighbours.
+    Axes: tp, cp, dp, pp, ep, etp, edp; cp_inner and cp_outer, whose product is cp; and the merged ones: dp_cp, tp_cp,
+    model (tensor and pipeline), world, embed (the pipeline ranks that hold a copy of a tied output matrix: first stage,
+    last stage, and the stage of multi-token prediction) and mtp_embed (the ranks that hold the embedding: first stage
+    and that of multi-token prediction). Raises ConfigError if the parallel sizes do not divide `world_size`.
     """
     tp, pp, cp, ep = parallel.tp, parallel.pp, parallel.context_parallel_size, parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
@@ -85,10 +89,10 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
             f"= {etp * ep * pp}; choose sizes whose product divides the number of ranks"
         )
     inner = context_sizes(parallel)[0]
-    last = ("pp", "dp") if parallel.use_tp_pp_dp_mapping else ("dp", "pp")
+    outer_axes = ("pp", "dp") if parallel.use_tp_pp_dp_mapping else ("dp", "pp")
     dense = {"tp": tp, "cp_inner": inner, "cp_outer": cp // inner, "pp": pp, "dp": world_size // (tp * pp * cp)}
     expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp)}
-    dense_order = ("tp", "cp_inner", "cp_outer", *last)
+    dense_order = ("tp", "cp_inner", "cp_outer", *outer_axes)
     context = ("cp_inner", "cp_outer")
     pipelines = rank_lists(dense, dense_order, ("pp",))
     result = {
@@ -106,10 +110,10 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
         }.items()
     }
     result["pp"] = pipelines
-    end = home(2 * pp - 1, pp, parallel.placement)[0]
-    again = _place_of_m(parallel, end)
-    result["embed"] = tuple(tuple(dict.fromkeys((line[0], line[again], line[end]))) for line in pipelines)
-    result["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[again]))) for line in pipelines)
+    last_rank = home(2 * pp - 1, pp, parallel.placement)[0]
+    mtp_rank = _mtp_pipeline_rank(parallel, last_rank)
+    result["embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank], line[last_rank]))) for line in pipelines)
+    result["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank]))) for line in pipelines)
     stages = rank_lists(dense, dense_order, ("tp", *context, "dp"))
     result |= {
         name: tuple(
@@ -124,9 +128,12 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     return result
 
 
-def _place_of_m(parallel: ParallelConfig, end: int) -> int:
-    """The pipeline rank with the layers of multi-token prediction: that of the last stage, if the layout does not say otherwise."""
+def _mtp_pipeline_rank(parallel: ParallelConfig, last_rank: int) -> int:
+    """Return the pipeline rank that holds the multi-token prediction layers: that of the last stage, unless the layout
+    places them.
+    """
     stages = read_layout(parallel.pipeline_model_parallel_layout or "")
     return next(
-        (home(index, parallel.pp, parallel.placement)[0] for index, stage in enumerate(stages) if "m" in stage), end
+        (home(index, parallel.pp, parallel.placement)[0] for index, stage in enumerate(stages) if "m" in stage),
+        last_rank,
     )

@@ -1,11 +1,12 @@
-"""The main gradient of a parameter: its sum over the microbatches of a step, usually in fp32.
+"""The main gradient of a parameter: its sum over the microbatches of a step, usually in fp32. Three kinds of
+contributions:
 
-    autograd        a gradient in memory of its own, which is added
-    a linear layer  accumulates gradient^T x in the matmul itself (`--no-gradient-accumulation-fusion`: gives it to autograd)
+    autograd        computes a gradient in separate memory, which is added
+    a linear layer  accumulates gradient^T x inside the matmul (not with `--no-gradient-accumulation-fusion`)
     the loss        accumulates chunks of the vocabulary
 
-A layer that accumulates by itself gives autograd no gradient: nothing is rounded to the format of the weights on its way to the
-wider sum, and there is no second pass through memory. distributed/ddp.py says how the contributions are counted.
+A layer that accumulates by itself returns no gradient to autograd: nothing is rounded to the format of the weights on
+its way into the fp32 sum, and there is no second pass through memory. distributed/ddp.py counts the contributions.
 """
 
 from __future__ import annotations
@@ -17,39 +18,39 @@ from torch import Tensor
 
 
 class MainGrad:
-    """The summed gradient of one parameter. total: the tensor, in the parameter's shape and the dtype of main gradients. widens: a matmul
-    of the parameter's dtype can accumulate into it.
+    """The accumulated gradient of one parameter.
 
-    open: a step is under way. touched: something was added and is not counted yet. came: to be called to count it where no
-    backward pass ends at the parameter.
+    total: the sum, in the parameter's shape and the dtype of main gradients. mixed_dtype_addmm: a matmul of the
+    parameter's dtype can accumulate into it. open: a step is under way. has_uncounted: a contribution was added that is
+    not counted yet. on_accumulated: call it to count contributions where no backward pass ends at the parameter.
     """
 
-    def __init__(self, total: Tensor, *, widens: bool = False) -> None:
-        self.total, self.widens, self.open, self.touched = total, widens, False, False
-        self.came: Callable[[], None] = lambda: None
+    def __init__(self, total: Tensor, *, mixed_dtype_addmm: bool = False) -> None:
+        self.total, self.mixed_dtype_addmm, self.open, self.has_uncounted = total, mixed_dtype_addmm, False, False
+        self.on_accumulated: Callable[[], None] = lambda: None
 
     def add(self, gradient: Tensor, factor: Tensor | None = None) -> None:
-        """Add a gradient of any dtype, times a factor []."""
+        """Add a gradient of any dtype, in the parameter's shape, multiplied by `factor` [] if given."""
         if factor is None:
             self.total.add_(gradient)
         elif gradient.dtype == self.total.dtype == factor.dtype:
             self.total.addcmul_(gradient, factor)
         else:
             self.total.add_(gradient * factor)
-        self.touched = True
+        self.has_uncounted = True
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left [m, k] times right [k, n], for a parameter [m, n]; in the matmul itself where that is possible."""
+        """Add left [m, k] times right [k, n] for a parameter [m, n], inside the matmul where the dtypes allow it."""
         if left.dtype == self.total.dtype:
             torch.addmm(self.total, left, right, out=self.total)
-        elif self.widens:
+        elif self.mixed_dtype_addmm:
             torch.addmm(self.total, left, right, self.total.dtype, out=self.total)
         else:
             self.total.add_(left.mm(right))
-        self.touched = True
+        self.has_uncounted = True
 
 
-def sum_of(parameter: Tensor) -> MainGrad | None:
-    """The main gradient of a parameter while a step is under way; None at other times, when autograd returns gradients."""
+def active_main_grad(parameter: Tensor) -> MainGrad | None:
+    """Return the main gradient of a parameter during a step; None outside of one, when autograd is to return gradients."""
     result = getattr(parameter, "main_grad", None)
     return result if result is not None and result.open else None

@@ -1,6 +1,6 @@
-"""This rank's place on every axis, and the process groups that go with it.
+"""This rank's coordinate on every mesh axis, and the process groups of the axes.
 
-A `Mesh` is made once and passed; nothing about ranks is kept in module state. An axis of size 1 has no group, and
+A `Mesh` is built once and passed as an argument; no rank information is module state. An axis of size 1 has no group, and
 every collective over it returns its input: one code path serves a laptop and a cluster.
 
         dp 0        dp 1                 Mesh of tensor 2 x data 2 x pipeline 2, rank 5 in brackets:
@@ -20,17 +20,19 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.parallel.device import backend_of, compute_in_batches
+from megatron.core.parallel.device import backend_of, use_batch_scheduling
 from megatron.core.parallel.flight_recorder import FlightRecorder
-from megatron.core.parallel.grid import axis_ranks, block_ranks
+from megatron.core.parallel.grid import axis_ranks, hybrid_cp_ranks
 from megatron.core.parallel.overlap import Overlap
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One direction of the mesh. rank: this rank's place on it; ranks: global ranks; group: None at size 1.
+    """One axis of the device mesh.
 
-    flight_recorder: where collectives over it are noted; overlap: what is computed during waits. All axes of a mesh share both.
+    size: number of ranks on it. rank: this rank's coordinate. ranks: their global ranks, in order. group: the process
+    group, None at size 1. flight_recorder: records the collectives over the axis. overlap: computation that runs during
+    waits. All axes of a mesh share the last two.
     """
 
     name: str
@@ -43,21 +45,23 @@ class Axis:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank stands at the beginning of the axis."""
+        """Whether this rank is the first of the axis."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank stands at the end of the axis."""
+        """Whether this rank is the last of the axis."""
         return self.rank == self.size - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Where this rank stands. `pp_backward` is the pipeline again, with a group of its own for gradients.
+    """The device mesh as one rank sees it: its device, and an `Axis` for each parallelism and each merged group (see
+    grid.py).
 
-    cp_inner, cp_outer: neighbours on cp, and those at the same place among theirs. blocks: neighbours that may share a sequence
-    under --hybrid-context-parallel, one axis for every number of them.
+    pp_backward: the pipeline ranks again, with a separate group for gradients. cp_inner, cp_outer: the two levels of
+    hierarchical context parallelism. hybrid_cp: groups of 2, 4, 8, ... neighbouring ranks that may share a sequence
+    under --hybrid-context-parallel.
     """
 
     device: torch.device
@@ -77,66 +81,69 @@ class Mesh:
     embed: Axis
     mtp_embed: Axis
     world: Axis
-    blocks: tuple[Axis, ...] = ()
+    hybrid_cp: tuple[Axis, ...] = ()
 
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
-        """The mesh of one process, without torch.distributed."""
+        """Return the mesh of a single process, without torch.distributed."""
         flight_recorder, overlap = FlightRecorder(), Overlap()
         axes: dict[str, Any] = {
             field.name: Axis(field.name, flight_recorder=flight_recorder, overlap=overlap)
             for field in fields(Mesh)
-            if field.name not in ("device", "blocks")
+            if field.name not in ("device", "hybrid_cp")
         }
         return Mesh(device=device or torch.device("cpu"), **axes)
 
     @staticmethod
     def build(parallel: ParallelConfig, device: torch.device) -> Mesh:
-        """Make all groups. Every rank of the initialized default group calls this, with the same config."""
-        compute_in_batches(device)
+        """Create all process groups and return this rank's mesh.
+
+        Collective: every rank of the initialized default group calls it with the same `parallel`.
+        """
+        use_batch_scheduling(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         backend = backend_of(device, parallel.distributed_backend)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         lists = axis_ranks(parallel, world_size)
         lists["pp_backward"] = lists["pp"]
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         axes, flight_recorder, overlap = {}, FlightRecorder(), Overlap()
 
         def axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
-            mine = _axis(name, lists, rank, made, backend, timeout)
-            return replace(mine, flight_recorder=flight_recorder, overlap=overlap)
+            this_axis = _axis(name, lists, rank, groups, backend, timeout)
+            return replace(this_axis, flight_recorder=flight_recorder, overlap=overlap)
 
-        for place in fields(Mesh):
-            if place.name in ("device", "blocks"):
+        for mesh_field in fields(Mesh):
+            if mesh_field.name in ("device", "hybrid_cp"):
                 continue
-            if place.name == "pp_backward":
-                made = {}
-            axes[place.name] = axis(place.name, lists[place.name])
-        made = {}
-        blocks = tuple(axis(name, ranks) for name, ranks in block_ranks(parallel, world_size).items())
-        return Mesh(device=device, blocks=blocks, **axes)
+            if mesh_field.name == "pp_backward":
+                groups = {}
+            axes[mesh_field.name] = axis(mesh_field.name, lists[mesh_field.name])
+        groups = {}
+        hybrid_cp = tuple(axis(name, ranks) for name, ranks in hybrid_cp_ranks(parallel, world_size).items())
+        return Mesh(device=device, hybrid_cp=hybrid_cp, **axes)
 
     @property
     def flight_recorder(self) -> FlightRecorder:
-        """Where this rank notes what it does."""
+        """The recorder of this rank's collectives, shared by all axes."""
         return self.world.flight_recorder
 
     @property
     def overlap(self) -> Overlap:
-        """What this rank computes while it waits for others."""
+        """The computation that this rank runs during waits, shared by all axes."""
         return self.world.overlap
 
-    def sharing(self, size: int) -> Axis:
-        """This rank and those with which it shares a sequence that is cut over so many."""
-        return next(axis for axis in (self.cp, *self.blocks) if axis.size == size)
+    def sequence_axis(self, size: int) -> Axis:
+        """Return the axis of this rank and the others over which a sequence is split into `size` shards."""
+        return next(axis for axis in (self.cp, *self.hybrid_cp) if axis.size == size)
 
     def with_axes(self, axes: Mapping[str, Axis]) -> Mesh:
-        """The mesh with other axes under some names."""
+        """Return a copy of the mesh with the axes of these names replaced."""
         changes: dict[str, Any] = dict(axes)
         return replace(self, **changes)
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name."""
+        """Return the axis called `name`."""
         return getattr(self, name)
 
 
@@ -144,15 +151,19 @@ def _axis(
     name: str,
     lists: tuple[tuple[int, ...], ...],
     rank: int,
-    made: dict[tuple[int, ...], dist.ProcessGroup],
+    groups: dict[tuple[int, ...], dist.ProcessGroup],
     backend: str,
     timeout: timedelta,
 ) -> Axis:
-    """This rank's axis. All ranks make all groups in the same order; equal lists of ranks share one group."""
-    mine = Axis(name, ranks=(rank,))
+    """Return this rank's axis, creating the process groups of all ranks.
+
+    lists: the ranks of every group of the axis. groups: process groups created so far, by their ranks; equal lists
+    share one group. All ranks create all groups in the same order, as torch.distributed requires.
+    """
+    result = Axis(name, ranks=(rank,))
     for ranks in lists:
-        if len(ranks) > 1 and ranks not in made:
-            made[ranks] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        if len(ranks) > 1 and ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         if rank in ranks:
-            mine = Axis(name, len(ranks), ranks.index(rank), ranks, made.get(ranks))
-    return mine
+            result = Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(ranks))
+    return result

@@ -1,13 +1,14 @@
-"""Activations that wait for their backward pass in the memory of the CPU.
+"""Activation offloading: saved activations wait for their backward pass in CPU memory.
 
-    forward     layer 0 works | layer 1 works ...        lane down:  what layer 0 saved | what layer 1 saved ...
-    backward    layer 1 works | layer 0 works            lane up:    layer 1's | layer 0's, while layer 1 works
+    forward     layer 0 computes | layer 1 computes ...   copy to the CPU:   saved by layer 0 | saved by layer 1 ...
+    backward    layer 1 computes | layer 0 computes       copy to the GPU:   of layer 1 | of layer 0
 
-Autograd hands over each tensor that it saves (torch.autograd.graph.saved_tensors_hooks), and asks for it back. What lies in
-one storage travels once, and comes back as the views that were saved, with their strides: so every operation sees what it
-would have seen, and results are the same to the last bit. Weights, small tensors and what is recomputed stay where they are.
+Autograd passes each tensor that it saves to a hook (torch.autograd.graph.saved_tensors_hooks) and requests it back in
+the backward pass. Tensors that share a storage are copied once and come back as the same views with the same strides,
+so every operation sees what it would have seen, and results are bitwise equal. Weights, small tensors and recomputed
+activations are not offloaded.
 
-On a CPU the copies are plain ones, which save nothing. Rhu et al., 2016, "vDNN", arXiv 1602.08124.
+On a CPU the copies are plain ones, which save no memory. Rhu et al., 2016, "vDNN", arXiv 1602.08124.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parallel.device import Lane, Mark, host_memory
+from megatron.core.parallel.device import SideStream, StreamEvent, empty_host_tensor
 
 
-class Parcel:
-    """Some bytes of a storage, in the CPU's memory, and on the device again once they were fetched."""
+class OffloadedBytes:
+    """A range of bytes of a storage, copied to CPU memory, and back to the device after `fetch`."""
 
-    def __init__(self, source: Tensor, lane: Lane) -> None:
-        """source: uint8 [bytes], on the device."""
-        self.lane, self.device = lane, source.device
-        self.host = host_memory(source.numel(), torch.uint8)
-        with lane:
+    def __init__(self, source: Tensor, side_stream: SideStream) -> None:
+        """Start the copy to the CPU. source: uint8 [bytes], on the device."""
+        self.side_stream, self.device = side_stream, source.device
+        self.host = empty_host_tensor(source.numel(), torch.uint8)
+        with side_stream:
             self.host.copy_(source, non_blocking=True)
-        lane.uses(source)
+        side_stream.record_use(source)
         self._back: Tensor | None = None
-        self._mark: Mark | None = None
+        self._mark: StreamEvent | None = None
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Start the copy back to the device, once."""
         if self._back is None:
             self._back = torch.empty_like(self.host, device=self.device)
-            with self.lane:
+            with self.side_stream:
                 self._back.copy_(self.host, non_blocking=True)
-            self.lane.uses(self._back)
-            self._mark = self.lane.mark()
+            self.side_stream.record_use(self._back)
+            self._mark = self.side_stream.record_event()
 
     def arrived(self) -> Tensor:
-        """It, on the device: uint8 [bytes]."""
+        """Wait for the copy and return the bytes on the device: uint8 [bytes]."""
         self.fetch()
         assert self._back is not None and self._mark is not None, "what was fetched is on its way"
         self._mark.wait()
@@ -55,106 +56,114 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ticket:
-    """What autograd keeps instead of a tensor: a view into a parcel. offset: in elements."""
+class _OffloadedTensor:
+    """What autograd saves instead of a tensor: a view into offloaded bytes. offset: in elements."""
 
-    parcel: Parcel
+    source: OffloadedBytes
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
 
 
-class _Group:
-    """What one part of a network saved in one forward pass. When the backward pass asks for any of it, the group before is fetched too."""
+class _OffloadGroup:
+    """The tensors that one part of a network saved in one forward pass. Unpacking one of them also fetches the previous
+    group.
 
-    def __init__(self, owner: Offload, stay: set[int], before: _Group | None) -> None:
-        self.owner, self.stay, self.before = owner, stay, before
-        self.parcels: weakref.WeakSet[Parcel] = weakref.WeakSet()  # the tickets alone keep a parcel alive
-        self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Parcel]]] = {}  # by storage and version
+    resident: ids of storages that stay on the device. previous: the group that was saved before.
+    """
 
-    def pack(self, tensor: Tensor) -> Tensor | _Ticket:
-        """Send a tensor away, if it is worth it."""
+    def __init__(self, owner: ActivationOffload, resident: set[int], previous: _OffloadGroup | None) -> None:
+        self.owner, self.resident, self.previous = owner, resident, previous
+        self.members: weakref.WeakSet[OffloadedBytes] = weakref.WeakSet()  # only saved tensors keep them alive
+        self._by_storage: dict[
+            tuple[int, int], tuple[weakref.ref[Any], weakref.ref[OffloadedBytes]]
+        ] = {}  # by storage and version
+
+    def pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
+        """Saved-tensor hook: offload a tensor, unless it is a parameter, too small or resident."""
         if isinstance(tensor, nn.Parameter) or tensor.numel() < max(1, self.owner.smallest):
             return tensor
         storage = tensor.untyped_storage()
-        if storage._cdata in self.stay:
+        if storage._cdata in self.resident:
             return tensor
         size, first = tensor.element_size(), int(tensor.storage_offset())
         last = (
             first + 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         )
-        if storage.nbytes() > 2 * (last - first) * size:  # a piece of something large, of which the rest may be let go
-            parcel = Parcel(_bytes(tensor, first * size, last * size), self.owner.lane)
+        if storage.nbytes() > 2 * (last - first) * size:  # a small view of a large storage, whose rest may be freed
+            offloaded = OffloadedBytes(_bytes(tensor, first * size, last * size), self.owner.side_stream)
             offset = 0
         else:
-            parcel, offset = self._parcel(tensor), first
-        self.parcels.add(parcel)
-        return _Ticket(parcel, tensor.dtype, tensor.shape, tensor.stride(), offset)
+            offloaded, offset = self._offload_storage(tensor), first
+        self.members.add(offloaded)
+        return _OffloadedTensor(offloaded, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
-    def unpack(self, packed: Tensor | _Ticket) -> Tensor:
-        """The tensor again."""
+    def unpack(self, packed: Tensor | _OffloadedTensor) -> Tensor:
+        """Saved-tensor hook: return the tensor, on the device."""
         if isinstance(packed, Tensor):
             return packed
-        arrived = packed.parcel.arrived()
+        arrived = packed.source.arrived()
         self._fetch()
-        if self.before is not None:
-            self.before._fetch()
+        if self.previous is not None:
+            self.previous._fetch()
         typed = torch.empty(0, dtype=packed.dtype, device=arrived.device)
         return typed.set_(arrived.untyped_storage(), packed.offset, packed.shape, packed.strides)
 
     def _fetch(self) -> None:
-        for parcel in list(self.parcels):
-            parcel.fetch()
+        for offloaded in list(self.members):
+            offloaded.fetch()
 
-    def _parcel(self, tensor: Tensor) -> Parcel:
+    def _offload_storage(self, tensor: Tensor) -> OffloadedBytes:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
-        source, known = self._known.get(key, (None, None))
-        parcel = known() if known is not None and source is not None and source() is not None else None
-        if parcel is None:  # also where another storage has come to lie at the same place
-            parcel = Parcel(_bytes(tensor, 0, storage.nbytes()), self.owner.lane)
-            self._known[key] = weakref.ref(storage), weakref.ref(parcel)
-        return parcel
+        source, cached = self._by_storage.get(key, (None, None))
+        offloaded = cached() if cached is not None and source is not None and source() is not None else None
+        if offloaded is None:  # also if another storage was allocated at the same address
+            offloaded = OffloadedBytes(_bytes(tensor, 0, storage.nbytes()), self.owner.side_stream)
+            self._by_storage[key] = weakref.ref(storage), weakref.ref(offloaded)
+        return offloaded
 
 
-class Offload:
-    """Sends away what parts of one stage save. smallest: elements of a tensor that is sent."""
+class ActivationOffload:
+    """Offloads the activations that parts of one stage save. smallest: least number of elements of a tensor that is
+    offloaded.
+    """
 
     def __init__(self, device: torch.device, smallest: int) -> None:
-        self.lane, self.smallest = Lane(device), smallest
-        self._last: _Group | None = None
+        self.side_stream, self.smallest = SideStream(device), smallest
+        self._last: _OffloadGroup | None = None
 
     def begin(self) -> None:
-        """Another forward pass begins."""
+        """Start another forward pass."""
         self._last = None
 
     @contextmanager
-    def aside(self, *parts: nn.Module) -> Iterator[None]:
-        """Inside, what autograd saves goes to the CPU. parts: whose weights stay."""
-        # What is made again in the backward pass is used at once.
+    def offloading(self, *parts: nn.Module) -> Iterator[None]:
+        """Context manager: what autograd saves inside is offloaded. parts: modules whose weights stay on the device."""
+        # Activations that the backward pass recomputes are used at once.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
             return
         stay = {param.untyped_storage()._cdata for part in parts for param in part.parameters()}
-        self._last = group = _Group(self, stay, self._last)
+        self._last = group = _OffloadGroup(self, stay, self._last)
         with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
             yield
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Inside, what autograd saves stays on the device, whatever is said around it."""
+def without_offload() -> Iterator[None]:
+    """Context manager: what autograd saves inside stays on the device, whichever contexts surround it."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
 
-def around(module: nn.Module, inside: Callable[[], Any]) -> None:
-    """Every forward pass of a module is made inside `inside()`."""
+def wrap_forward(module: nn.Module, make_context: Callable[[], Any]) -> None:
+    """Run every forward pass of a module inside the context manager that `make_context()` returns."""
     entered: list[Any] = []
 
     def enter(*_: Any) -> None:
-        entered.append(inside())
+        entered.append(make_context())
         entered[-1].__enter__()
 
     def leave(*_: Any) -> None:

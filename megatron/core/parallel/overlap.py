@@ -1,18 +1,20 @@
-"""Computation beside communication: what a rank computes while it waits for others. One `Overlap` serves all axes of a mesh.
+"""Computation during communication: what a rank computes while it waits for others. One `Overlap` serves all axes of a
+mesh.
 
-Delayed weight gradients (`--delay-wgrad-compute`): `collectives.wait_for_axis` calls `fill_wait`, which computes the weight
-gradients that the current backward pass has delayed so far.
+Delayed weight gradients (`--delay-wgrad-compute`): `collectives.wait_for_axis` calls `fill_wait`, which computes the
+weight gradients that the current backward pass has delayed so far.
 
-Dual-batch overlap (`--overlap-moe-expert-parallel-comm`): the forward pass of one microbatch and the backward pass of another
-take turns on one rank. The token dispatchers (transformer/dispatch.py) call `switch` while tokens travel:
+Dual-batch overlap (`--overlap-moe-expert-parallel-comm`): the forward pass of one microbatch and the backward pass of
+another alternate on one rank. The token dispatchers (transformer/dispatch.py) call `switch` while their all-to-all is
+in flight:
 
-    second thread  B (waits: gradients travel)          B B B (waits)          B B B
+    second thread  B (waits: all-to-all)            B B B (waits)          B B B
     main thread                          F F (waits)            F F (waits)    F F
 
-Only one of the two runs at any moment, and they switch at the same calls on every rank, so that all ranks issue their
-collectives in one order. The communication of one overlaps the computation of the other. The second thread starts: a backward pass
-communicates before it has computed much and computes after its last receive, a forward pass the other way round, so that all
-communication has computation beside it.
+Only one of the two runs at any moment, and they switch at the same calls on every rank, so all ranks issue their
+collectives in the same order. The communication of one overlaps the computation of the other. The second thread starts,
+since a backward pass communicates before it has computed much and computes after its last receive, and a forward pass
+the other way round: so all communication has computation beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.parallel.device import claim
+from megatron.core.parallel.device import set_current_device
 from megatron.core.parallel.wgrad import Key, WeightGradStore
 
 
@@ -38,8 +40,10 @@ class Overlap:
 
     @contextmanager
     def delayed_weight_gradients(self, key: Key, *, fill_waits: bool) -> Iterator[None]:
-        """Around a backward pass whose weight gradients are delayed: until its `wgrad_store.pop`, or with `fill_waits` until the
-        next wait inside of the pass, at the latest its end.
+        """Context manager around a backward pass whose weight gradients are delayed.
+
+        They are computed by `wgrad_store.pop(key)`; or, with `fill_waits`, at the next wait inside the pass, at the
+        latest at its end.
         """
         self._fills_waits = fill_waits
         try:
@@ -51,7 +55,7 @@ class Overlap:
             self.wgrad_store.pop(key)
 
     def fill_wait(self) -> None:
-        """A collective was started and will be waited for: compute what can be computed meanwhile."""
+        """Compute delayed weight gradients, if any: a collective was started and is about to be waited for."""
         if self._fills_waits:
             self.wgrad_store.flush()
 
@@ -64,13 +68,17 @@ class Overlap:
             self._dual_batch = None
 
     def switch(self) -> None:
-        """Tokens are on their way: let the other microbatch compute, if there are two."""
+        """Let the other microbatch compute, if there are two: this one waits for communication."""
         if self._dual_batch is not None:
             self._dual_batch.switch()
 
 
 class DualBatch:
-    """Passes control between two threads: 0 is the thread that made this, 1 the other, on a GPU also autograd's own thread."""
+    """Alternates two threads, of which one runs at a time: 0 is the thread that creates this object, 1 the second
+    thread.
+
+    On a GPU, thread 1 is also autograd's own thread.
+    """
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
@@ -79,20 +87,22 @@ class DualBatch:
 
     def switch(self) -> None:
         """Let the other thread run until it switches back or ends."""
-        own = int(threading.get_ident() != self._main)
+        thread = int(threading.get_ident() != self._main)
         with self._changed:
-            if self._over[1 - own]:
+            if self._over[1 - thread]:
                 return
-            self._give(1 - own)
-            self._changed.wait_for(lambda: self._turn == own)
+            self._give(1 - thread)
+            self._changed.wait_for(lambda: self._turn == thread)
 
-    def run(self, main: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
-        """Run both, `beside` first; raises the first error of either when both have ended."""
+    def run(self, main: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
+        """Run `main` in this thread and `second` in another, `second` first; when both have ended, raise the first
+        error of either.
+        """
         errors: list[BaseException] = []
 
         def other() -> None:
-            claim(device)
-            beside()
+            set_current_device(device)
+            second()
 
         self._turn = 1
         thread = threading.Thread(target=lambda: self._do(other, 1, errors), name="beside")
@@ -104,14 +114,14 @@ class DualBatch:
         if errors:
             raise errors[0]
 
-    def _do(self, work: Callable[[], None], own: int, errors: list[BaseException]) -> None:
+    def _do(self, work: Callable[[], None], thread: int, errors: list[BaseException]) -> None:
         try:
             work()
         except BaseException as error:  # raised again by `run`, in the thread that trains
             errors.append(error)
         with self._changed:
-            self._over[own] = True
-            self._give(1 - own)
+            self._over[thread] = True
+            self._give(1 - thread)
 
     def _give(self, turn: int) -> None:
         self._turn = turn

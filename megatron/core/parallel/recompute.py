@@ -1,6 +1,6 @@
 """Activation recomputation that replays the random streams.
 
-`recompute(function, streams, *tensors)` runs the function without keeping its activations; the backward pass runs it
+`recompute(function, streams, *tensors)` runs the function without saving its activations; the backward pass runs it
 again from the same inputs and the same random states, then differentiates (Chen et al., 2016).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import memory_of
+from megatron.core.parallel.device import storage_position
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import RandomStreams
 
@@ -32,58 +32,59 @@ class _Recompute(Function):
         context.function, context.streams, context.axis = function, streams, axis
         context.states = streams.state()
         context.shape = first.shape
-        context.save_for_backward(first if axis is None else _own_piece(first, axis), *others)
+        context.save_for_backward(first if axis is None else _local_part(first, axis), *others)
         with torch.no_grad():
             return function(first, *others)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        kept = list(context.saved_tensors)
+        saved = list(context.saved_tensors)
         if context.axis is not None:
-            kept[0] = collectives.all_gather(kept[0], context.axis).view(context.shape)
+            saved[0] = collectives.all_gather(saved[0], context.axis).view(context.shape)
         inputs = [
             None if tensor is None else tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(kept, context.needs_input_grad[3:], strict=True)
+            for tensor, needs in zip(saved, context.needs_input_grad[3:], strict=True)
         ]
-        now = context.streams.state()
+        current = context.streams.state()
         context.streams.load(context.states)
         with torch.enable_grad():
             output = context.function(*inputs)
-        context.streams.load(now)
+        context.streams.load(current)
         torch.autograd.backward(output, gradient)
         return (None, None, None, *(None if tensor is None else tensor.grad for tensor in inputs))
 
 
-def _own_piece(tensor: Tensor, axis: Axis) -> Tensor:
-    return collectives.cut(tensor.reshape(-1), axis)
+def _local_part(tensor: Tensor, axis: Axis) -> Tensor:
+    return collectives.local_chunk(tensor.reshape(-1), axis)
 
 
 def recompute(
     function: Callable[..., Tensor], streams: RandomStreams, *tensors: Tensor | None, axis: Axis | None = None
 ) -> Tensor:
-    """function(*tensors), keeping only the inputs. The function is called with None where None is given.
+    """Return function(*tensors), saving only the inputs for the backward pass, which runs the function again.
 
-    axis: keep the first input in pieces over this axis (`--distribute-saved-activations`); its size must divide the
-    input's number of elements. Where no input requires a gradient, since all before it is frozen, the first one is given one: without
-    it the function's parameters would get none.
+    tensors: the inputs; the function is called with None where None is given. axis: save the first input sharded over
+    this axis (`--distribute-saved-activations`), whose size must divide the input's number of elements. If no input
+    requires a gradient (everything before is frozen), the first is made to require one, since otherwise the function's
+    parameters would get none.
     """
     if torch.is_grad_enabled() and not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         tensors = (None if tensors[0] is None else tensors[0].detach().requires_grad_(), *tensors[1:])
     return _Recompute.apply(function, streams, axis, *tensors)
 
 
-def dropping_output(
+def discard_intermediate(
     first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor
 ) -> tuple[Any, Tensor]:
-    """second(first(x)) and first(x), where `second` does not keep first(x) for its backward pass but asks for it again.
+    """Return second(first(x)) and first(x); `second` does not save first(x) for its backward pass but recomputes it.
 
-    Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its own output.
+    Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its output.
     """
-    middle = first(x)
-    place, source = memory_of(middle), x.detach()
+    intermediate = first(x)
+    position, source = storage_position(intermediate), x.detach()
 
     def pack(tensor: Tensor) -> Any:
-        same = memory_of(tensor) == place and tensor.numel() == middle_size and tensor.is_contiguous()
+        same = storage_position(tensor) == position and tensor.numel() == num_elements and tensor.is_contiguous()
         return tensor.shape if same else tensor
 
     def unpack(packed: Any) -> Tensor:
@@ -92,46 +93,53 @@ def dropping_output(
         with torch.no_grad():
             return first(source).view(packed)
 
-    middle_size = middle.numel()
+    num_elements = intermediate.numel()
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return second(middle), middle
+        return second(intermediate), intermediate
 
 
-def dropping_outputs(make: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """use(*make(*tensors)), where neither keeps what `make` made: when the backward pass first needs it, it is made again.
+def discard_intermediates(
+    first: Callable[..., tuple[Tensor, ...]], second: Callable[..., Tensor], *tensors: Tensor
+) -> Tensor:
+    """Return second(*first(*tensors)) without saving the outputs of `first`, which are recomputed when the backward
+    pass needs one.
 
-    Cheaper than recomputing both: `use` may be costly, and all it needs again is its input. `make` draws no random numbers,
-    and its own operations keep little beside their inputs.
+    Cheaper than recomputing both: `second` may be costly and needs only its inputs again. `first` must draw no random
+    numbers, and its own operations should save little beside their inputs.
     """
-    made = make(*tensors)
-    places = {memory_of(tensor)[0]: index for index, tensor in enumerate(made)}
-    again = _MadeAgain(make, tuple(tensor.detach() for tensor in tensors))
+    intermediates = first(*tensors)
+    indices = {storage_position(tensor)[0]: index for index, tensor in enumerate(intermediates)}
+    recomputed = _RecomputedOutputs(first, tuple(tensor.detach() for tensor in tensors))
 
     def pack(tensor: Tensor) -> Any:
-        index = places.get(memory_of(tensor)[0])
-        return tensor if index is None else again.promise(index, tensor)
+        index = indices.get(storage_position(tensor)[0])
+        return tensor if index is None else recomputed.unpacker_of(index, tensor)
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return use(*made)
+        return second(*intermediates)
 
 
-class _MadeAgain:
-    """What a function makes, made once more for all promises together, and let go after the last of them."""
+class _RecomputedOutputs:
+    """The outputs of a function, recomputed once for all saved tensors that refer to them, and released after the last
+    use.
+    """
 
     def __init__(self, make: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> None:
         self.make, self.tensors = make, tensors
         self.promised = self.open = 0
         self.made: tuple[Tensor, ...] = ()
 
-    def promise(self, index: int, view: Tensor) -> Callable[[], Tensor]:
-        """A function that gives a view of the same place in what is made again at `index`."""
+    def unpacker_of(self, index: int, view: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns, from the recomputed output number `index`, the view with the geometry of
+        `view`.
+        """
         shape = (view.size(), view.stride(), view.storage_offset())
         self.promised += 1
 
-        def keep() -> Tensor:
+        def unpack() -> Tensor:
             if not self.made:
                 with torch.no_grad():
                     self.made, self.open = self.make(*self.tensors), self.promised
@@ -141,4 +149,4 @@ class _MadeAgain:
                 self.made = ()
             return result
 
-        return keep
+        return unpack

@@ -1,8 +1,9 @@
-"""Randomness with names.
+"""Named random streams, and initial values that do not depend on the parallel layout.
 
-Initial values: each parameter is drawn whole, by a generator seeded with its global *name*, then cut. So one seed gives
-one model under every layout. Dropout: two named streams per rank. The `default` stream is the same on all ranks of a
-tensor group, for activations they hold in common; the `cut` stream differs, for activations they hold in pieces.
+Initial values: each parameter is drawn as a whole by a generator seeded with its global *name*, and then sharded, so
+one seed gives the same model under every layout. Dropout: each rank has two named streams. The `default` stream is the
+same on all tensor-parallel ranks, for activations that are replicated; the `cut` stream differs, for activations that
+are sharded.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import ParamSpec, local_shape, local_shards, spec_of
 
 
-def seed_of(*words: object) -> int:
-    """A 63-bit seed from any words, the same on every machine."""
+def derive_seed(*words: object) -> int:
+    """Return a 63-bit seed computed from `words` (hash of their text), the same on every machine."""
     digest = hashlib.blake2b("/".join(str(word) for word in words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.device | None = None) -> None:
-    """Give every meta parameter of a named module memory on the mesh's device, and its initial value.
+    """Allocate every meta parameter of a named module on the mesh's device and set its initial values.
 
-    draw_on: device of the random numbers; CPU draws are the same on every kind of machine.
+    draw_on: device of the random generators; draws on the CPU are the same on every kind of machine.
     """
     source = draw_on or mesh.device
     for owner in module.modules():
@@ -38,40 +39,50 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
             spec = spec_of(param)
             value = torch.zeros(local_shape(spec, mesh), dtype=param.dtype, device=mesh.device)
             if spec.stacked:
-                _draw_stack(value, spec, mesh, seed, source)
+                _draw_stacked(value, spec, mesh, seed, source)
             else:
-                whole = spec.init(spec.shape, torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name)))
-                for piece in local_shards(spec, mesh):
-                    value[piece.local.slices()] = whole[piece.box.slices()].to(value)
-            made = nn.Parameter(value, requires_grad=param.requires_grad)
-            made.spec = spec  # type: ignore[attr-defined]
-            setattr(owner, name, made)
+                whole = spec.init(
+                    spec.shape, torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name))
+                )
+                for shard in local_shards(spec, mesh):
+                    value[shard.local.slices()] = whole[shard.box.slices()].to(value)
+            param_on_device = nn.Parameter(value, requires_grad=param.requires_grad)
+            param_on_device.spec = spec  # type: ignore[attr-defined]
+            setattr(owner, name, param_on_device)
     for owner in module.modules():
         initialize = getattr(
-            owner, "initialize_from_others", None
-        )  # of what has its initial values from other parameters
+            owner, "initialize_from_other_parameters", None
+        )  # modules whose initial values derive from other parameters
         if callable(initialize):
             initialize()
 
 
-def _draw_stack(value: torch.Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
-    """Draw those parameters of a stack that this rank holds, each whole, by a generator of its own."""
-    held = local_shards(spec, mesh)
+def _draw_stacked(value: torch.Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
+    """Draw the parameters of a stack that this rank holds, each as a whole with its own generator. value: the local
+    tensor.
+    """
+    shards = local_shards(spec, mesh)
     for index in {
-        index for piece in held for index in range(piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0])
+        index for shard in shards for index in range(shard.box.offset[0], shard.box.offset[0] + shard.box.shape[0])
     }:
-        generator = torch.Generator(source).manual_seed(seed_of("initial", seed, spec.name, index))
+        generator = torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name, index))
         whole = spec.init(spec.shape[1:], generator)
-        for piece in held:
-            own = value[piece.local.slices()][index - piece.box.offset[0]]
-            own.copy_(whole[piece.box.slices()[1:]].to(value))
+        for shard in shards:
+            local = value[shard.local.slices()][index - shard.box.offset[0]]
+            local.copy_(whole[shard.box.slices()[1:]].to(value))
 
 
 class RandomStreams:
-    """The dropout streams of one rank. The default stream is the device's own generator; others are swapped in."""
+    """The dropout streams of one rank. The default stream is the device's generator; `use` swaps the state of another
+    one in.
+    """
 
     def __init__(self, device: torch.device, seeds: dict[str, int]) -> None:
-        """seeds: name -> seed, `default` among them; none for a network that is only described, which leaves the generator as it is."""
+        """Seed the streams.
+
+        seeds: stream name -> seed, `default` among them; empty for a network that is only described, which leaves the
+        generator alone.
+        """
         self.device = device
         self._states: dict[str, torch.Tensor] = {}
         for name, seed in sorted(seeds.items(), reverse=True):  # `default` last but for `cut`: it stays in the device
@@ -81,15 +92,17 @@ class RandomStreams:
 
     @staticmethod
     def build(mesh: Mesh, seed: int, *, per_data_rank: bool = False) -> RandomStreams:
-        """The streams of this rank, seeded by its coordinates."""
+        """Return the streams of this rank, seeded by its mesh coordinates. per_data_rank: streams differ between
+        data-parallel ranks.
+        """
         place = ("dropout", seed, mesh.pp.rank, mesh.cp.rank, mesh.dp.rank if per_data_rank else 0)
         return RandomStreams(
-            mesh.device, {"default": seed_of(*place, "default"), "cut": seed_of(*place, "cut", mesh.tp.rank)}
+            mesh.device, {"default": derive_seed(*place, "default"), "cut": derive_seed(*place, "cut", mesh.tp.rank)}
         )
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Inside, random numbers come from the stream `name`."""
+        """Context manager: random numbers drawn inside come from the stream `name`."""
         if name == "default":
             yield
             return
@@ -102,11 +115,11 @@ class RandomStreams:
             set_random_state(self.device, outside)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state of every stream, as byte tensors."""
+        """Return the state of every stream, as uint8 tensors."""
         return {"default": random_state(self.device), **self._states}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Put every stream back into a state that `state` returned."""
+        """Restore the states that `state` returned."""
         rest = {name: value.clone() for name, value in state.items()}
         set_random_state(self.device, rest.pop("default"))
         self._states = rest

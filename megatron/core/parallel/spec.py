@@ -1,13 +1,14 @@
-"""The one record a parameter carries, and what follows from it.
+"""ParamSpec, the record that every parameter carries, and what follows from it: local shapes, shards, initial values.
 
-A layer states the whole parameter, as if there were one rank, and how it is sharded:
+A layer declares the global parameter, as if there were one rank, and how it is sharded:
 
     key = FusedSegment(kv, replicas)
     parameter(ParamSpec(shape=(q + 2 * kv, h), shards=(Shard(0, "tp", (FusedSegment(q), key, key)),), ...))
 
-A sharded dimension is made of segments laid end to end, each divided over the axis by itself. When an axis has more ranks
-than a segment has units (key/value heads), `replicas` neighbouring ranks hold the same shard. A segment whose size the
-axis does not divide is padded (the vocabulary); padding belongs to no box, so checkpoints and initial values never see it.
+A sharded dimension is a concatenation of segments, each of which is divided over the axis separately. When an axis has
+more ranks than a segment has units (key/value heads), `replicas` neighbouring ranks hold the same shard. A segment
+whose size the axis does not divide is padded (the vocabulary); padding belongs to no box, so checkpoints and initial
+values never contain it.
 
     segment q, 4 ranks:     [q0 | q1 | q2 | q3]      segment kv, 2 replicas:   [k0 | k0 | k1 | k1]
     held by rank 2:         [q2 | k1 | v1]
@@ -28,40 +29,45 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 
 Initial = Callable[[tuple[int, ...], torch.Generator], Tensor]
-# a table is looked up, as is the embedding; lora_a and lora_b are the factors of an adapter
+# rows of a "table" are looked up, like those of the embedding; lora_a and lora_b are the factors of an adapter
 Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm", "lora_a", "lora_b"]
 
 
 @dataclass(frozen=True, slots=True)
 class FusedSegment:
-    """A segment of a sharded dimension, as q, k and v of a fused matrix. size: true length; replicas: ranks that hold the same shard
-    of it; padded: length that is divided."""
+    """One segment of a sharded dimension, such as q, k or v of a fused matrix.
+
+    size: global length without padding. replicas: number of ranks that hold the same shard. padded: length that is
+    divided, if larger than `size`.
+    """
 
     size: int
     replicas: int = 1
     padded: int | None = None
 
     def local_size(self, ranks: int) -> int:
-        """Length of one rank's shard, padding included."""
+        """Return the length of one rank's shard, padding included, on an axis of `ranks` ranks."""
         return (self.padded or self.size) * self.replicas // ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Dimension `dim` is sharded over mesh axis `axis`, each segment by itself."""
+    """Dimension `dim` of a parameter is sharded over mesh axis `axis`, each of its segments separately."""
 
     dim: int
     axis: str
-    parts: tuple[FusedSegment, ...]
+    segments: tuple[FusedSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter's place in the whole.
+    """The global description of a parameter.
 
-    shape: true global shape. sum_over: axes over which every rank's gradient is only a share. reduce_over: data axis
-    that averages it. tied: held by two pipeline stages or three, which are on axis tied_over. stacked: dimension 0 counts
-    parameters (experts) with initial values of their own. name: global name, filled in by `name_all`.
+    shape: global shape. init: draws its initial values. kind: its role in the layer, which optimizers and
+    initialization look at. shards: how its dimensions are sharded. sum_over: axes over which each rank's gradient is
+    only a partial sum. reduce_over: the data-parallel axis that averages its gradient. tied: two or three pipeline
+    stages hold a copy; tied_over: the axis of those stages. stacked: dimension 0 counts parameters (experts) that have
+    their initial values drawn separately. name: global name, set by `name_all`.
     """
 
     shape: tuple[int, ...]
@@ -78,7 +84,11 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """One rectangle this rank holds: `box` in the global tensor, `local` in its own tensor, shared by `replicas` ranks."""
+    """One rectangle of a parameter that this rank holds.
+
+    box: its position in the global tensor. local: its position in the local tensor. replicas: number of ranks that hold
+    it. is_first_replica: whether this rank is the first of them.
+    """
 
     box: Box
     local: Box
@@ -87,39 +97,41 @@ class LocalShard:
 
 
 def local_shape(spec: ParamSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the tensor that this rank holds, padding included."""
+    """Return the shape of the tensor that this rank holds, padding included."""
     shape = list(spec.shape)
-    for cut in spec.shards:
-        shape[cut.dim] = sum(part.local_size(mesh.axis(cut.axis).size) for part in cut.parts)
+    for shard in spec.shards:
+        shape[shard.dim] = sum(part.local_size(mesh.axis(shard.axis).size) for part in shard.segments)
     return tuple(shape)
 
 
 def local_shards(spec: ParamSpec, mesh: Mesh) -> list[LocalShard]:
-    """The rectangles of the global tensor that this rank holds. At most one dimension of a parameter has more than one segment."""
+    """Return the rectangles of the global tensor that this rank holds. At most one dimension of a parameter has several
+    segments.
+    """
     return list(_local_shards(spec, tuple((axis.size, axis.rank) for axis in (mesh.axis(c.axis) for c in spec.shards))))
 
 
-@lru_cache(maxsize=1 << 16)  # asked for each parameter several times a step, and the same in each
-def _local_shards(spec: ParamSpec, places: tuple[tuple[int, int], ...]) -> tuple[LocalShard, ...]:
-    """places: (size, rank) of the axis of each of `spec.shards`."""
-    held = [LocalShard(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
-    for cut, (size, rank) in zip(spec.shards, places, strict=True):
-        held = [cut_piece for piece in held for cut_piece in _cut(piece, cut, size, rank)]
-    return tuple(held)
+@lru_cache(maxsize=1 << 16)  # called for each parameter several times a step
+def _local_shards(spec: ParamSpec, coordinates: tuple[tuple[int, int], ...]) -> tuple[LocalShard, ...]:
+    """Compute `local_shards`. coordinates: (size, rank) of the axis of each of `spec.shards`."""
+    shards = [LocalShard(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
+    for shard, (size, rank) in zip(spec.shards, coordinates, strict=True):
+        shards = [cut_piece for piece in shards for cut_piece in _split_by_shard(piece, shard, size, rank)]
+    return tuple(shards)
 
 
-def _cut(piece: LocalShard, cut: Shard, size: int, rank: int) -> Iterator[LocalShard]:
+def _split_by_shard(outer: LocalShard, shard: Shard, size: int, rank: int) -> Iterator[LocalShard]:
     start, local_start = 0, 0
-    for part in cut.parts:
+    for part in shard.segments:
         length = part.local_size(size)
         begin = rank // part.replicas * length
-        held = max(0, min(length, part.size - begin))
-        if held:
+        local_length = max(0, min(length, part.size - begin))
+        if local_length:
             yield LocalShard(
-                _replace(piece.box, cut.dim, start + begin, held),
-                _replace(piece.local, cut.dim, local_start, held),
-                piece.replicas * part.replicas,
-                piece.is_first_replica and rank % part.replicas == 0,
+                _replace(outer.box, shard.dim, start + begin, local_length),
+                _replace(outer.local, shard.dim, local_start, local_length),
+                outer.replicas * part.replicas,
+                outer.is_first_replica and rank % part.replicas == 0,
             )
         start, local_start = start + part.size, local_start + length
 
@@ -131,43 +143,45 @@ def _replace(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 def parameter(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
-    """An empty parameter on the meta device that carries its spec; `materialize` gives it its values."""
-    made = nn.Parameter(torch.empty(local_shape(spec, mesh), dtype=dtype, device="meta"))
-    made.spec = spec  # type: ignore[attr-defined]
-    return made
+    """Return an empty parameter on the meta device that carries its spec; `rng.materialize` allocates and initializes
+    it.
+    """
+    param = nn.Parameter(torch.empty(local_shape(spec, mesh), dtype=dtype, device="meta"))
+    param.spec = spec  # type: ignore[attr-defined]
+    return param
 
 
 def spec_of(param: nn.Parameter) -> ParamSpec:
-    """The record that a parameter carries."""
+    """Return the `ParamSpec` that a parameter carries."""
     return param.spec  # type: ignore[attr-defined]
 
 
 def name_all(module: nn.Module) -> None:
-    """Write each parameter's global name (its module path) into its spec. A tied parameter has one already."""
+    """Write each parameter's global name (its module path) into its spec; a tied parameter already has one."""
     for path, param in module.named_parameters():
         if not spec_of(param).name:
             param.spec = dataclasses.replace(spec_of(param), name=path)  # type: ignore[attr-defined]
 
 
 def tensor_axis(spec: ParamSpec) -> str:
-    """The axis whose ranks share each matrix of this parameter: experts have one of their own."""
+    """Return the name of the tensor-parallel axis of this parameter: "etp" for experts, else "tp"."""
     return "etp" if spec.reduce_over == "edp" else "tp"
 
 
 def is_shared_over_tensor(spec: ParamSpec) -> bool:
-    """Whether every tensor rank holds the whole parameter."""
-    return not any(cut.axis == tensor_axis(spec) for cut in spec.shards)
+    """Return whether every tensor-parallel rank holds the whole parameter."""
+    return not any(shard.axis == tensor_axis(spec) for shard in spec.shards)
 
 
 def normal(deviation: float) -> Initial:
-    """Initial values drawn from a normal distribution around zero."""
+    """Return an initializer that draws from a normal distribution with mean 0 and this standard deviation."""
     return lambda shape, generator: torch.empty(shape, device=generator.device).normal_(
         0.0, deviation, generator=generator
     )
 
 
 def xavier_uniform() -> Initial:
-    """Initial values drawn by Glorot and Bengio's uniform rule (2010), for a matrix [out, in]."""
+    """Return the uniform initializer of Glorot and Bengio (2010), for a matrix [out, in]."""
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         bound = (6.0 / (shape[0] + shape[1])) ** 0.5
@@ -177,5 +191,5 @@ def xavier_uniform() -> Initial:
 
 
 def constant(value: float) -> Initial:
-    """The same initial value everywhere."""
+    """Return an initializer that sets every element to `value`."""
     return lambda shape, generator: torch.full(shape, value, device=generator.device)

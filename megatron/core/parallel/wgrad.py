@@ -1,12 +1,13 @@
 """Delayed weight gradients: the half of a backward pass that no other pipeline stage waits for.
 
-The gradient of a layer's input must be sent on; that of its weight is only needed at the end of the step. A schedule that
-separates the two fills its bubble with the second (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): during a "B" linear
-layers put the work for their weights into the store, and a "W" does it. `--delay-wgrad-compute` does it earlier, wherever the
-backward pass itself would wait for other ranks:
+The previous stage waits for the gradient of a layer's input; the gradient of its weight is needed only at the end of
+the step. A schedule that separates the two fills its bubble with the second (Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023): during a "B" action linear layers put the computation of their weight gradients into the store, and
+the "W" action performs it. `--delay-wgrad-compute` performs it earlier, wherever the backward pass would wait for other
+ranks:
 
-    gradients of an expert layer's outputs travel to the experts ...      weights of the layers behind it
-    gradients of the experts' inputs travel back ...                      weights of the experts
+    during the all-to-all of gradients to the experts ...      weight gradients of the layers behind the experts
+    during the all-to-all of gradients back ...                weight gradients of the experts
 """
 
 from __future__ import annotations
@@ -21,58 +22,62 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.parallel.main_grad import MainGrad
 
 Key = tuple[int, int]  # stage, microbatch
-# Where gradients of some parameters go, and what computes them when they are asked for.
-WeightWork = tuple[Sequence[GradientEdge], Callable[[], Sequence[Tensor | None]], MainGrad | None]
+# Graph edges that accumulate the gradients of some parameters, the function that computes these, and its main gradient.
+DelayedWork = tuple[Sequence[GradientEdge], Callable[[], Sequence[Tensor | None]], MainGrad | None]
 
 
 class WeightGradStore:
-    """Delayed weight gradients, by backward pass. Outside of `collecting`, nothing is delayed."""
+    """Delayed weight gradients, by stage and microbatch. Outside of `collecting`, nothing is delayed."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Key, list[WeightWork]] = {}
-        self._now: Key | None = None
+        self._delayed: dict[Key, list[DelayedWork]] = {}
+        self._current: Key | None = None
 
     @property
     def collects(self) -> bool:
-        """Whether layers are to delay their weight gradients."""
-        return self._now is not None
+        """Whether layers are to delay their weight gradients now."""
+        return self._current is not None
 
     @contextmanager
     def collecting(self, key: Key) -> Iterator[None]:
-        """Around a backward pass whose weight gradients are delayed."""
-        self._waiting[key], self._now = [], key
+        """Context manager around a backward pass whose weight gradients are delayed under `key`."""
+        self._delayed[key], self._current = [], key
         try:
             yield
         finally:
-            self._now = None
+            self._current = None
 
     def put(
         self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]], into: MainGrad | None = None
     ) -> None:
-        """Delay work. compute: returns a gradient for each parameter; None for one that it has added to `into` itself."""
-        assert self._now is not None, "no backward pass is collecting"
-        # What hooks of saved tensors hand back is not the parameter: it leads there only while this backward pass lasts.
-        self._waiting[self._now].append(([get_gradient_edge(parameter) for parameter in parameters], compute, into))
+        """Delay the computation of some weight gradients.
+
+        compute: returns a gradient for each parameter, or None for one that it has added to the main gradient `into`
+        itself.
+        """
+        assert self._current is not None, "no backward pass is collecting"
+        # Saved-tensor hooks may return another tensor than the parameter, valid only during this backward pass: store the edge.
+        self._delayed[self._current].append(([get_gradient_edge(parameter) for parameter in parameters], compute, into))
 
     def pop(self, key: Key) -> None:
-        """Compute what the backward pass delayed, and accumulate it as autograd would, hooks included."""
-        _add(self._waiting.pop(key, []))  # nothing, where all of a stage is frozen
+        """Compute what the backward pass `key` delayed, and accumulate it as autograd would, hooks included."""
+        _add(self._delayed.pop(key, []))  # empty if the whole stage is frozen
 
     def flush(self) -> None:
-        """The same for what the collecting backward pass has delayed so far."""
-        if self._now is not None:
-            left, self._waiting[self._now] = (
-                self._waiting[self._now],
+        """Compute what the current backward pass has delayed so far."""
+        if self._current is not None:
+            delayed, self._delayed[self._current] = (
+                self._delayed[self._current],
                 [],
-            )  # a wait inside of this work finds nothing to do
-            _add(left)
+            )  # so that a wait inside this computation finds nothing left
+            _add(delayed)
 
 
-def _add(left: Sequence[WeightWork]) -> None:
-    for edges, compute, into in left:
+def _add(delayed: Sequence[DelayedWork]) -> None:
+    for edges, compute, into in delayed:
         with torch.no_grad():
             pairs = [pair for pair in zip(edges, compute(), strict=True) if pair[1] is not None]
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         if into is not None:
-            into.came()
+            into.on_accumulated()

@@ -1,17 +1,18 @@
-"""Run one rank's script. The only file of this package that touches tensors, and the only executor there is: training
-with and without a pipeline, evaluation and decoding differ in their plans alone.
+"""Run one rank's script of a pipeline schedule.
 
-What a stage is and what a microbatch holds is the caller's `PipelineWork`. What lies between stages is handled here:
+The only file of this package that touches tensors, and the only executor: training with and without a pipeline,
+evaluation and decoding differ in their plans alone. The computation of a stage is the caller's `PipelineWork`; this
+file handles what passes between stages:
 
-    F   received tensors -> leaves that want gradients -> work.forward -> outputs, sent on
-    B   gradients of the outputs -> autograd -> gradients of the received tensors, sent back
-    W   gradients of weights that a B left for later
+    F   received tensors -> leaves that require gradients -> work.forward -> outputs, sent to the next stage
+    B   gradients of the outputs -> autograd -> gradients of the received tensors, sent to the previous stage
+    W   weight gradients that a B has delayed
 
-Between F and B only the received tensors and the *places* of the outputs in the autograd graph are kept. The output
-itself is released as soon as it has been sent: the graph does not need its values unless an operation saved them.
+Between F and B only the received tensors and the graph edges of the outputs are stored. An output itself is released as
+soon as it has been sent: the graph does not need its values unless an operation saved them.
 
-Both ends of a message know its tensors beforehand. Activations have the shapes that the taking stage declares;
-gradients are those of the floating-point tensors among them, zeros where a stage made no use of one.
+Sender and receiver both know the shapes of a message beforehand. Activations have the shapes that the receiving stage
+declares; gradients are those of the floating-point tensors among them, zeros where a stage did not use one.
 """
 
 from __future__ import annotations
@@ -30,60 +31,64 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.parallel import collectives
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.mesh import Axis
-from megatron.core.pipeline_parallel.schedules import TOWARDS, Action
+from megatron.core.pipeline_parallel.schedules import STAGE_STEP, Action
 from megatron.core.pipeline_parallel.transfers import Script, Transfer
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class PipelineWork(Protocol):
-    """What the caller does for the executor, on the stages of this rank."""
+    """The computation that the caller provides for the stages of this rank."""
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's stages are."""
+        """Device of this rank's stages."""
 
     def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """Shape and dtype of each tensor that the stage takes from the one before; asked some actions ahead."""
+        """Return shape and dtype of each tensor that the stage receives from the previous one; called some actions
+        ahead.
+        """
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run one stage on one microbatch and return what the next stage takes.
+        """Run one stage on one microbatch and return the tensors that the next stage receives.
 
-        The last stage of a plan with backward passes returns (loss,), a scalar scaled for backward. Without them,
-        what the last stage returns is dropped: keep what is wanted.
+        The last stage of a plan with backward passes returns (loss,), a scalar [] scaled for backward. In a plan
+        without them the outputs of the last stage are dropped, so the caller stores what it needs.
         """
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """A backward pass of the stage is about to run; `last`: its last one in this plan, which leaves nothing for later."""
+        """Called before a backward pass of the stage. last: it is the stage's last one in this plan and delays no
+        weight gradients.
+        """
 
     def reduce(self, stage: int) -> None:
-        """All gradients of the stage are there: begin their reduction over data parallelism."""
+        """Start the data-parallel reduction of the stage's gradients, which are complete."""
 
 
 def run(script: Script, *, work: PipelineWork, axis: Axis, backward_axis: Axis, delays: bool = False) -> None:
-    """Do everything the script says; returns when this rank's messages are through.
+    """Run all actions and messages of a script; returns when this rank's messages are complete.
 
-    axis: the pipeline, for activations; backward_axis: the same ranks with a group of their own, for gradients.
-    Layers delay weight gradients in `axis.overlap` until the schedule's "W"; or, with `delays`, until a backward pass would wait
-    for other ranks.
+    axis: the pipeline ranks, for activations; backward_axis: the same ranks with a separate process group, for
+    gradients. Layers delay weight gradients in `axis.overlap` until the schedule's "W"; or, with `delays`, until a
+    backward pass would wait for other ranks (`--delay-wgrad-compute`).
     """
     assert (script.rank, script.size) == (axis.rank, axis.size), (
         f"the script is for rank {script.rank} of {script.size}, this is rank {axis.rank} of {axis.size}"
     )
     runner = _ScriptRunner(script, work, {"F": axis, "B": backward_axis}, delays)
-    assert not (runner.splits and delays), "a plan says when its weights' gradients are computed"
+    assert not (runner.splits and delays), "a plan with W actions says itself when weight gradients are computed"
     with torch.set_grad_enabled(bool(runner.last_backward)):
-        for part in script.parts():
-            if isinstance(part, Transfer):
-                runner.begin(part)
+        for step in script.instructions():
+            if isinstance(step, Transfer):
+                runner.begin(step)
             else:
-                runner.perform(part)
+                runner.perform(step)
         runner.finish()
 
 
 @dataclass(slots=True)
 class _Message:
-    """Tensors that are sent or received, or are there if nothing is pending."""
+    """Tensors in transit: sent or received; complete once nothing is pending."""
 
     tensors: tuple[Tensor, ...]
     pending: tuple[collectives.Work, ...] = ()
@@ -100,7 +105,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _SavedForBackward:
-    """What a backward pass needs: the received tensors, and the shape and graph edge of each floating-point output."""
+    """State for a backward pass: the received tensors, and the shape and graph edge of each floating-point output."""
 
     received: tuple[Tensor, ...]
     shapes: tuple[Shape, ...]
@@ -110,8 +115,9 @@ class _SavedForBackward:
 class _ScriptRunner:
     """The tensors of one rank while its script runs; each is released by the step that uses it last.
 
-    inputs: messages by the action that takes them. outputs: tensors to send, by the action that made them. saved: by stage and
-    microbatch. last_backward: of each stage; empty in a script without backward passes.
+    inputs: received messages, by the action that consumes them. outputs: tensors to send, by the action that produced
+    them. saved: state for backward passes, by stage and microbatch. last_backward: each stage's last backward action;
+    empty in a script without any.
     """
 
     def __init__(self, script: Script, work: PipelineWork, axes: dict[str, Axis], delays: bool) -> None:
@@ -125,23 +131,24 @@ class _ScriptRunner:
         self.saved: dict[tuple[int, int], _SavedForBackward] = {}
 
     def begin(self, transfer: Transfer) -> None:
-        """Begin this rank's end of a message; wait for it if messages are not to overlap with actions."""
+        """Start this rank's end of a message; wait for it if messages are not to overlap with actions."""
         axis = self.axes[transfer.kind]
         sends, source, target = transfer.src == axis.rank, axis.ranks[transfer.src], axis.ranks[transfer.dst]
-        tensors = self.outputs.pop(transfer.made_by) if sends else self._buffers(transfer.taken_by)
+        tensors = self.outputs.pop(transfer.producer) if sends else self._buffers(transfer.consumer)
         axis.flight_recorder.note(transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
         if sends:
             message = _Message(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
             self.sending.append(message)
         else:
             message = _Message(tensors, tuple(dist.irecv(t, src=source, group=axis.group) for t in tensors))
-            self.inputs[transfer.taken_by] = message
+            self.inputs[transfer.consumer] = message
         if not self.script.overlap:
             message.wait(axis.flight_recorder)
 
     def perform(self, actions: tuple[Action, ...]) -> None:
-        """Do one action, or a forward and a backward pass with dual-batch overlap. What was being sent when it began is sent when
-        it ends, and is released.
+        """Run one action, or a forward and a backward pass with dual-batch overlap.
+
+        Messages that were being sent when it started have been sent when it ends, and are released.
         """
         earlier, self.sending = self.sending, []
         flight_recorder = self.axes["F"].flight_recorder
@@ -170,8 +177,8 @@ class _ScriptRunner:
         """Wait until everything has been sent."""
         for message in self.sending:
             message.wait(self.axes["F"].flight_recorder)
-        left = [*self.inputs, *self.outputs, *self.saved]
-        assert not left, f"the script ended with results that nobody took: {left}"
+        unused = [*self.inputs, *self.outputs, *self.saved]
+        assert not unused, f"the script ended with results that no action consumed: {unused}"
 
     def _forward(self, action: Action) -> Iterable[Tensor]:
         """Run a stage on its inputs; save what its backward pass needs, if there will be one."""
@@ -195,7 +202,7 @@ class _ScriptRunner:
         if action.stage < self.script.stages - 1:
             gradients = self.inputs.pop(action).wait(self.axes["B"].flight_recorder)
         last = action == self.last_backward[action.stage]
-        # With delays, the last pass of a stage leaves nothing: some weights would come twice, and their sum set out after the first.
+        # The last pass of a stage delays nothing: a weight could contribute twice, and its reduction start after the first.
         delayed = self.splits or (self.delays and not last)
         self.work.before_backward(action.stage, action.microbatch, last and not delayed)
         pairs = [(edge, gradient) for edge, gradient in zip(saved.edges, gradients, strict=True) if edge is not None]
@@ -207,25 +214,25 @@ class _ScriptRunner:
         ]
 
     def _delayed(self, action: Action) -> AbstractContextManager[None]:
-        """Around autograd, where weight gradients are delayed."""
+        """Return the context in which autograd runs if weight gradients are delayed."""
         overlap = self.axes["F"].overlap
         return overlap.delayed_weight_gradients((action.stage, action.microbatch), fill_waits=self.delays)
 
     def _deliver(self, action: Action, tensors: Iterable[Tensor]) -> None:
-        """Leave an action's result for the message that takes it, or for the action itself where that is on this rank."""
-        taker = Action(action.op, action.stage + TOWARDS[action.op], action.microbatch)
-        if not 0 <= taker.stage < self.script.stages:
+        """Store an action's result for the message that sends it, or for the consuming action if that is on this rank."""
+        consumer = Action(action.op, action.stage + STAGE_STEP[action.op], action.microbatch)
+        if not 0 <= consumer.stage < self.script.stages:
             return
         detached = tuple(tensor.detach().contiguous() for tensor in tensors)
-        if taker in self.actions:
-            self.inputs[taker] = _Message(detached)
+        if consumer in self.actions:
+            self.inputs[consumer] = _Message(detached)
         else:
             self.outputs[action] = detached
 
-    def _buffers(self, taker: Action) -> tuple[Tensor, ...]:
-        """Empty tensors for what an action receives."""
-        stage, microbatch = taker.stage, taker.microbatch
-        shapes = self.work.receives(stage, microbatch) if taker.op == "F" else self.saved[stage, microbatch].shapes
+    def _buffers(self, consumer: Action) -> tuple[Tensor, ...]:
+        """Return empty tensors for what the action `consumer` receives."""
+        stage, microbatch = consumer.stage, consumer.microbatch
+        shapes = self.work.receives(stage, microbatch) if consumer.op == "F" else self.saved[stage, microbatch].shapes
         return tuple(torch.empty(shape, dtype=dtype, device=self.work.device) for shape, dtype in shapes)
 
 

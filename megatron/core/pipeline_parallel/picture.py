@@ -1,4 +1,4 @@
-"""Draw a played plan as PNG or SVG. For tools only: nothing that trains imports this file, and so not matplotlib."""
+"""Draw a simulated plan as PNG or SVG. For tools only: nothing that trains imports this file, nor matplotlib."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WIDEST_INCHES = 40.0
 
 
 def draw(plan: Plan, timeline: Timeline, path: Path) -> None:
-    """One row a rank, time to the right; the suffix of `path` chooses the format.
+    """Draw one row for each rank with time to the right; the suffix of `path` selects the format.
 
-    Forwards are blue, backwards green, weights that waited purple, reductions orange, and darker the later the chunk. A box is labelled with its
-    microbatch; in SVG its id is the action, such as F4.0.
+    Forward passes are blue, backward passes green, delayed weight gradients purple, reductions orange; later chunks are
+    darker. A box is labelled with its microbatch; in SVG its id is the action, such as F4.0.
     """
     chunks = num_stages(plan) // len(plan)
     span = max(end for row in timeline.end for end in row)

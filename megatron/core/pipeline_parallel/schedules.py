@@ -1,15 +1,15 @@
-"""Pipeline schedules as data: for every rank, the list of what it does, in order.
+"""Pipeline schedules as data: for every rank, the ordered list of its actions.
 
-Where a stage lives, `home` of config/plan.py says. An `Action` is one stage's forward pass "F" or backward pass "B" of one
+`home` in config/plan.py maps stages to ranks. An `Action` is one stage's forward pass "F" or backward pass "B" of one
 microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the same shape: a
-rank runs some forwards to warm up, then one forward and one backward in turn, then the backwards that are left. Schedules
-differ in the order of the forwards and in how many of them warm up. Where a plan has a "W" for each "B", the backward pass
-computes what the stage before waits for, and the gradients of weights are left to the "W":
+rank runs some forwards as warm-up, then alternates one forward and one backward, then runs the remaining backwards. Schedules
+differ in the order of the forwards and in the number of warm-up forwards. If a plan has a "W" for each "B", the backward pass
+computes only the input gradient, for which the previous stage waits, and the "W" computes the weight gradients:
 
     one_f_one_b(2, 3)     rank 0   F0.0 F0.1 B0.0 F0.2 B0.1 B0.2          (F0.2 is stage 0, microbatch 2)
                           rank 1   F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
 
-No schedule says when anything happens or what is sent: timeline.py and transfers.py derive both from `awaited`.
+A schedule contains neither times nor messages: timeline.py and transfers.py derive both from `dependency`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from megatron.core.config.plan import Placement, group_problem
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One thing a rank does. An "R" has no microbatch and carries 0."""
+    """One operation of a rank: op "F", "B", "W" or "R" of a stage and a microbatch. An "R" has no microbatch and
+    carries 0.
+    """
 
     op: str
     stage: int
@@ -36,19 +38,26 @@ class Action:
 
 Plan = tuple[tuple[Action, ...], ...]
 
-# Where a result goes: activations to the next stage, gradients to the one before.
-TOWARDS = {"F": 1, "B": -1}
+# Stage that receives a result, relative to its producer: activations go to the next stage, gradients to the previous one.
+STAGE_STEP = {"F": 1, "B": -1}
 
 
 class ScheduleError(Exception):
-    """A plan that cannot be carried out. The message names the actions at fault."""
+    """A plan that cannot be carried out; the message names the actions at fault."""
 
 
-def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "1f1b", together: bool = False) -> Plan:
-    """The plan of one training step by the flags; m: microbatches; group: left out, the pipeline size; together: see `are_together`."""
-    if together:
-        assert (name, vpp) == ("1f1b", 1), "rules let no other schedule do two passes together"
-        return two_by_two(pp, m)
+def training_plan(
+    pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "1f1b", dual_batch_overlap: bool = False
+) -> Plan:
+    """Return the plan of one training step.
+
+    pp, vpp: pipeline size, chunks a rank. m: number of microbatches. group: microbatches that a chunk runs in a row, by
+    default pp. name: --pipeline-schedule. dual_batch_overlap: overlap forward and backward passes pairwise, as `can_overlap`
+    says.
+    """
+    if dual_batch_overlap:
+        assert (name, vpp) == ("1f1b", 1), "the rules refuse dual-batch overlap with other schedules"
+        return one_f_one_b_dual_batch(pp, m)
     if name == "gpipe":
         return gpipe(pp, m, vpp=vpp)
     if name == "zb-h1" or (name == "zb-v" and pp == 1):
@@ -65,28 +74,33 @@ def choose(pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "
 
 
 def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
-    """All forwards, then all backwards: the most memory, the simplest picture."""
+    """All forward passes, then all backward passes: the most activation memory, the simplest order (Huang et al.,
+    2019).
+    """
     return _plan(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
 
 
 def one_f_one_b(pp: int, m: int) -> Plan:
-    """A rank warms up just until its first gradient can arrive, and holds at most pp - rank activations."""
+    """1F1B: a rank warms up just until its first gradient can arrive, and stores at most pp - rank activations."""
     return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
 
 
-def two_by_two(pp: int, m: int) -> Plan:
-    """1F1B for passes that are done together. What a pair makes leaves when all of it is done; so to the last rank and back a
-    microbatch is twice as many pairs on its way as in 1F1B, and a rank holds at most 2 (pp - rank) activations.
+def one_f_one_b_dual_batch(pp: int, m: int) -> Plan:
+    """1F1B with dual-batch overlap, which runs a forward and a backward pass as one pair.
+
+    The results of a pair are sent when both passes are complete, so a microbatch takes twice as many slots to the last
+    rank and back as in 1F1B, and a rank stores at most 2 (pp - rank) activations.
     """
     return _plan(pp, 1, m, group=pp, warmup=lambda rank: 2 * (pp - rank) - 1)
 
 
 def zero_bubble(pp: int, m: int) -> Plan:
-    """1F1B whose weight gradients wait: ZB-H1 (Qi et al., 2023).
+    """ZB-H1 (Qi et al., 2023): 1F1B with delayed weight gradients.
 
-    Rank r is r weight gradients behind its backward passes, as many as 1F1B has it hold fewer activations than the first
-    rank: no rank holds more than that, and the last ranks' first gradients go upstream without a weight's in between. The
-    bubble shrinks from (pp - 1)(F + B + W) to (pp - 1)(F + B - W), where W is no longer than F and B.
+    Rank r runs its weight gradients r actions behind its backward passes, as many as 1F1B stores fewer activations
+    there than on the first rank: no rank stores more than the first, and the first gradients of the last ranks are sent
+    without a weight gradient in between. The bubble shrinks from (pp - 1)(F + B + W) to (pp - 1)(F + B - W), if W is no
+    longer than F and B.
     """
     rows = []
     for rank, row in enumerate(one_f_one_b(pp, m)):
@@ -103,46 +117,56 @@ def zero_bubble(pp: int, m: int) -> Plan:
 
 
 def zero_bubble_v(pp: int, m: int) -> Plan:
-    """Two chunks a rank, there and back, whose weight gradients wait: ZB-V (Qi et al., 2024, "Controllable Memory").
+    """ZB-V (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory"): two chunks a rank in a V, delayed weight
+    gradients.
 
-    Rank r starts 2(pp - r) - 1 microbatches on their way there before the first comes back to it. The last stage is on the
-    first rank, so gradients set out where forwards do, and reach rank r just when it has 2 pp chunks' activations, which no
-    rank exceeds. Where forward, backward and weights take equal times and m >= 2 pp - 1, a rank idles only until its first
-    microbatch comes and after its last gradient has gone: (pp - 1) F of a chunk, half of what is left in ZB-H1.
+    Stages run down the ranks and back up: rank r starts 2(pp - r) - 1 microbatches of its first chunk before the first
+    one returns to its second chunk. The last stage is on the first rank, so gradients start where forward passes do,
+    and reach rank r when it stores 2 pp chunk activations, which no rank exceeds. If F, B and W take equal times and m
+    >= 2 pp - 1, a rank idles only before its first microbatch and after its last gradient: (pp - 1) F of a chunk, half
+    of what ZB-H1 leaves.
     """
     rows = []
     for rank in range(pp):
-        after, there, back = pp - rank, ("F0", "B0", "W0"), ("F1", "B1", "W1")
-        order = ["F0"] * (2 * after - 1) + ["F1", "F0"] * rank + [*back] * after + [*there, *back] * (m - pp)
-        # The weights of the last gradients wait once more, on as many as the ranks before still have to hear of.
-        order += ["B0", "B1"] * rank + ["B0", "W0"] * after + ["W0", "W1"] * m
-        rows.append(_numbered(order, (rank, 2 * pp - 1 - rank), m))
+        distance, first_chunk, second_chunk = pp - rank, ("F0", "B0", "W0"), ("F1", "B1", "W1")
+        order = (
+            ["F0"] * (2 * distance - 1)
+            + ["F1", "F0"] * rank
+            + [*second_chunk] * distance
+            + [*first_chunk, *second_chunk] * (m - pp)
+        )
+        # The last weight gradients are delayed further, by as many gradients as earlier ranks still wait for.
+        order += ["B0", "B1"] * rank + ["B0", "W0"] * distance + ["W0", "W1"] * m
+        rows.append(_number_microbatches(order, (rank, 2 * pp - 1 - rank), m))
     return tuple(rows)
 
 
 def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
-    """1F1B over vpp chunks a rank, which cuts the bubble by vpp; a chunk runs `group` microbatches in a row.
+    """Interleaved 1F1B over vpp chunks a rank, which divides the bubble by vpp; a chunk runs `group` microbatches in a
+    row.
 
-    The ranks warm up by two microbatches a step of the pipeline, so that a message has a slot's time to travel.
+    Consecutive ranks differ by two warm-up microbatches, so that a message has one slot of time for its transfer.
     """
     return _plan(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
 
 
 def forward_only(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Plan:
-    """Forwards alone, for evaluation and decoding."""
+    """Return a plan of forward passes alone, for evaluation and decoding."""
     if placement == "v":
-        assert vpp == 2, f"there and back are two chunks a rank, not {vpp}"
+        assert vpp == 2, f"a V placement has two chunks a rank, not {vpp}"
         return tuple(
-            _numbered(["F0"] * (2 * (pp - rank) - 1) + ["F1", "F0"] * m, (rank, 2 * pp - 1 - rank), m)
+            _number_microbatches(["F0"] * (2 * (pp - rank) - 1) + ["F1", "F0"] * m, (rank, 2 * pp - 1 - rank), m)
             for rank in range(pp)
         )
     return tuple(
-        tuple(Action("F", chunk * pp + rank, i) for chunk, i in _turns(vpp, m, group=pp)) for rank in range(pp)
+        tuple(Action("F", chunk * pp + rank, i) for chunk, i in _chunk_order(vpp, m, group=pp)) for rank in range(pp)
     )
 
 
 def with_reduction(plan: Plan) -> Plan:
-    """The plan with an "R" right after each stage's last backward pass, or after the last weight gradient that waited."""
+    """Return the plan with an "R" after each stage's last backward pass, or after its last weight gradient if these are
+    delayed.
+    """
     rows = []
     for row in plan:
         last = {action.stage: action for action in row if action.op in "BW"}
@@ -155,12 +179,13 @@ def with_reduction(plan: Plan) -> Plan:
     return tuple(rows)
 
 
-def are_together(row: Sequence[Action], place: int, stages: int) -> bool:
-    """Whether a forward pass and the backward pass of another microbatch stand there that can be done as one: what either sends
-    inside a layer travels while the other computes. stages: how many there are.
+def can_overlap(row: Sequence[Action], place: int, stages: int) -> bool:
+    """Return whether the actions at `place` of a rank's row are a forward pass and a backward pass that can run as one
+    pair.
 
-    The gradient must not come of what such a pair waits for: it is of a microbatch as far behind as there are stages from here to the
-    end and back, as `two_by_two` has it.
+    What either sends inside a layer then travels while the other computes. stages: number of stages. The gradient must
+    not depend on the pair itself: its microbatch is as far behind as there are stages from here to the last and back
+    (`one_f_one_b_dual_batch`).
     """
     pair = row[place : place + 2]
     return [action.op for action in pair] == ["F", "B"] and pair[0].microbatch - pair[1].microbatch >= 2 * (
@@ -168,55 +193,63 @@ def are_together(row: Sequence[Action], place: int, stages: int) -> bool:
     ) - 1
 
 
-def next_actions(row: Sequence[Action], place: int, stages: int, *, together: bool) -> tuple[Action, ...]:
-    """The action at a place of a row; with `together` also the next one, if the two can be done as one."""
-    return tuple(row[place : place + 1 + (together and are_together(row, place, stages))])
+def next_actions(row: Sequence[Action], place: int, stages: int, *, dual_batch_overlap: bool) -> tuple[Action, ...]:
+    """Return the action at `place` of a row; with `dual_batch_overlap` also the next one, if both can run as one pair."""
+    return tuple(row[place : place + 1 + (dual_batch_overlap and can_overlap(row, place, stages))])
 
 
 def placement_of(plan: Plan) -> Placement:
-    """How a plan lays stages on ranks, which shows in where it runs the first stage of the second chunks."""
+    """Return how a plan places stages on ranks ("wrap" or "v"), seen from the rank that runs the first stage of the
+    second chunks.
+    """
     return "v" if any(action.stage == len(plan) for action in plan[-1]) and len(plan) > 1 else "wrap"
 
 
 def num_stages(plan: Plan) -> int:
-    """Stages that the plan runs: one more than the largest it names."""
+    """Return the number of stages of a plan: one more than the largest stage index."""
     return 1 + max((action.stage for row in plan for action in row), default=-1)
 
 
-def awaited(action: Action, stages: int) -> Action | None:
-    """The action of another stage whose result this one takes in, if there is one; `stages` is how many there are."""
-    stage = action.stage - TOWARDS.get(action.op, stages)
+def dependency(action: Action, stages: int) -> Action | None:
+    """Return the action of another stage whose result this action receives, or None; stages: the number of stages."""
+    stage = action.stage - STAGE_STEP.get(action.op, stages)
     return Action(action.op, stage, action.microbatch) if 0 <= stage < stages else None
 
 
 def _plan(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]) -> Plan:
-    """Every rank's row; gradients visit the chunks of a rank in the opposite order of activations."""
-    turns = tuple(_turns(vpp, m, group))
+    """Return every rank's row; gradients visit the chunks of a rank in the opposite order of activations."""
+    order = tuple(_chunk_order(vpp, m, group))
     rows = []
     for rank in range(pp):
-        forwards = [Action("F", chunk * pp + rank, i) for chunk, i in turns]
-        backwards = [Action("B", (vpp - 1 - chunk) * pp + rank, i) for chunk, i in turns]
-        ahead = min(warmup(rank), len(turns))
-        pairs = zip(forwards[ahead:], backwards, strict=False)
+        forwards = [Action("F", chunk * pp + rank, i) for chunk, i in order]
+        backwards = [Action("B", (vpp - 1 - chunk) * pp + rank, i) for chunk, i in order]
+        num_warmup = min(warmup(rank), len(order))
+        pairs = zip(forwards[num_warmup:], backwards, strict=False)
         rows.append(
-            (*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[len(turns) - ahead :])
+            (
+                *forwards[:num_warmup],
+                *(action for pair in pairs for action in pair),
+                *backwards[len(order) - num_warmup :],
+            )
         )
     return tuple(rows)
 
 
-def _numbered(order: Sequence[str], stages: tuple[int, int], m: int) -> tuple[Action, ...]:
-    """A row from operations and chunks, such as "F0": each runs through the microbatches, and is left out when there are no more."""
+def _number_microbatches(order: Sequence[str], stages: tuple[int, int], m: int) -> tuple[Action, ...]:
+    """Turn a list such as ["F0", "B1"] (operation, chunk) into actions: each kind counts through the m microbatches,
+    surplus is dropped.
+    """
     count: Counter[str] = Counter()
     steps = []
-    for word in order:
-        if count[word] < m:
-            steps.append(Action(word[0], stages[int(word[1])], count[word]))
-            count[word] += 1
+    for operation in order:
+        if count[operation] < m:
+            steps.append(Action(operation[0], stages[int(operation[1])], count[operation]))
+            count[operation] += 1
     return tuple(steps)
 
 
-def _turns(vpp: int, m: int, group: int) -> Iterator[tuple[int, int]]:
-    """(chunk, microbatch) in the order a rank runs them: chunk by chunk within each group of microbatches."""
+def _chunk_order(vpp: int, m: int, group: int) -> Iterator[tuple[int, int]]:
+    """Yield (chunk, microbatch) in the order a rank runs them: chunk by chunk within each group of microbatches."""
     for start in range(0, m, group):
         for chunk in range(vpp):
             for microbatch in range(start, min(start + group, m)):

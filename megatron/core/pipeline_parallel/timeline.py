@@ -1,12 +1,13 @@
-"""Play a plan without tensors: a test and a tool at once.
+"""Simulate a plan without tensors: check that it is valid, and compute when each action runs.
 
-Every action takes a given time and starts when its rank is free and what it awaits has arrived. Playing proves that
-the plan ends, and tells when everything happens, how long ranks idle and how many activations they hold:
+Every action takes a given time and starts when its rank is free and the result it depends on has arrived. The
+simulation proves that the plan ends, and gives start and end times, idle time of the ranks, and peak number of stored
+activations:
 
     one_f_one_b(2, 3)     r0  0  1  .  0' 0' 2  1' 1' .  2' 2'       a number: forward of that microbatch,
                           r1  .  0  0' 0' 1  1' 1' 2  2' 2' .        primed: backward, which takes twice as long
 
-A plan that does something twice, nowhere or on the wrong rank, or whose ranks wait for each other in a circle, is
+A plan that has an action twice, not at all or on the wrong rank, or whose ranks wait for each other in a cycle, is
 refused here with the actions at fault, before any process hangs.
 """
 
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
     ScheduleError,
-    awaited,
+    dependency,
     next_actions,
     num_stages,
     placement_of,
@@ -32,10 +33,10 @@ MOST_PROBLEMS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A plan, played.
+    """The simulated times of a plan.
 
-    start, end: the time of every action, row by row as in the plan. bubble: the share of the ranks' time spent idle.
-    peak: for each rank, the most stage activations it keeps for a backward pass at once.
+    start, end: times of every action, in the rows of the plan. bubble: share of the ranks' time spent idle. peak: for
+    each rank, the largest number of stage activations that it stores at once for backward passes.
     """
 
     start: tuple[tuple[float, ...], ...]
@@ -44,7 +45,7 @@ class Timeline:
     peak: tuple[int, ...]
 
 
-def play(
+def simulate_plan(
     plan: Plan,
     *,
     forward: float | Sequence[float] = 1,
@@ -52,17 +53,23 @@ def play(
     weight: float | Sequence[float] = 1,
     reduce: float | Sequence[float] = 0,
     message: float = 0,
-    together: bool = False,
+    dual_batch_overlap: bool = False,
 ) -> Timeline:
-    """Play the plan; `ScheduleError` if it is wrong or cannot end.
+    """Simulate the plan; raises ScheduleError if it is invalid or deadlocks.
 
-    forward, backward, reduce: time of an action, one for all stages or one a stage; message: time between ranks. weight: the
-    part of a backward pass that a "W" does, where the plan has them. together: passes that are (`are_together`) begin and end as one.
+    forward, backward, reduce: time of an action, a number or one number for each stage. message: time of a message
+    between ranks. weight: the part of a backward pass that a "W" computes, in plans that have them. dual_batch_overlap: pairs
+    that can overlap start and end together.
     """
-    check(plan)
+    check_plan(plan)
     splits = any(action.op == "W" for row in plan for action in row)
-    playback = _Playback(
-        plan, num_stages(plan), {"F": forward, "B": backward, "R": reduce, "W": weight}, message, splits, together
+    playback = _Simulation(
+        plan,
+        num_stages(plan),
+        {"F": forward, "B": backward, "R": reduce, "W": weight},
+        message,
+        splits,
+        dual_batch_overlap,
     )
     waiting = list(range(len(plan)))
     while waiting:
@@ -71,16 +78,19 @@ def play(
             playback.advance(rank)
         waiting = [rank for rank in waiting if len(playback.end[rank]) < len(plan[rank])]
         if waiting and len(playback.done) == before:
-            raise ScheduleError(_circle({rank: plan[rank][len(playback.end[rank])] for rank in waiting}, plan))
+            raise ScheduleError(
+                _deadlock_message({rank: plan[rank][len(playback.end[rank])] for rank in waiting}, plan)
+            )
     start, end = playback.start, playback.end
     return Timeline(_rows(start), _rows(end), _bubble(start, end), tuple(_peak(row) for row in plan))
 
 
 @dataclass(slots=True)
-class _Playback:
-    """A plan while it is played. time: of each kind of action; splits: the plan has a "W" for each "B".
+class _Simulation:
+    """The state of a simulation.
 
-    start, end: times so far, by rank. done: rank and end of each action so far.
+    time: of each kind of action. splits: the plan has a "W" for each "B". start, end: times so far, by rank. done: rank
+    and end time of each action so far.
     """
 
     plan: Plan
@@ -88,7 +98,7 @@ class _Playback:
     time: Mapping[str, float | Sequence[float]]
     message: float
     splits: bool
-    together: bool
+    dual_batch_overlap: bool
     start: list[list[float]] = field(init=False)
     end: list[list[float]] = field(init=False)
     done: dict[Action, tuple[int, float]] = field(default_factory=dict)
@@ -97,11 +107,11 @@ class _Playback:
         self.start, self.end = [[] for _ in self.plan], [[] for _ in self.plan]
 
     def advance(self, rank: int) -> None:
-        """Play a rank's actions up to the first that awaits a result which is not there yet."""
+        """Simulate a rank's actions up to the first that depends on a result which is not there yet."""
         row, stages = self.plan[rank], self.stages
         while (place := len(self.end[rank])) < len(row):
-            actions = next_actions(row, place, stages, together=self.together)
-            sources = [source for action in actions if (source := awaited(action, stages)) is not None]
+            actions = next_actions(row, place, stages, dual_batch_overlap=self.dual_batch_overlap)
+            sources = [source for action in actions if (source := dependency(action, stages)) is not None]
             if any(source not in self.done for source in sources):
                 return
             arrivals = [self.done[source][1] + self.message * (self.done[source][0] != rank) for source in sources]
@@ -120,17 +130,23 @@ class _Playback:
         return time
 
 
-def check(plan: Plan) -> None:
-    """Refuse a plan unless each stage sees each microbatch once in each direction, on its rank, F before B before W before R."""
-    problems = [*_miscounted(plan), *_on_wrong_rank(plan), *(problem for row in plan for problem in _misplaced(row))]
+def check_plan(plan: Plan) -> None:
+    """Raise ScheduleError unless each stage runs each microbatch once in each direction, on its rank, F before B before
+    W before R.
+    """
+    problems = [
+        *_wrong_counts(plan),
+        *_on_wrong_rank(plan),
+        *(problem for row in plan for problem in _order_problems(row)),
+    ]
     if problems:
         more = len(problems) - MOST_PROBLEMS_SHOWN
         tail = [f"and {more} more"] if more > 0 else []
         raise ScheduleError("\n  ".join(["this plan is wrong", *problems[:MOST_PROBLEMS_SHOWN], *tail]))
 
 
-def _miscounted(plan: Plan) -> Iterator[str]:
-    """Actions that are missing, superfluous or repeated."""
+def _wrong_counts(plan: Plan) -> Iterator[str]:
+    """Yield a message for each action that is missing, superfluous or repeated."""
     counts = Counter(action for row in plan for action in row)
     microbatches = {action.microbatch for action in counts if action.op != "R"}
     expected = {
@@ -140,12 +156,14 @@ def _miscounted(plan: Plan) -> Iterator[str]:
         for i in (microbatches if op != "R" else {0})
     }
     yield from (f"{action} is missing" for action in sorted(expected - set(counts)))
-    yield from (f"{action} has no place in this plan" for action in sorted(set(counts) - expected))
-    yield from (f"{action} stands there {count} times" for action, count in counts.items() if count > 1)
+    yield from (f"{action} does not belong in this plan" for action in sorted(set(counts) - expected))
+    yield from (f"{action} occurs {count} times" for action, count in counts.items() if count > 1)
 
 
 def _on_wrong_rank(plan: Plan) -> Iterator[str]:
-    """Actions of stages that live on another rank, and a number of stages that the ranks do not divide."""
+    """Yield a message for each action on a rank that does not hold its stage, and for a number of stages that pp does
+    not divide.
+    """
     stages, placement = num_stages(plan), placement_of(plan)
     for rank, row in enumerate(plan):
         for action in row:
@@ -156,8 +174,9 @@ def _on_wrong_rank(plan: Plan) -> Iterator[str]:
         yield f"{stages} stages cannot be divided over {len(plan)} ranks"
 
 
-def picture(plan: Plan, timeline: Timeline) -> str:
-    """The timeline as text, one line a rank and one column a unit of time; chunks of a rank are told apart by letters.
+def text_timeline(plan: Plan, timeline: Timeline) -> str:
+    """Draw the timeline as text, one line for each rank and one column for each unit of time; letters distinguish a
+    rank's chunks.
 
     Durations are rounded to whole units; actions shorter than half a unit are not shown.
     """
@@ -184,8 +203,8 @@ def _cell(action: Action, pp: int, chunks: int) -> str:
     return f"{letter}{action.microbatch}" + {"B": "'", "W": '"'}.get(action.op, "")
 
 
-def _misplaced(row: Sequence[Action]) -> Iterator[str]:
-    """What comes too early in one rank's row."""
+def _order_problems(row: Sequence[Action]) -> Iterator[str]:
+    """Yield a message for each action that comes too early in one rank's row."""
     last = {(action.op, action.stage): place for place, action in enumerate(row)}
     done = set()
     for place, action in enumerate(row):
@@ -197,18 +216,18 @@ def _misplaced(row: Sequence[Action]) -> Iterator[str]:
         done.add(action)
 
 
-def _circle(stuck: dict[int, Action], plan: Plan) -> str:
-    """Follow who waits for whom from the first stuck rank until a rank comes up again."""
+def _deadlock_message(stuck: dict[int, Action], plan: Plan) -> str:
+    """Describe the deadlock: follow the waits from the first stuck rank until a rank repeats."""
     links: dict[int, str] = {}
     stages, placement = num_stages(plan), placement_of(plan)
     rank = min(stuck)
     while rank not in links:
-        source = awaited(stuck[rank], stages)
+        source = dependency(stuck[rank], stages)
         assert source is not None, f"{stuck[rank]} awaits nothing, so it cannot be stuck"
         links[rank] = f"rank {rank} waits at {stuck[rank]} for {source}"
         rank = home(source.stage, len(plan), placement)[0]
-    ring = list(links)[list(links).index(rank) :]
-    return "this plan never ends: " + ", ".join(links[member] for member in ring)
+    cycle = list(links)[list(links).index(rank) :]
+    return "this plan never ends: " + ", ".join(links[member] for member in cycle)
 
 
 def _bubble(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> float:
@@ -222,15 +241,17 @@ def _bubble(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) ->
 
 
 def _peak(row: Sequence[Action]) -> int:
-    """Most forwards whose backward is still to come, its weights included; what has no backward is not kept."""
+    """Return the largest number of activations stored at once in a rank's row; one that no backward pass uses is not
+    stored.
+    """
     ends = "W" if any(action.op == "W" for action in row) else "B"
-    kept = {(action.stage, action.microbatch) for action in row if action.op == ends}
-    live = most = 0
+    saved = {(action.stage, action.microbatch) for action in row if action.op == ends}
+    current = peak = 0
     for action in row:
-        if action.op in ("F", ends) and (action.stage, action.microbatch) in kept:
-            live += 1 if action.op == "F" else -1
-            most = max(most, live)
-    return most
+        if action.op in ("F", ends) and (action.stage, action.microbatch) in saved:
+            current += 1 if action.op == "F" else -1
+            peak = max(peak, current)
+    return peak
 
 
 def _rows(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:

@@ -1,9 +1,9 @@
-"""What crosses ranks, in one order that all ranks derive from the plan.
+"""The messages of a plan between ranks, in one order that all ranks derive from it.
 
-Every rank knows the whole plan, so every rank can play it and list all messages by the time their payload is ready.
-Each then performs its own part of that one list, in that order. The earliest message not yet performed has nothing
-before it, at its sender or at its receiver, so both get to it: ranks cannot wait for each other in a circle, even if
-every send blocks until it is received.
+Every rank knows the whole plan, so it can simulate the plan and list all messages by the time their payload is ready.
+Each rank then performs its part of that list, in that order. The earliest message not yet performed has nothing before
+it, at its sender or at its receiver, so both reach it: ranks cannot deadlock, even if every send blocks until it is
+received.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 from megatron.core.config.plan import home
 from megatron.core.pipeline_parallel.schedules import (
-    TOWARDS,
+    STAGE_STEP,
     Action,
     Plan,
-    awaited,
+    dependency,
     next_actions,
     num_stages,
     placement_of,
 )
-from megatron.core.pipeline_parallel.timeline import play
+from megatron.core.pipeline_parallel.timeline import simulate_plan
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message: what the action (kind, stage, microbatch) on pipeline rank src made, for rank dst.
+    """A message with the result of the action (kind, stage, microbatch), from pipeline rank src to rank dst.
 
     kind "F" carries activations to stage + 1, kind "B" gradients to stage - 1.
     """
@@ -38,26 +38,27 @@ class Transfer:
     microbatch: int
 
     @property
-    def made_by(self) -> Action:
-        """The action whose result travels."""
+    def producer(self) -> Action:
+        """The action whose result is sent."""
         return Action(self.kind, self.stage, self.microbatch)
 
     @property
-    def taken_by(self) -> Action:
-        """The action that waits for it."""
-        return Action(self.kind, self.stage + TOWARDS[self.kind], self.microbatch)
+    def consumer(self) -> Action:
+        """The action that waits for the message."""
+        return Action(self.kind, self.stage + STAGE_STEP[self.kind], self.microbatch)
 
     def __str__(self) -> str:
-        return f"message for {self.taken_by}"
+        return f"message for {self.consumer}"
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What one rank does, messages included, in order.
+    """The actions and messages of one rank, in order.
 
-    A transfer among the steps is where this rank begins its end of it. If the script does not overlap, the rank also
-    waits there until the message is through; otherwise a receive stands one action early, to travel during that action.
-    together: passes that are (`are_together`) stand side by side, what they take before and what they make behind both.
+    A transfer among the steps marks where this rank starts its end of it. Without `overlap`, the rank also waits there
+    until it is complete; with it, a receive is started one action early, and is in flight during that action.
+    dual_batch_overlap: the two actions of an overlapping pair are adjacent, with the messages they consume before both and
+    those they produce behind both.
     """
 
     rank: int
@@ -65,10 +66,12 @@ class Script:
     stages: int
     steps: tuple[Action | Transfer, ...]
     overlap: bool
-    together: bool = False
+    dual_batch_overlap: bool = False
 
-    def parts(self) -> Iterator[Transfer | tuple[Action, ...]]:
-        """The transfers and actions one by one, and actions that are together two by two."""
+    def instructions(self) -> Iterator[Transfer | tuple[Action, ...]]:
+        """Yield each transfer, and each action as a tuple, in which the two actions of an overlapping pair are
+        together.
+        """
         place = 0
         while place < len(self.steps):
             step = self.steps[place]
@@ -77,14 +80,18 @@ class Script:
                 place += 1
             else:
                 pair = [step for step in self.steps[place : place + 2] if isinstance(step, Action)]
-                actions = next_actions(pair, 0, self.stages, together=self.together)
+                actions = next_actions(pair, 0, self.stages, dual_batch_overlap=self.dual_batch_overlap)
                 yield actions
                 place += len(actions)
 
 
-def transfers(plan: Plan, *, together: bool = False) -> tuple[Transfer, ...]:
-    """Every message between ranks, in the order all ranks keep; chunks of one rank hand over without a message."""
-    timeline, stages, placement = play(plan, together=together), num_stages(plan), placement_of(plan)
+def transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer, ...]:
+    """Return every message between ranks in their common order; chunks on the same rank need no message."""
+    timeline, stages, placement = (
+        simulate_plan(plan, dual_batch_overlap=dual_batch_overlap),
+        num_stages(plan),
+        placement_of(plan),
+    )
     ready = {
         action: end for row, ends in zip(plan, timeline.end, strict=True) for action, end in zip(row, ends, strict=True)
     }
@@ -92,40 +99,46 @@ def transfers(plan: Plan, *, together: bool = False) -> tuple[Transfer, ...]:
         Transfer(src, dst, source.op, source.stage, source.microbatch)
         for dst, row in enumerate(plan)
         for action in row
-        if (source := awaited(action, stages)) is not None
+        if (source := dependency(action, stages)) is not None
         and (src := home(source.stage, len(plan), placement)[0]) != dst
     ]
-    # Of messages ready together those from upstream come first, so that a rank receives before it sends.
-    return tuple(sorted(messages, key=lambda t: (ready[t.made_by], t.kind, TOWARDS[t.kind] * t.stage, t.microbatch)))
+    # Of messages that are ready at the same time, upstream ones come first, so that a rank receives before it sends.
+    return tuple(
+        sorted(messages, key=lambda t: (ready[t.producer], t.kind, STAGE_STEP[t.kind] * t.stage, t.microbatch))
+    )
 
 
-def script(plan: Plan, rank: int, *, overlap: bool = True, together: bool = False) -> Script:
-    """One rank's row with its messages put in: receives before the action that takes them, sends after their maker.
+def script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> Script:
+    """Return one rank's script: its row of the plan with its messages inserted.
 
-    Messages keep the order of `transfers`; each stands as late as its action and that order allow, but for the one
-    action that receives are early if they overlap.
+    Receives come before the consuming action, sends after the producing one, in the order of `transfers`, each as late
+    as possible; with `overlap`, receives come one action earlier.
     """
-    mine = [transfer for transfer in transfers(plan, together=together) if rank in (transfer.src, transfer.dst)]
-    before = {transfer.taken_by: place + 1 for place, transfer in enumerate(mine) if transfer.dst == rank}
-    after = {transfer.made_by: place + 1 for place, transfer in enumerate(mine) if transfer.src == rank}
+    own_transfers = [
+        transfer
+        for transfer in transfers(plan, dual_batch_overlap=dual_batch_overlap)
+        if rank in (transfer.src, transfer.dst)
+    ]
+    before = {transfer.consumer: place + 1 for place, transfer in enumerate(own_transfers) if transfer.dst == rank}
+    after = {transfer.producer: place + 1 for place, transfer in enumerate(own_transfers) if transfer.src == rank}
     parts: list[Transfer | tuple[Action, ...]] = []
-    begun, place, stages = 0, 0, num_stages(plan)
+    num_started, place, stages = 0, 0, num_stages(plan)
     while place < len(plan[rank]):
-        actions = next_actions(plan[rank], place, stages, together=together)
-        arriving = mine[begun : max(before.get(action, 0) for action in actions)]
-        begun += len(arriving)
-        leaving = mine[begun : max(after.get(action, 0) for action in actions)]
-        begun += len(leaving)
+        actions = next_actions(plan[rank], place, stages, dual_batch_overlap=dual_batch_overlap)
+        arriving = own_transfers[num_started : max(before.get(action, 0) for action in actions)]
+        num_started += len(arriving)
+        leaving = own_transfers[num_started : max(after.get(action, 0) for action in actions)]
+        num_started += len(leaving)
         parts += [*arriving, actions, *leaving]
         place += len(actions)
     if overlap:
         _receive_early(parts, rank)
     steps = [step for part in parts for step in ((part,) if isinstance(part, Transfer) else part)]
-    return Script(rank, len(plan), stages, tuple(steps), overlap, together)
+    return Script(rank, len(plan), stages, tuple(steps), overlap, dual_batch_overlap)
 
 
 def _receive_early(parts: list[Transfer | tuple[Action, ...]], rank: int) -> None:
-    """Move every receive in front of the actions that stand right before it, in place."""
+    """Move every receive in front of the preceding actions, in place."""
     for place in range(1, len(parts)):
         part = parts[place]
         if isinstance(part, Transfer) and part.dst == rank and not isinstance(parts[place - 1], Transfer):

@@ -97,7 +97,7 @@ class LinearAdapter(nn.Module):
         self.region, self.build, self.dim = region, build, _cut_dim(spec)
         self.axis: Axis = build.mesh.tp
         sums = region.outside_sums if self.dim is not None else spec.sum_over
-        segments = spec.shards[0].parts if self.dim == 0 else (FusedSegment(spec.shape[0]),)
+        segments = spec.shards[0].segments if self.dim == 0 else (FusedSegment(spec.shape[0]),)
         ranks = self.axis.size if self.dim == 0 else 1
         self.pairs, self.sizes = nn.ModuleDict(), []
         for place, name in enumerate(names):

@@ -191,7 +191,7 @@ class AdaptedLinear(nn.Module):
         adapter = self.adapter
         return adapter.merged(self.weight) if adapter is not None and adapter.enabled else self.weight
 
-    def initialize_from_others(self) -> None:
+    def initialize_from_other_parameters(self) -> None:
         """The lengths of rows begin as those of the weight."""
         if self.adapter is not None:
             self.adapter.reset_lengths(self.weight)

@@ -41,7 +41,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis
     whole[axis.rank] = x
     for step in range(axis.size):
         place, coming = (axis.rank - step) % axis.size, (axis.rank - step - 1) % axis.size
-        works = collectives.start_shift(whole[coming], whole[place], axis) if step < axis.size - 1 else []
+        works = collectives.start_ring_shift(whole[coming], whole[place], axis) if step < axis.size - 1 else []
         _multiply(whole[place], matrix, bias, product[place])
         _wait(works)
     return product.flatten(0, 1), whole.flatten(0, 1)
@@ -53,7 +53,7 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
     total, own, arriving = (x.new_empty((*pieces[0].shape[:-1], matrix.shape[-1])) for _ in range(3))
     _multiply(pieces[axis.rank - 1], matrix, None, total)
     for step in range(1, axis.size):
-        works = collectives.start_shift(arriving, total, axis)
+        works = collectives.start_ring_shift(arriving, total, axis)
         _multiply(pieces[(axis.rank - 1 - step) % axis.size], matrix, None, own)
         _wait(works)
         total, own = own.add_(arriving), total

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.main_grad import MainGrad, sum_of
+from megatron.core.parallel.main_grad import MainGrad, active_main_grad
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import LowPrecision
@@ -38,7 +38,7 @@ class Region:
 
     def sum_of(self, weight: Tensor) -> MainGrad | None:
         """Where a layer is to add the gradient of a weight; None: it is given to autograd."""
-        return sum_of(weight) if self.sums else None
+        return active_main_grad(weight) if self.sums else None
 
     def copy_to_region(self, x: Tensor) -> Tensor:
         """Enter a region: x [s, b, h] or [s/tp, b, h] to [s, b, h] on every rank; its gradient is summed over ranks."""
@@ -54,11 +54,11 @@ class Region:
 
     def gather_from_region(self, columns: Tensor) -> Tensor:
         """The whole output of a column-parallel layer, [s, b, out/tp] on each rank; returns [s or s/tp, b, out]."""
-        return self.scatter_to_sequence(collectives.gather_columns_then_cut(columns, self.axis))
+        return self.scatter_to_sequence(collectives.gather_columns_then_split(columns, self.axis))
 
     def scatter_to_sequence(self, whole: Tensor) -> Tensor:
         """Of a tensor [s, ...] that all ranks computed, what a rank keeps between regions: [s, ...], or its shard [s/tp, ...]."""
-        return collectives.cut_then_gather(whole, self.axis) if self.sequence_parallel else whole
+        return collectives.split_then_gather(whole, self.axis) if self.sequence_parallel else whole
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         """The tokens [s/tp, b, h] between regions that this rank alone has: what it holds, or where all hold the same, its piece.
@@ -69,11 +69,11 @@ class Region:
             return x
         missing = -x.shape[0] % self.axis.size
         filled = torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
-        return collectives.cut_then_gather(filled, self.axis)
+        return collectives.split_then_gather(filled, self.axis)
 
     def gather_tokens(self, own: Tensor, held: int) -> Tensor:
         """The way back from `scatter_tokens`: [s/tp, b, h] to [held, b, h], what a rank holds between regions."""
-        return own if self.sequence_parallel else collectives.gather_then_cut(own, self.axis)[:held]
+        return own if self.sequence_parallel else collectives.gather_then_split(own, self.axis)[:held]
 
     def length(self, sequence: int) -> int:
         """Positions that a rank holds between regions."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron.core.config.settings.run import OffloadConfig
-from megatron.core.parallel.offload import Offload, around, kept
+from megatron.core.parallel.offload import ActivationOffload, without_offload, wrap_forward
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.stack import Stack
@@ -29,20 +29,22 @@ def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.d
     """Set up a stage to offload the activations that the config names."""
     if not config.offloads:
         return
-    offload = Offload(device, config.min_offloaded_tensor_size)
-    around(stage, partial(_begun, offload))
+    offload = ActivationOffload(device, config.min_offloaded_tensor_size)
+    wrap_forward(stage, partial(_begun, offload))
     layers = [layer for layer in stage.modules() if isinstance(layer, Layer)]
     chosen = layers[: config.cpu_offloading_num_layers]
     for layer in chosen:
-        around(layer, partial(offload.aside, layer))
+        wrap_forward(layer, partial(offload.offloading, layer))
     for stack in (part for part in stage.modules() if isinstance(part, Stack)):
-        stack.aside = lambda group: offload.aside(*group) if any(layer in chosen for layer in group) else nullcontext()
+        stack.aside = lambda group: (
+            offload.offloading(*group) if any(layer in chosen for layer in group) else nullcontext()
+        )
     for layer in layers if config.fine_grained_activation_offloading else ():
         for name, part in _parts(layer):
-            around(part, partial(offload.aside, part) if name in config.offload_modules else kept)
+            wrap_forward(part, partial(offload.offloading, part) if name in config.offload_modules else without_offload)
 
 
-def _begun(offload: Offload) -> AbstractContextManager[None]:
+def _begun(offload: ActivationOffload) -> AbstractContextManager[None]:
     offload.begin()
     return nullcontext()
 

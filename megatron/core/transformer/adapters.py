@@ -97,7 +97,7 @@ class GroupedAdapter(nn.Module):
         super().__init__()
         spec, self.enabled = spec_of(weight), True
         by_width = spec.shards[1]
-        segments = by_width.parts if by_width.dim == 1 else (FusedSegment(spec.shape[1]),)
+        segments = by_width.segments if by_width.dim == 1 else (FusedSegment(spec.shape[1]),)
         ranks = build.mesh.etp.size if by_width.dim == 1 else 1
         self.multiply: Callable[..., Tensor] = build.kernels.grouped_linear
         self.names, self.pairs, self.sizes = (

@@ -71,7 +71,7 @@ def evened(scores: Tensor, axis: Axis) -> Tensor:
         before, columns = columns, 1.0 / num_experts / ((rows[:, None] * whole).sum(0) + _TINY)
         if float((before - columns).abs().mean()) <= _TOLERANCE:
             break
-    return collectives.cut(whole * columns * rows[:, None], axis)
+    return collectives.local_chunk(whole * columns * rows[:, None], axis)
 
 
 def moved_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:

@@ -21,7 +21,7 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.recompute import dropping_output
+from megatron.core.parallel.recompute import discard_intermediate
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
 from megatron.core.parallel.wgrad import WeightGradStore
@@ -98,7 +98,7 @@ class Build:
         """
         held = self.region.whole_length(hidden.shape[0])
         length = held * self.mesh.cp.size if documents is None else documents.shape[1]
-        axis = self.mesh.sharing(length // held)
+        axis = self.mesh.sequence_axis(length // held)
         if axis.group is None:
             return MaskSpec(documents=documents)
         places = Zigzag(length, axis.size).places(axis.rank, hidden.device)
@@ -137,7 +137,7 @@ class Build:
     def normed_linear(self, norm: nn.Module | None, linear: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Tensor]:
         """linear(norm(x)) and norm(x), of which the linear layer keeps nothing if norms are recomputed; None: no norm."""
         if norm is not None and self.recomputes("layernorm"):
-            return dropping_output(norm, linear, x)
+            return discard_intermediate(norm, linear, x)
         normed = x if norm is None else norm(x)
         return linear(normed), normed
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
-from megatron.core.parallel.collectives import AsyncExchange
+from megatron.core.parallel.collectives import AsyncAllToAll
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer.router import Routing
 
@@ -230,7 +230,7 @@ class AllGatherDispatcher:
 class _ExchangeHandle:
     """exchange: over ep. gathered: rows of each etp rank. index, back: to the order of own experts, and from it."""
 
-    exchange: AsyncExchange
+    exchange: AsyncAllToAll
     gathered: list[int]
     index: Tensor
     back: Tensor
@@ -257,11 +257,11 @@ class AllToAllDispatcher:
         arriving = table[:, :, self.ep.rank]
         send = table[self.etp.rank, self.ep.rank].sum(-1).tolist()
         handle = _ExchangeHandle(
-            AsyncExchange(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch),
+            AsyncAllToAll(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch),
             arriving.sum((1, 2)).tolist(),
             *(index.to(tokens.device) for index in _by_expert(arriving.reshape(-1, here))),
         )
-        beside = AsyncExchange(send, handle.exchange.receive, self.ep)  # its waits follow those of the tokens
+        beside = AsyncAllToAll(send, handle.exchange.receive, self.ep)  # its waits follow those of the tokens
         weights = collectives.start_async(permute_weights(routing.weights, permutation)[:, None], beside)
         coming = collectives.start_async(permute_tokens(tokens, permutation), handle.exchange)
         counts = arriving.sum((0, 1)).to(tokens.device)
@@ -281,7 +281,7 @@ class AllToAllDispatcher:
         own = collectives.uneven_scatter_then_gather(shares, handle.gathered, self.etp)
         forth, switch = handle.exchange, self.ep.overlap.switch
         return unpermute_tokens(
-            collectives.exchange(own, forth.receive, forth.send, self.ep, switch), dispatched.permutation
+            collectives.all_to_all(own, forth.receive, forth.send, self.ep, switch), dispatched.permutation
         )
 
     def _sorted(self, rows: Tensor, handle: _ExchangeHandle) -> Tensor:

@@ -27,7 +27,7 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.attention import all_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.parallel.recompute import dropping_outputs
+from megatron.core.parallel.recompute import discard_intermediates
 from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
 from megatron.core.transformer.attention import attend
@@ -95,7 +95,7 @@ class MultiLatentAttention(nn.Module):
             return attend(self.build, q, k, v, mask, Scores(bias=bias), training=self.training)
 
         if self.build.recomputes("mla_up_proj"):
-            return self.linear_proj(dropping_outputs(up, core, query, latent, shared)), normed
+            return self.linear_proj(discard_intermediates(up, core, query, latent, shared)), normed
         return self.linear_proj(core(*up(query, latent, shared))), normed
 
     def absorbed(self, q: Tensor, kept: Tensor, mask: MaskSpec, kernel: Callable[..., Tensor] | None = None) -> Tensor:

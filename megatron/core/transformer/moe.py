@@ -20,7 +20,7 @@ from torch.autograd import Function
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import reference
 from megatron.core.kernels.grouped import weighed_bias
-from megatron.core.parallel.recompute import dropping_output, recompute
+from megatron.core.parallel.recompute import discard_intermediate, recompute
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
@@ -136,7 +136,9 @@ class Experts(nn.Module):
         wide = self.linear_fc1(rows.tokens, rows.counts)
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
         if self.build.recomputes("moe_act"):
-            return dropping_output(lambda x: recompute(self._act, self.build.streams, x, rows.weights), down, wide)[0]
+            return discard_intermediate(
+                lambda x: recompute(self._act, self.build.streams, x, rows.weights), down, wide
+            )[0]
         return down(self._act(wide, rows.weights))
 
     def _act(self, wide: Tensor, weights: Tensor) -> Tensor:

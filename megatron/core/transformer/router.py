@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import ParamSpec, constant, parameter, spec_of
 from megatron.core.transformer.balance import balancing_share, count_choices, evened, moved_bias, size_share
 from megatron.core.transformer.build import Build
@@ -206,9 +206,9 @@ class Router(nn.Module):
         places = torch.arange(positions * tp.size, device=scores.device) if places is None else places
         first = 0 if context.microbatch_context is None else context.microbatch_context.sample
         sample = first + torch.arange(num_sequences, device=scores.device)
-        token = (sample << 32) + collectives.cut(places, tp)[:, None]
+        token = (sample << 32) + collectives.local_chunk(places, tp)[:, None]
         bits = token[..., None] * self.num_experts + torch.arange(self.num_experts, device=scores.device)
-        bits = bits * _FIRST_FACTOR + seed_of("routing", self.layer + self.served(context))
+        bits = bits * _FIRST_FACTOR + derive_seed("routing", self.layer + self.served(context))
         bits = (bits ^ (bits >> 29)) * _SECOND_FACTOR
         random = ((bits ^ (bits >> 32)) & 0xFFFFFF).to(scores.dtype) / 2.0**24
         return random + (scores - scores.detach())

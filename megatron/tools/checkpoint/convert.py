@@ -35,7 +35,7 @@ from megatron.core.families.megatron.open import megatron_arguments
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_settings, open_checkpoint
@@ -154,7 +154,9 @@ def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int)
 def num_bytes(source: Source, beginning: str = "") -> int:
     """Bytes of the tensors whose names begin so."""
     return sum(
-        whole(one.shape).size * one.dtype.itemsize for name, one in source.formats.items() if name.startswith(beginning)
+        whole_box(one.shape).size * one.dtype.itemsize
+        for name, one in source.formats.items()
+        if name.startswith(beginning)
     )
 
 
@@ -168,7 +170,7 @@ def differences(source: Source, target: Source) -> Iterator[str]:
         if mine != theirs:
             yield f"{name} has shape {theirs.shape} and {theirs.dtype}, not {mine.shape} and {mine.dtype}"
         elif not torch.equal(
-            *(one.read(name, whole(mine.shape)).contiguous().view(-1).view(torch.uint8) for one in (source, target))
+            *(one.read(name, whole_box(mine.shape)).contiguous().view(-1).view(torch.uint8) for one in (source, target))
         ):
             yield f"{name} has other values"
     yield from (f"{name} is new" for name in target.formats if name not in source.formats)
@@ -208,7 +210,7 @@ def convert(args: argparse.Namespace) -> str:
         print(remark)
     if args.verify:
         verify(converted, path, args.saver)
-    count = sum(whole(one.shape).size for name, one in source.formats.items() if name.startswith("model."))
+    count = sum(whole_box(one.shape).size for name, one in source.formats.items() if name.startswith("model."))
     words = f"{count:,} parameters, {size / 1e9:.3g} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2g} GB/s)"
     return f"{source.where} ({DIALECTS[dialect].name}): {words} -> {path} ({DIALECTS[args.saver].name}){', verified' if args.verify else ''}"
 

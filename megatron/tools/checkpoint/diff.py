@@ -22,7 +22,7 @@ from tqdm import tqdm
 from megatron.core.dist_checkpointing.saved import Saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
@@ -62,7 +62,7 @@ def compare(args: argparse.Namespace) -> bool:
     names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if fits(name, args.match)]
     if not names:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
-    total = sum(whole(one.shape).size * one.dtype.itemsize for name, one in a.formats.items() if name in names)
+    total = sum(whole_box(one.shape).size * one.dtype.itemsize for name, one in a.formats.items() if name in names)
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
         differences = list(
             compare_sources(

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from megatron.core.dist_checkpointing.saved import Saved, open_saved, unknown_files
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, walk
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
@@ -50,10 +50,10 @@ def verified(source: Source, bar: tqdm, threads: int | None) -> Finding:
         problems, size = [], 0
         for name, one in source.formats.items():
             try:
-                size += source.read(name, whole(one.shape)).nbytes
+                size += source.read(name, whole_box(one.shape)).nbytes
             except CheckpointError as error:
                 problems.append(str(error))
-            bar.update(whole(one.shape).size * one.dtype.itemsize)
+            bar.update(whole_box(one.shape).size * one.dtype.itemsize)
         return Finding(source.where, "reading (it has no hashes)", tuple(problems), size=size)
     problems, parts = [], max(1, min(100, source.size // PART))
     for part in range(parts):
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for one in open_all(path, args.ckpt_step, args.all):
             started = time.perf_counter()
             if not isinstance(one, Finding):
-                total = sum(whole(form.shape).size * form.dtype.itemsize for form in one.formats.values())
+                total = sum(whole_box(form.shape).size * form.dtype.itemsize for form in one.formats.values())
                 with tqdm(
                     total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()
                 ) as bar:

@@ -53,7 +53,7 @@ def obstacles(layer: Layer) -> dict[str, str]:
         "norms are recomputed": build.recomputes("layernorm"),
     }
     attention = {
-        "context ranks talk inside": build.mesh.cp.group is not None or bool(build.mesh.blocks),
+        "context ranks talk inside": build.mesh.cp.group is not None or bool(build.mesh.hybrid_cp),
         "its dropout has a random stream of its own": model.attention_dropout > 0,
         "it is recomputed": build.recomputes("core_attn") or build.recomputes("mla_up_proj"),
         "its scores are watched": model.qk_clip,

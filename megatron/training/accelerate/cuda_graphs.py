@@ -33,7 +33,7 @@ from torch.autograd import Function
 from megatron.core.config.flags import ConfigError
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel import device as devices
-from megatron.core.parallel.device import memory_of
+from megatron.core.parallel.device import storage_position
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.training.trainer import Trainer
@@ -52,7 +52,7 @@ class _CapturedLayer:
         places = iter(self._inputs)
         args, named = _mapped(given, lambda _: next(places))
         self._forward, self._output = self._recorded(lambda: part.call(*args, **dict(named)))
-        self._lasts.add(memory_of(self._output))
+        self._lasts.add(storage_position(self._output))
         self._backward: Callable[[], None] | None = None
         self.weights: list[Tensor] = []
 
@@ -68,7 +68,7 @@ class _CapturedLayer:
         if self._backward is None:
             self._gradient = self._own(gradient)
             self._backward, self._found = self._recorded(self._differentiate)
-            self._lasts.update(memory_of(one) for one in self._found if one is not None)
+            self._lasts.update(storage_position(one) for one in self._found if one is not None)
         self._fill(self._gradient, gradient)
         self._backward()
         return self._found
@@ -93,11 +93,11 @@ class _CapturedLayer:
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Where a tensor of this kind will be: in its own place, if that is a recording's, else in a new one."""
-        return tensor.detach() if memory_of(tensor) in self._lasts else tensor.detach().clone()
+        return tensor.detach() if storage_position(tensor) in self._lasts else tensor.detach().clone()
 
     def _fill(self, place: Tensor, tensor: Tensor) -> None:
-        if memory_of(place) != memory_of(tensor):
-            assert memory_of(place) not in self._lasts, "what follows a recording is always the same one"
+        if storage_position(place) != storage_position(tensor):
+            assert storage_position(place) not in self._lasts, "what follows a recording is always the same one"
             place.data.copy_(tensor)  # autograd's watch over what it keeps would take it for a mistake
 
     def _recorded(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -129,12 +129,12 @@ class _Part:
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         if not (self.recordings.on and self._layer.training and torch.is_grad_enabled()):
             return self.call(*args, **named)
-        self._parallel.demand(self.gradients)
+        self._parallel.wait_for_params(self.gradients)
         given, tensors = (args, tuple(named.items())), []
 
         def kind_of(tensor: Tensor) -> tuple[Any, ...]:
             tensors.append(tensor)
-            place = memory_of(tensor)
+            place = storage_position(tensor)
             return (
                 tensor.shape,
                 tensor.stride(),
@@ -153,7 +153,7 @@ class _Part:
         """A microbatch is through, and its gradients have been added."""
         free.append(recording)
         for weight in recording.weights:
-            self._parallel.arrived(weight)
+            self._parallel.gradient_arrived(weight)
 
 
 class _Replay(Function):
@@ -179,7 +179,7 @@ class CapturedGraphs:
 
     def __init__(self, trainer: Trainer, record: Recorder | None = None) -> None:
         self._say, self._config = trainer.run.say, trainer.run.config.graphs
-        self.record = record or devices.Graphs(trainer.run.mesh.device).record_only
+        self.record = record or devices.CudaGraphPool(trainer.run.mesh.device).capture
         self.lasts: set[tuple[int, int]] = set()
         self.on, self.count, self._steps = False, 0, 0
         kinds = Counter[tuple[str, ...]]()

@@ -25,7 +25,7 @@ from megatron.core.families.adapter_set import BASE, AdapterSet, read_adapters
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box, whole
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
 from megatron.training.checkpoint.formats import open_checkpoint
 
@@ -125,7 +125,7 @@ def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) ->
             for piece in local_shards(spec, mesh) if frozen and counted else ():
                 if piece.is_first_replica:
                     total += _hashed(
-                        param.detach()[piece.local.slices()], piece.box, spec.shape, seed_of("base", spec.name)
+                        param.detach()[piece.local.slices()], piece.box, spec.shape, derive_seed("base", spec.name)
                     )
     return f"{int(collectives.all_reduce(total, mesh.world)) % 2**64:016x}"
 

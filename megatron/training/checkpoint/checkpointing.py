@@ -320,9 +320,9 @@ class Checkpoint:
         """The weights that this rank holds: views of them. rounded: as they work, also where a rank has only their main weights."""
         weights: Tree = {}
         for parallel in self.trainer.parallels:
-            for param in parallel.whole:
+            for param in parallel.whole_params:
                 put(weights, f"model.{spec_of(param).name}", placed_parameter(param, self.mesh))
-            for segment in parallel.cut:
+            for segment in parallel.sharded_segments:
                 values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
                 put(weights, f"model.{segment.name}", placed_segment(segment, values, self.mesh))
         return weights

@@ -37,7 +37,7 @@ from megatron.core.kernels.table import Need, select
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
-from megatron.core.parallel.device import backend_of, claim, keep_freed_memory, pick_device
+from megatron.core.parallel.device import backend_of, keep_freed_memory, pick_device, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
@@ -186,7 +186,7 @@ def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig
 
 def _join(config: RunConfig, device: torch.device) -> Mesh:
     """The mesh of all ranks; without a launcher, of this process alone."""
-    claim(device)
+    set_current_device(device)
     keep_freed_memory(device)
     if world_size() == 1:
         return Mesh.single(device)

@@ -27,7 +27,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import Box
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import normal, xavier_uniform
 
 _MLP = re.compile(r"(model\.decoder\.layers\.(\d+)\.mlp\.)(linear_fc[12])\.(weight|bias)")
@@ -131,7 +131,7 @@ class Upcycled:
         model = self.config.model
         init = xavier_uniform() if model.init_method_xavier_uniform else normal(model.init_method_std)
         generator = torch.Generator().manual_seed(
-            seed_of("initial", self.config.train.seed, name.removeprefix("model."))
+            derive_seed("initial", self.config.train.seed, name.removeprefix("model."))
         )
         drawn = init(self.formats[name].shape, generator)
         parts = self.moe.moe_upcycling_granularity

@@ -11,7 +11,7 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.low_precision import recipes
 from megatron.core.kernels.table import Need, select
-from megatron.core.parallel.device import lacks_compiler, pick_device
+from megatron.core.parallel.device import missing_compiler, pick_device
 
 # Kernels of torch itself, of which is known on any machine what they can do on a GPU.
 _TORCH: Mapping[str, tuple[str, ...]] = {"attention": ("fused", "flash", "cudnn")}
@@ -58,7 +58,7 @@ def _lacking(config: RunConfig, device: torch.device) -> list[str]:
     if (
         config.compilation.compile
         and config.compilation.compile_backend == "inductor"
-        and (lack := lacks_compiler(device))
+        and (lack := missing_compiler(device))
     ):
         problems.append(f"--compile: {lack}, or leave --compile out")
     return [*problems, *filter(None, [recipes.unfit(config.precision.low, device)])]

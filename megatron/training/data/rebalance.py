@@ -76,7 +76,7 @@ class RebalancedBatches:
         rows = {name: F.pad(torch.cat([document[name] for document in local]), (0, fill))[None] for name in local[0]}
         numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(local)]
         rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
-        return _made(rows).over_context(self.mesh.sharing(share.size))
+        return _made(rows).over_context(self.mesh.sequence_axis(share.size))
 
     def _nothing(self) -> Batch:
         length = lcm(2, self.mesh.tp.size)

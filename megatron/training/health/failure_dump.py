@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.core.config.flags import to_values
 from megatron.core.dist_checkpointing.saver import Saver, SaveRules
 from megatron.core.dist_checkpointing.store import Description, walk
-from megatron.core.optimizer.clip import counted_ranges, first_homes
+from megatron.core.optimizer.clip import counted_ranges, without_tied_duplicates
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch
@@ -92,7 +92,7 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     trainer, mesh = work.trainer, work.trainer.run.mesh
     factor = float(work.missing_factor()) / trainer.optimizer.scaler.scale
     measures: dict[str, list[float]] = {}
-    for segment in first_homes(trainer.optimizer.segments):
+    for segment in without_tied_duplicates(trainer.optimizer.segments):
         row = measures.setdefault(segment.name, [0.0, 0, 0.0, 0])
         for low, high in counted_ranges(segment, mesh, sharded=trainer.optimizer.sharded):
             for place, values in ((0, segment.grad[low:high].double() * factor), (2, segment.data[low:high].double())):

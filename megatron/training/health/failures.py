@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.parallel.flight_recorder import FlightRecorder, short
+from megatron.core.parallel.flight_recorder import FlightRecorder, short_path
 from megatron.training.run import Run
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", os.path.dirname(os.__file__) + "/")
@@ -43,7 +43,7 @@ def origin(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frames_of_ours = [frame for frame in frames if not any(word in frame.filename for word in _LIBRARIES)] or frames
     return (
-        f"{short(frames_of_ours[-1].filename)}:{frames_of_ours[-1].lineno} in {frames_of_ours[-1].name}"
+        f"{short_path(frames_of_ours[-1].filename)}:{frames_of_ours[-1].lineno} in {frames_of_ours[-1].name}"
         if frames_of_ours
         else ""
     )

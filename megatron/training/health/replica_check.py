@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.finalize import copied_ranges
+from megatron.core.distributed.finalize import replicated_ranges
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
 from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.training.health.failures import name_of_rank
@@ -74,7 +74,7 @@ class ReplicaCheck:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.mesh = trainer, trainer.run.mesh
-        generator = torch.Generator().manual_seed(seed_of("sentinel"))
+        generator = torch.Generator().manual_seed(derive_seed("sentinel"))
         factors = torch.randint(-(1 << 31), 1 << 31, (_BLOCK,), generator=generator, dtype=torch.int64).to(torch.int32)
         self._factors = (factors | 1).to(self.mesh.device)
         powers = [pow(_FACTOR, power, 1 << 64) for power in range(_ROWS + 2)]
@@ -128,7 +128,7 @@ class ReplicaCheck:
         mesh = self.mesh
         tied: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # on this rank, by name and axis
         for parallel in self.trainer.parallels:
-            for param in parallel.whole:
+            for param in parallel.whole_params:
                 spec, value = spec_of(param), param.detach()
                 yield ReplicatedState(spec.name, mesh.axis(spec.reduce_over), value)
                 if is_shared_over_tensor(spec):
@@ -144,14 +144,14 @@ class ReplicaCheck:
                     for part, piece in enumerate(shared)
                 )
             # The same rows as at this place of the other tensor ranks, or of the other stage.
-            for share in parallel.cut:
+            for share in parallel.sharded_segments:
                 if is_shared_over_tensor(share.spec):
                     yield ReplicatedState(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
                 if share.spec.tied:
                     tied[share.name, share.spec.tied_over].append(share.data)
                 yield from (
                     ReplicatedState(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
-                    for part, (low, high, copies, _) in enumerate(copied_ranges(share, mesh))
+                    for part, (low, high, copies, _) in enumerate(replicated_ranges(share, mesh))
                 )
         for (name, axis), (first, *again) in tied.items():
             yield ReplicatedState(name, mesh.axis(axis), first, again=tuple(again))

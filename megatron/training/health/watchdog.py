@@ -126,8 +126,8 @@ class HangDetector:
         board.write(f"pulse/{self.place.rank}", self._answer())  # at once: a rank may be gone before the first look
         while not self._over.wait(_LOOK_EVERY):
             now = time.monotonic()
-            if self.flight_recorder.moves != moves:
-                moves, since = self.flight_recorder.moves, now
+            if self.flight_recorder.num_events != moves:
+                moves, since = self.flight_recorder.num_events, now
             if now - pulse >= self.place.size / _PULSES:
                 pulse = now
                 board.write(f"pulse/{self.place.rank}", self._answer())

@@ -24,7 +24,7 @@ from megatron.core.datasets.indexed import bin_path, idx_path
 from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, inspect_object, is_remote
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import name_of
+from megatron.core.parallel.device import device_name
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import fingerprint
 from megatron.training.launch.launch_info import told_environment
@@ -45,7 +45,7 @@ def ledger_path(log: LogConfig, save: str | None) -> Path | None:
 @contextmanager
 def recorded(run: Run) -> Iterator[None]:
     """Record what the run is given now, and at the end the error that ended it, if one did. All ranks call it together."""
-    machines = collectives.gather_objects((socket.gethostname(), name_of(run.mesh.device)), run.mesh.world)
+    machines = collectives.gather_objects((socket.gethostname(), device_name(run.mesh.device)), run.mesh.world)
     if run.ledger.is_kept:
         _record_start(run, machines)
     try:

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError, candidates
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, put
 from megatron.core.kernels.table import Need, select
 from megatron.core.optimizer.clip import global_norm
-from megatron.core.parallel.flight_recorder import action_words
+from megatron.core.parallel.flight_recorder import describe_action
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
@@ -120,7 +120,7 @@ class Observer:
             )
 
     def _when(self) -> str:
-        return action_words(self._trail.action)
+        return describe_action(self._trail.action)
 
     def _cause(self, module: nn.Module, inputs: Any) -> str:
         weights = [name for name, param in module.named_parameters() if not _largest(param.detach()) <= self._bound]

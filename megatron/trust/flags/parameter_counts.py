@@ -82,9 +82,9 @@ def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
         ranks = next((group for group in groups if rank in group), (rank,))
         return Axis(name, len(ranks), ranks.index(rank), ranks)
 
-    axes = {field.name: axis(field.name) for field in fields(Mesh) if field.name not in ("device", "blocks")}
+    axes = {field.name: axis(field.name) for field in fields(Mesh) if field.name not in ("device", "hybrid_cp")}
     return Mesh(
-        device=torch.device("cpu"), blocks=tuple(axis(name) for name in lists if name.startswith("block")), **axes
+        device=torch.device("cpu"), hybrid_cp=tuple(axis(name) for name in lists if name.startswith("block")), **axes
     )
 
 

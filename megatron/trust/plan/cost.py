@@ -26,7 +26,7 @@ from typing import Any
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.flops import flops_per_sample
 from megatron.core.pipeline_parallel.schedules import num_stages
-from megatron.core.pipeline_parallel.timeline import Timeline, play
+from megatron.core.pipeline_parallel.timeline import Timeline, simulate_plan
 from megatron.trust.plan.hardware import Hardware, collective_seconds
 from megatron.trust.simulate.trace import DryRun, Event, EventSpan, Trace, parts_of
 
@@ -128,13 +128,13 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
             times[op] = [seconds + message * ((stage > 0) + (stage < last)) for stage, seconds in enumerate(times[op])]
         message = -message
     whole = [ahead + later for ahead, later in zip(times["B"], times["W"], strict=True)]
-    timeline = play(
+    timeline = simulate_plan(
         run.whole_plan,
         forward=times["F"],
         backward=whole,
         weight=times["W"],
         message=message,
-        together=run.config.parallel.overlap_moe_expert_parallel_comm,
+        dual_batch_overlap=run.config.parallel.overlap_moe_expert_parallel_comm,
     )
     ends = [_reduced(rank, run, timeline) for rank in ranks]
     tails = [

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.core.parallel.device import backend_of, claim, pick_device, synchronize
+from megatron.core.parallel.device import backend_of, pick_device, set_current_device, synchronize
 from megatron.training.launch.launch_info import launcher_place
 from megatron.trust.plan.hardware import PROFILES, Hardware, Link
 
@@ -37,7 +37,7 @@ SMALL, LARGE = 8, 2**23  # numbers of fp32 in the two sums
 def measured(say: Say) -> Hardware | None:
     """This machine's profile; None on all ranks but the first. say: takes a line of progress."""
     place, device = launcher_place(), pick_device()
-    claim(device)
+    set_current_device(device)
     if place.size == 1:
         say("links are those of a built-in profile; run this under torchrun to measure them")
         return _single(device, say)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
+from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
 from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, talks_of
 
 MOST_PLAYED = 64  # ranks that are played together
@@ -101,7 +101,7 @@ class RankTimeline:
 
 def match_collectives(run: DryRun) -> MatchReport:
     """Hold the traces of a dry run against each other."""
-    lists = axis_ranks(run.config.parallel, run.world_size) | block_ranks(run.config.parallel, run.world_size)
+    lists = axis_ranks(run.config.parallel, run.world_size) | hybrid_cp_ranks(run.config.parallel, run.world_size)
     lists["pp_backward"] = lists["pp"]
     kind_of = {rank: place for place, ranks in enumerate(run.stands_for) for rank in ranks}
     traced = {trace.rank: trace.events for trace in run.traces}

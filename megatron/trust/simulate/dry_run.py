@@ -29,11 +29,11 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.kernels.table import available, select
 from megatron.core.parallel.flight_recorder import FlightRecorder
-from megatron.core.parallel.grid import RankLists, axis_ranks, block_ranks
+from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.overlap import Overlap
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.pipeline_parallel.schedules import Plan, choose, with_reduction
+from megatron.core.pipeline_parallel.schedules import Plan, training_plan, with_reduction
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_need
@@ -96,14 +96,14 @@ class _Told(FlightRecorder):
         """As `FlightRecorder` says."""
         super().note(what, axis, ranks, size)
         self.recorder.axis = axis
-        self.recorder.taker = str(what.taken_by) if isinstance(what, Transfer) else ""
+        self.recorder.taker = str(what.consumer) if isinstance(what, Transfer) else ""
 
 
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     """A trainer that is built as every run's, on a mesh whose flight recorder tells the recorder where its steps are."""
     shared: dict[str, Any] = {"flight_recorder": _Told(recorder), "overlap": Overlap()}
     axes = {name: replace(mesh.axis(name), **shared) for name in axes_of(mesh)}
-    mesh = replace(mesh.with_axes(axes), blocks=tuple(replace(axis, **shared) for axis in mesh.blocks))
+    mesh = replace(mesh.with_axes(axes), hybrid_cp=tuple(replace(axis, **shared) for axis in mesh.hybrid_cp))
     if config.parallel.use_torch_fsdp2:
         recorder.shared = {
             axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None
@@ -190,7 +190,7 @@ def dry_run(
         raise RuntimeError(
             "a dry run makes a world of its own, and this process already belongs to one; start it in another process"
         )
-    lists = axis_ranks(config.parallel, world_size) | block_ranks(config.parallel, world_size)
+    lists = axis_ranks(config.parallel, world_size) | hybrid_cp_ranks(config.parallel, world_size)
     count = _microbatches(config, world_size)
     enough = count if whole else _enough(config, count)
     kinds = kinds_of(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
@@ -299,12 +299,12 @@ def plan_of(config: RunConfig, count: int) -> Plan:
     """The schedule of a step of so many microbatches."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
     return with_reduction(
-        choose(
+        training_plan(
             parallel.pp,
             chunks,
             count,
             name=parallel.pipeline_schedule,
-            together=parallel.overlap_moe_expert_parallel_comm,
+            dual_batch_overlap=parallel.overlap_moe_expert_parallel_comm,
             group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         )
     )
@@ -335,8 +335,11 @@ def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, 
     with world.mode, recorder, recorder.following((world.mode,)):
         trainer = make_trainer(config, mesh, recorder)
         for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
-            for one in bucket.sums:  # as on the GPUs of the plan
-                one.widens = one.total.dtype == torch.float32 and bucket.data.dtype in (torch.float16, torch.bfloat16)
+            for one in bucket.main_grads:  # as on the GPUs of the plan
+                one.mixed_dtype_addmm = one.total.dtype == torch.float32 and bucket.data.dtype in (
+                    torch.float16,
+                    torch.bfloat16,
+                )
         around = (
             MicrobatchMemo(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
         )
@@ -358,7 +361,7 @@ def _repeats(config: RunConfig) -> bool:
 
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     """This rank's step on real tensors, together with the others: what `fake_trace` must agree with."""
-    axes = (*map(mesh.axis, axes_of(mesh)), *mesh.blocks)
+    axes = (*map(mesh.axis, axes_of(mesh)), *mesh.hybrid_cp)
     recorder = Recorder(
         {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config)
     )
@@ -419,4 +422,4 @@ def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, d
             made.clear()
         axes[name] = grouped(mesh.axis(name))
     made.clear()
-    return replace(mesh.with_axes(axes), blocks=tuple(map(grouped, mesh.blocks))), ranks
+    return replace(mesh.with_axes(axes), hybrid_cp=tuple(map(grouped, mesh.hybrid_cp))), ranks

@@ -342,7 +342,7 @@ class Recorder(TorchDispatchMode):
             _replaced(FSDPParam, "reset_sharded_param", lambda param: None),
             _replaced(DualBatch, "run", run_both),
             _replaced(DualBatch, "switch", pass_on_and_resume),
-            _replaced(optimizer, "has_own_memory", lambda device: True),
+            _replaced(optimizer, "has_separate_memory", lambda device: True),
         ):
             yield
 

@@ -85,7 +85,7 @@ def local_tensor(spec: ParamSpec, slot: str, mesh: Mesh) -> Tensor:
         return value
     (cut,) = spec.shards
     shares, start = [], 0
-    for part in cut.parts:
+    for part in cut.segments:
         mine = value.narrow(cut.dim, start, part.size)
         start += part.size
         missing = (part.padded or part.size) - part.size

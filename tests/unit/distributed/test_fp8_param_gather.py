@@ -46,8 +46,8 @@ def test_a_rank_holds_main_weights_and_bytes_and_no_other_weights() -> None:
     assert all(param.untyped_storage().nbytes() == param.element_size() for param in bucket.params), (
         "a place, not values"
     )
-    assert {spec_of(param).name for param in trainer.parallels[0].whole}.isdisjoint(names)
-    assert {segment.name for segment in trainer.parallels[0].cut} == names
+    assert {spec_of(param).name for param in trainer.parallels[0].whole_params}.isdisjoint(names)
+    assert {segment.name for segment in trainer.parallels[0].sharded_segments} == names
     assert all(
         slot.data_ptr() == segment.data.data_ptr()
         for name, segment, slot in trainer.optimizer.slots()
@@ -60,7 +60,7 @@ def test_a_layers_weight_is_its_master_rounded_once(steps: int) -> None:
     trainer = trainer_of(num_layers=1)
     for step in range(steps):
         train_step(trainer, tiny.batches(trainer.run, step))
-    masters = {segment.name: segment.data for segment in trainer.parallels[0].cut}
+    masters = {segment.name: segment.data for segment in trainer.parallels[0].sharded_segments}
     layer = trainer.stages[0].decoder.layers["0"]
     for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc2):
         master = masters[spec_of(linear.weight).name].view(linear.weight.shape).numpy()

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.families.registry import model_of
 from megatron.core.models.describe import parameter_shapes
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 
 LLAMA = {
     "num_layers": 2,
@@ -64,5 +64,5 @@ def same_tensors(found: Any, expected: Any) -> None:
     """Both sources hold the same, bit for bit."""
     assert found.formats == expected.formats
     for name, format in expected.formats.items():
-        box = whole(format.shape)
+        box = whole_box(format.shape)
         assert torch.equal(found.read(name, box), expected.read(name, box)), name

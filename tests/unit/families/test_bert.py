@@ -19,7 +19,7 @@ from megatron.core.families import hf
 from megatron.core.families.registry import differences, family_of, fitting_family, model_of
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import parameter_shapes
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.checkpoint.resume_settings import compare
@@ -295,7 +295,7 @@ def test_files_with_the_old_names_of_norms_more_heads_than_their_class_and_buffe
 def test_copies_of_tied_tensors_are_passed_over_and_tensors_of_their_own_refused(folder: Path) -> None:
     source = Made(PUBLISHED)
     words, bias = (
-        source.read(f"model.{name}", whole(source.formats[f"model.{name}"].shape))
+        source.read(f"model.{name}", whole_box(source.formats[f"model.{name}"].shape))
         for name in ("embedding.word_embeddings.weight", "output_layer.bias")
     )
     change_names(
@@ -348,7 +348,7 @@ def test_a_tokenizer_with_fewer_ids_takes_the_first_rows_of_the_bias_too(folder:
     source, full = hf.open_folder(folder, {"true_vocab_size": 17}), Made(PUBLISHED)
     for name, shape in (("model.embedding.word_embeddings.weight", (17, 16)), ("model.output_layer.bias", (17,))):
         assert source.formats[name].shape == shape
-        assert torch.equal(source.read(name, whole(shape)), full.read(name, whole(shape)))
+        assert torch.equal(source.read(name, whole_box(shape)), full.read(name, whole_box(shape)))
 
 
 def test_a_folder_of_another_kind_of_network_is_told_from_the_runs(folder: Path) -> None:

@@ -15,7 +15,7 @@ from megatron.core.config.flags import from_values
 from megatron.core.config.settings.model import RequestedModel
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
 from megatron.core.families import hf
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
@@ -128,7 +128,7 @@ def test_a_run_begins_with_the_weights_of_a_folder_under_the_flags_that_it_gives
     for param in checkpoint.trainer.stages[0].parameters():
         shape = spec_of(param).shape
         found = param.detach()[tuple(slice(extent) for extent in shape)]
-        assert torch.equal(found, source.read(f"model.{spec_of(param).name}", whole(shape))), spec_of(param).name
+        assert torch.equal(found, source.read(f"model.{spec_of(param).name}", whole_box(shape))), spec_of(param).name
 
 
 def test_a_run_with_another_network_than_the_folder_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.registry import model_of
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import parameter_shapes
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
@@ -45,7 +45,8 @@ IDS = {"true_vocab_size": 20}
 def tensors_of(source: Made) -> dict[str, Tensor]:
     """Everything in it by our names."""
     return {
-        name.removeprefix("model."): source.read(name, whole(one.shape)).clone() for name, one in source.formats.items()
+        name.removeprefix("model."): source.read(name, whole_box(one.shape)).clone()
+        for name, one in source.formats.items()
     }
 
 
@@ -119,7 +120,9 @@ def test_transformers_computes_the_same_with_what_is_read(tmp_path: Path) -> Non
     with torch.no_grad():
         for param in ours.parameters():
             shape = spec_of(param).shape
-            param[tuple(slice(extent) for extent in shape)] = source.read(f"model.{spec_of(param).name}", whole(shape))
+            param[tuple(slice(extent) for extent in shape)] = source.read(
+                f"model.{spec_of(param).name}", whole_box(shape)
+            )
         words, pairs = ours(ids=ids, types=ids % 2, padding=padding)
         expected = theirs(ids, attention_mask=padding.long(), token_type_ids=ids % 2)
     for found, value in (

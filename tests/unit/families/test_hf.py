@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import model_of
 from megatron.core.models.names import OUTPUT, WORD_EMBEDDING
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
 
 QKV = "model.decoder.layers.1.self_attention.linear_qkv.weight"
@@ -63,7 +63,7 @@ def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.
 
 def test_boxes_of_a_parameter_are_parts_of_the_whole(llama: Path) -> None:
     source = hf.open_folder(llama)
-    tensor = source.read(QKV, whole((32, 16)))
+    tensor = source.read(QKV, whole_box((32, 16)))
     for box in (Box((3, 0), (7, 16)), Box((14, 4), (10, 5)), Box((31, 15), (1, 1))):
         assert torch.equal(source.read(QKV, box), tensor[box.slices()])
 
@@ -78,7 +78,7 @@ def test_a_tokenizer_with_fewer_ids_takes_the_first_rows_and_one_with_more_is_re
     source, full = hf.open_folder(llama, {"true_vocab_size": 17}), hf.open_folder(llama)
     for name in (f"model.{WORD_EMBEDDING}", f"model.{OUTPUT}"):
         assert source.formats[name].shape == (17, 16) and source.settings["true_vocab_size"] == 17
-        assert torch.equal(source.read(name, whole((17, 16))), full.read(name, Box((0, 0), (17, 16))))
+        assert torch.equal(source.read(name, whole_box((17, 16))), full.read(name, Box((0, 0), (17, 16))))
     with pytest.raises(CheckpointError, match="the tokenizer has 21 ids, and the embedding 20 rows"):
         hf.open_folder(llama, {"true_vocab_size": 21})
 
@@ -290,7 +290,7 @@ def test_a_source_that_is_not_the_network_of_its_settings_is_refused(tmp_path: P
 def test_weights_change_their_dtype_when_asked_and_not_when_it_cannot_hold_them(tmp_path: Path) -> None:
     hf.export(Cast(Made(LLAMA), torch.bfloat16), tmp_path / "half")
     found, expected = hf.open_folder(tmp_path / "half"), Made(LLAMA)
-    box = whole((32, 16))
+    box = whole_box((32, 16))
     assert torch.equal(found.read(QKV, box), expected.read(QKV, box).bfloat16())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     rewrite(one_file(tmp_path / "large", LLAMA), lambda tensors: tensors["model.norm.weight"].fill_(7e4))

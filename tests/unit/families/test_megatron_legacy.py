@@ -15,7 +15,7 @@ from megatron.core.families.megatron.export import write_legacy
 from megatron.core.families.megatron.legacy import open_legacy
 from megatron.core.families.megatron.open import find_megatron, open_megatron
 from megatron.core.families.megatron.settings import settings_of
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.megatron_files import LOCAL, OLD, V2, V5, Whole
 
 IDS = {"true_vocab_size": 10}
@@ -24,7 +24,7 @@ IDS = {"true_vocab_size": 10}
 def contents(source: Source) -> dict[str, Tensor]:
     """Everything in a source."""
     return {
-        name.removeprefix("model."): source.read(name, whole(entry.shape)) for name, entry in source.formats.items()
+        name.removeprefix("model."): source.read(name, whole_box(entry.shape)) for name, entry in source.formats.items()
     }
 
 

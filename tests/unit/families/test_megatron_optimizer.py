@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.families.megatron.open import open_megatron
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from tests.peers.make_fixtures import unpack
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -24,7 +24,7 @@ def opened(case: str, folder: Path) -> Source:
 def states(source: Source, slots: tuple[str, ...] = SLOTS) -> dict[str, Tensor]:
     """What the optimizer keeps, by names of a saved state."""
     return {
-        name: source.read(name, whole(entry.shape)).clone()
+        name: source.read(name, whole_box(entry.shape)).clone()
         for name, entry in source.formats.items()
         if name.startswith("optimizer.") and name.split(".")[1] in slots
     }
@@ -60,4 +60,4 @@ def test_flat_buffers_are_the_state_that_is_saved_by_parameter(case: str, expect
     assert flat.values["run.optimizer_steps"] == 3
     for name in (name for name in found if name.startswith("optimizer.master.")):
         weight = name.replace("optimizer.master.", "model.")
-        assert torch.equal(found[name], flat.read(weight, whole(flat.formats[weight].shape))), name
+        assert torch.equal(found[name], flat.read(weight, whole_box(flat.formats[weight].shape))), name

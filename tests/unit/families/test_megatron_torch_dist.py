@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.megatron.torch_dist import open_torch_dist
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.megatron_files import LOCAL, Whole
 
 IDS = {"true_vocab_size": 10}
@@ -118,7 +118,7 @@ def common(model: Whole, **more: Any) -> dict[str, Any]:
 def contents(source: Source, prefix: str = "model.") -> dict[str, Tensor]:
     """Everything under a beginning of names."""
     return {
-        name.removeprefix(prefix): source.read(name, whole(entry.shape))
+        name.removeprefix(prefix): source.read(name, whole_box(entry.shape))
         for name, entry in source.formats.items()
         if name.startswith(prefix)
     }

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.packed import plain
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.resuming import find_wanted, open_wanted
 from tests.helpers import tiny
@@ -169,7 +169,7 @@ def test_packed_tensors_that_do_not_fit_together_are_refused(change: dict[str, T
 def test_only_the_experts_of_a_box_are_read(tmp_path: Path) -> None:
     hf.export(Made(KIN), tmp_path / "out", family="mixtral")
     source, name = hf.open_folder(tmp_path / "out"), "model.decoder.layers.1.mlp.experts.linear_fc1.weight"
-    tensor = source.read(name, whole(source.formats[name].shape))
+    tensor = source.read(name, whole_box(source.formats[name].shape))
     parts = source._rows[name.removeprefix("model.")][1]
     for expert in (0, 1, 3):
         parts[2 * expert] = parts[2 * expert + 1] = None  # nobody may ask for them
@@ -220,7 +220,7 @@ def test_a_network_that_was_published_in_eight_bits_is_read(tmp_path: Path) -> N
     )
     found, name = hf.open_folder(tmp_path / "out"), "model.decoder.layers.0.self_attention.linear_proj.weight"
     expected = tensors["model.layers.0.self_attn.o_proj.weight"].float() / 2
-    assert torch.equal(found.read(name, whole(tuple(expected.shape))), expected.bfloat16())
+    assert torch.equal(found.read(name, whole_box(tuple(expected.shape))), expected.bfloat16())
     assert {one.dtype for one in found.formats.values()} == {torch.bfloat16}
 
 
@@ -228,7 +228,7 @@ def test_the_biases_of_experts_stay_fp32_whatever_the_weights_become() -> None:
     cast = Cast(Made(DEEPSEEK), torch.bfloat16)
     wide = [name for name, one in cast.formats.items() if one.dtype == torch.float32]
     assert wide == ["model.decoder.layers.1.mlp.router.expert_bias"]
-    assert cast.read(wide[0], whole((4,))).dtype == torch.float32
+    assert cast.read(wide[0], whole_box((4,))).dtype == torch.float32
 
 
 def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_norms_latents_as_the_files_do(

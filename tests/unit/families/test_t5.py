@@ -16,7 +16,7 @@ from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES, differences, family_of, fitting_family, model_of
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.models.t5 import T5Model
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
@@ -302,4 +302,4 @@ def test_a_folder_that_contradicts_its_config_is_refused(later: Path, changes: d
 def test_a_tokenizer_with_fewer_ids_takes_the_first_rows(later: Path) -> None:
     source, full = hf.open_folder(later, {"true_vocab_size": 17}), Made(LATER)
     for name in ("model.embedding.word_embeddings.weight", "model.output_layer.weight"):
-        assert torch.equal(source.read(name, whole((17, 16))), full.read(name, whole((17, 16))))
+        assert torch.equal(source.read(name, whole_box((17, 16))), full.read(name, whole_box((17, 16))))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import PrecisionConfig
-from megatron.core.optimizer.formats import BLOCK, Half, Kept, Remainder, kept_as
+from megatron.core.optimizer.formats import BLOCK, Bf16Remainder, EncodedTensor, StochasticBf16, encoded_zeros
 from tests.unit.distributed.ranks import SIZES
 from tests.unit.optimizer.test_optimizer import ADAM, adamw, optimizer_of, take_step, torch_steps
 
@@ -32,7 +32,7 @@ def numbers(size: int = 3 * BLOCK + 5) -> Tensor:
     return found * torch.logspace(-12, 6, 4).repeat_interleave(BLOCK)[:size]
 
 
-def through(kept: Kept, values: Tensor, seed: int = 0) -> Tensor:
+def through(kept: EncodedTensor, values: Tensor, seed: int = 0) -> Tensor:
     kept.write(0, values, chance(seed))
     return kept.read(0, len(values)).clone()
 
@@ -41,7 +41,7 @@ def through(kept: Kept, values: Tensor, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_number_comes_back_near_and_what_came_back_comes_back_equal(kind: str, as_root: bool) -> None:
     values = numbers().abs() if as_root else numbers()
-    kept = kept_as(kind, values, as_root=as_root)
+    kept = encoded_zeros(kind, values, as_root=as_root)
     found = through(kept, values)
     error = 2.2 * ERROR[kind] if as_root and kind in ("fp16", "fp8") else ERROR[kind]
     assert bool(((found - values).abs() <= error * values.abs()).all()), ((found - values) / values).abs().max()
@@ -52,7 +52,7 @@ def test_a_number_comes_back_near_and_what_came_back_comes_back_equal(kind: str,
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_average_nothing_is_lost(kind: str) -> None:
     values = numbers(BLOCK)
-    kept = kept_as(kind, values)
+    kept = encoded_zeros(kind, values)
     mean = torch.stack([through(kept, values, seed) for seed in range(400)]).double().mean(0)
     assert float(((mean - values) / values).abs().max()) <= ERROR[kind] * 5 * 0.5 / 400**0.5 + 1e-6
 
@@ -60,7 +60,7 @@ def test_on_average_nothing_is_lost(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_a_moment_that_decays_slowly_decays(kind: str) -> None:
     values = torch.ones(BLOCK * 4)
-    kept = kept_as(kind, values, as_root=True)
+    kept = encoded_zeros(kind, values, as_root=True)
     kept.write(0, values, chance())
     for step in range(700):
         kept.write(0, kept.read(0, len(values)) * 0.999, chance(step))
@@ -72,8 +72,8 @@ def test_a_moment_that_decays_slowly_decays(kind: str) -> None:
 
 def test_no_second_moment_becomes_zero() -> None:
     values = torch.logspace(-30, 0, BLOCK)
-    found = through(kept_as("fp8", values, as_root=True), values)
-    assert bool((found > 0).all()) and not through(kept_as("fp8", values, as_root=True), torch.zeros(BLOCK)).any()
+    found = through(encoded_zeros("fp8", values, as_root=True), values)
+    assert bool((found > 0).all()) and not through(encoded_zeros("fp8", values, as_root=True), torch.zeros(BLOCK)).any()
 
 
 def test_a_bf16_weight_and_its_remainder_are_the_master_to_the_last_bit() -> None:
@@ -85,7 +85,7 @@ def test_a_bf16_weight_and_its_remainder_are_the_master_to_the_last_bit() -> Non
             torch.tensor([0.0, -0.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, -1.0 - 2.0**-8]),
         ]
     )
-    kept = Remainder(torch.zeros(len(values), dtype=torch.bfloat16), torch.zeros(len(values), dtype=torch.int16))
+    kept = Bf16Remainder(torch.zeros(len(values), dtype=torch.bfloat16), torch.zeros(len(values), dtype=torch.int16))
     assert torch.equal(through(kept, values).view(torch.int32), values.view(torch.int32))
     is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(kept.weight[~is_tie], values.bfloat16()[~is_tie]) and int(is_tie.sum()) >= 3
@@ -94,7 +94,7 @@ def test_a_bf16_weight_and_its_remainder_are_the_master_to_the_last_bit() -> Non
 
 def test_infinities_stay_what_they_are() -> None:
     values = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0])
-    found = through(Half(torch.zeros(4, dtype=torch.bfloat16)), values)
+    found = through(StochasticBf16(torch.zeros(4, dtype=torch.bfloat16)), values)
     assert torch.equal(found[[0, 1, 3]], values[[0, 1, 3]]) and bool(found[2].isnan())
 
 
@@ -144,8 +144,8 @@ def test_every_step_and_every_segment_has_a_chance_of_its_own() -> None:
 
     def draws() -> list[float]:
         return [
-            float(torch.rand((), generator=optimizer.rules[-1]._chance(entry)))
-            for entry in optimizer.rules[-1].entries.values()
+            float(torch.rand((), generator=optimizer.rules[-1]._generator(entry)))
+            for entry in optimizer.rules[-1].states.values()
         ]
 
     first = draws()

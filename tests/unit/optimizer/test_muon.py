@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Ownership
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.optimizer.groups import is_by_muon
+from megatron.core.optimizer.groups import uses_muon
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.orthogonal import COEFFICIENTS, Iteration, orthogonalize, scale_of
-from megatron.core.optimizer.owners import Slab, balance, divided, slabs_of
+from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulz, orthogonalize, update_scale
+from megatron.core.optimizer.owners import MuonTask, assign_owners, load_imbalance, muon_tasks
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, name_all, normal, parameter
 from tests.helpers import tiny
@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def by_singular_values(x: Tensor, how: Iteration) -> Tensor:
+def by_singular_values(x: Tensor, how: NewtonSchulz) -> Tensor:
     """What the iteration is in theory: an odd polynomial of each singular value of the normed matrix."""
     u, values, v = torch.linalg.svd(x / x.norm(), full_matrices=False)
     for a, b, c in how.coefficients():
@@ -38,7 +38,7 @@ def by_singular_values(x: Tensor, how: Iteration) -> Tensor:
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 @pytest.mark.parametrize("shape", [(6, 6), (5, 12), (12, 5), (1, 7)])
 def test_newton_schulz_is_a_polynomial_of_the_singular_values(kind: str, shape: tuple[int, int]) -> None:
-    x, how = drawn(*shape), Iteration(7, kind)
+    x, how = drawn(*shape), NewtonSchulz(7, kind)
     torch.testing.assert_close(orthogonalize(x, how), by_singular_values(x, how), rtol=1e-10, atol=1e-10)
 
 
@@ -49,20 +49,20 @@ def test_an_update_is_nearly_orthogonal(kind: str, steps: int, low: float, high:
     # Singular values down to a hundredth of the norm.
     u, _, v = torch.linalg.svd(drawn(24, 40), full_matrices=False)
     x = u @ torch.diag(torch.linspace(0.02, 1.0, 24, dtype=torch.float64)) @ v
-    found = torch.linalg.svdvals(orthogonalize(x, Iteration(steps, kind)))
+    found = torch.linalg.svdvals(orthogonalize(x, NewtonSchulz(steps, kind)))
     assert low < float(found.min()) and float(found.max()) < high, found
-    half = torch.linalg.svdvals(orthogonalize(x.float(), Iteration(steps, kind, is_half=True)).double())
+    half = torch.linalg.svdvals(orthogonalize(x.float(), NewtonSchulz(steps, kind, is_half=True)).double())
     assert float((half - found).abs().max()) < 0.05, "bf16 is near"
 
 
 def test_a_stack_of_matrices_is_each_of_them() -> None:
     stack = drawn(3, 4, 9)
-    for one, found in zip(stack, orthogonalize(stack, Iteration()), strict=True):
-        torch.testing.assert_close(found, orthogonalize(one, Iteration()), rtol=1e-12, atol=1e-12)
+    for one, found in zip(stack, orthogonalize(stack, NewtonSchulz()), strict=True):
+        torch.testing.assert_close(found, orthogonalize(one, NewtonSchulz()), rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_stays_nothing() -> None:
-    assert not orthogonalize(torch.zeros(3, 5), Iteration()).any()
+    assert not orthogonalize(torch.zeros(3, 5), NewtonSchulz()).any()
 
 
 def optimizer_of(
@@ -142,7 +142,7 @@ def test_steps_follow_the_formula(mode: str) -> None:
     factor = 0.3 * {"spectral": 8**0.5, "unit_rms_norm": (8 / 5) ** 0.5, "shape_scaling": (8 / 5) ** 0.5}[mode]
     for each in gradients:
         momentum = BETA * momentum + (1 - BETA) * each["w"]
-        expected = (1 - RATE * DECAY) * expected - RATE * factor * by_singular_values(momentum, Iteration())
+        expected = (1 - RATE * DECAY) * expected - RATE * factor * by_singular_values(momentum, NewtonSchulz())
     torch.testing.assert_close(param.detach(), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -153,7 +153,9 @@ def test_parts_of_a_fused_matrix_are_matrices_of_their_own_unless_told(split: bo
     optimizer = optimizer_of({"linear_qkv": param}, muon_split_qkv=split)
     steps_of(optimizer, [{"linear_qkv": gradient}])
     rows = gradient.split([6, 3, 3]) if split else [gradient]
-    expected = torch.cat([by_singular_values(part, Iteration()) * scale_of(*part.shape, "spectral") for part in rows])
+    expected = torch.cat(
+        [by_singular_values(part, NewtonSchulz()) * update_scale(*part.shape, "spectral") for part in rows]
+    )
     torch.testing.assert_close(param.detach(), -RATE * expected, rtol=1e-10, atol=1e-10)
 
 
@@ -162,7 +164,10 @@ def test_experts_are_matrices_of_their_own_and_so_are_their_parts() -> None:
     param = made(matrix(3, 8, 5, parts=(4, 4), dim=1, stacked=True), like=torch.zeros(3, 8, 5))
     steps_of(optimizer_of({"w": param}), [{"w": gradient}])
     expected = torch.stack(
-        [torch.cat([by_singular_values(part, Iteration()) * 5**0.5 for part in expert.split(4)]) for expert in gradient]
+        [
+            torch.cat([by_singular_values(part, NewtonSchulz()) * 5**0.5 for part in expert.split(4)])
+            for expert in gradient
+        ]
     )
     torch.testing.assert_close(param.detach(), -RATE * expected, rtol=1e-10, atol=1e-10)
 
@@ -170,11 +175,11 @@ def test_experts_are_matrices_of_their_own_and_so_are_their_parts() -> None:
 def test_embeddings_tables_and_vectors_are_left_to_adam() -> None:
     muon = OptimizerConfig(optimizer="muon")
     kinds = {
-        kind: is_by_muon(ParamSpec((4, 4), normal(1.0), kind), muon)
+        kind: uses_muon(ParamSpec((4, 4), normal(1.0), kind), muon)
         for kind in ("matrix", "table", "vector", "embedding", "qk_norm")
     }
     assert kinds == {"matrix": True, "table": False, "vector": False, "embedding": False, "qk_norm": False}
-    assert not is_by_muon(matrix(4, 4), OptimizerConfig())
+    assert not uses_muon(matrix(4, 4), OptimizerConfig())
     start, gradient = drawn(4, 4, seed=3), drawn(4, 4, seed=4)
     table = made(ParamSpec((4, 4), normal(1.0), "table"), like=start)
     optimizer = optimizer_of({"table": table, "w": made(matrix(4, 4), like=start)})
@@ -197,9 +202,9 @@ def test_dist_muon_is_muon_with_the_distributed_optimizer() -> None:
     assert (config.optimizer.optimizer, config.parallel.use_distributed_optimizer) == ("muon", False)
 
 
-def slabs(costs: list[float], ranks: int) -> list[Slab]:
+def slabs(costs: list[float], ranks: int) -> list[MuonTask]:
     return [
-        Slab(str(place), matrix(2, 2), (2, 2), 0, 4, ((0, 4), *((4, 4),) * (ranks - 1)), cost)
+        MuonTask(str(place), matrix(2, 2), (2, 2), 0, 4, ((0, 4), *((4, 4),) * (ranks - 1)), cost)
         for place, cost in enumerate(costs)
     ]
 
@@ -211,7 +216,7 @@ def test_work_is_divided_within_grahams_bound() -> None:
             chance.randint(1, 8),
             [chance.choice([1.0, 2.0, 3.0, 8.0]) * chance.random() for _ in range(chance.randint(1, 40))],
         )
-        found = divided(slabs(costs, ranks), ranks)
+        found = assign_owners(slabs(costs, ranks), ranks)
         load = [sum(slab.cost for slab in found if slab.owner == rank) for rank in range(ranks)]
         ordered = sorted(costs, reverse=True)
         pair = (
@@ -220,7 +225,7 @@ def test_work_is_divided_within_grahams_bound() -> None:
         least = max(sum(costs) / ranks, ordered[0], pair)
         assert max(load) <= (4 / 3) * least * (1 + 1e-12) or max(load) - min(load) <= ordered[0], (costs, load)
         assert sum(load) == pytest.approx(sum(costs))
-        assert balance(found, ranks) == pytest.approx(max(load) * ranks / sum(costs))
+        assert load_imbalance(found, ranks) == pytest.approx(max(load) * ranks / sum(costs))
 
 
 def test_the_layers_of_a_network_are_divided_evenly() -> None:
@@ -232,11 +237,11 @@ def test_the_layers_of_a_network_are_divided_evenly() -> None:
         matrix(1024, 2816),
     ] * 24
     owned = [Ownership(spec, spec.shape, tuple((0, 0) for _ in range(8))) for spec in specs]
-    found = divided([slab for one in owned for slab in slabs_of(one, lambda spec: True)], 8)
-    assert balance(found, 8) < 1.02
+    found = assign_owners([slab for one in owned for slab in muon_tasks(one, lambda spec: True)], 8)
+    assert load_imbalance(found, 8) < 1.02
 
 
 def test_a_rank_works_on_what_it_holds_anyway_if_nobody_has_less_to_do() -> None:
     spec = matrix(4, 4)
     owned = [Ownership(spec, (4, 4), ((0, 4), (4, 16))), Ownership(spec, (4, 4), ((0, 16), (16, 16)))]
-    assert [slab.owner for slab in divided([slabs_of(one, lambda spec: True)[0] for one in owned], 2)] == [1, 0]
+    assert [slab.owner for slab in assign_owners([muon_tasks(one, lambda spec: True)[0] for one in owned], 2)] == [1, 0]

@@ -33,7 +33,7 @@ def test_steps_are_the_same_wherever_they_are_made(
     monkeypatch: pytest.MonkeyPatch, numbers: str, fraction: float, overlap: bool
 ) -> None:
     expected, plain = trained(numbers, **ADAM)
-    monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(module, "has_separate_memory", lambda device: True)
     found, away = trained(
         numbers,
         **ADAM,
@@ -44,7 +44,7 @@ def test_steps_are_the_same_wherever_they_are_made(
     for name, value in expected.items():
         # A parameter in two pieces adds its squares to the norm in another order.
         torch.testing.assert_close(found[name], value, rtol=1e-6 if 0 < fraction < 1 else 0.0, atol=0.0)
-    there = sum(master.numel() for master in away.main_weights[: away.here.start])
+    there = sum(master.numel() for master in away.main_weights[: away.on_device.start])
     everything = sum(master.numel() for master in away.main_weights)
     assert there == round(fraction * everything) and everything == sum(master.numel() for master in plain.main_weights)
     assert away.num_steps == 3
@@ -52,7 +52,7 @@ def test_steps_are_the_same_wherever_they_are_made(
 
 def test_sgd_and_a_piece_of_a_parameter_too(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = trained("bf16", **SGD)
-    monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(module, "has_separate_memory", lambda device: True)
     found, away = trained("bf16", **SGD, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     names = [segment.name for segment in away.segments]
@@ -60,7 +60,7 @@ def test_sgd_and_a_piece_of_a_parameter_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(module, "has_separate_memory", lambda device: True)
     weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
     assert "master" not in {slot for slot, _, _ in optimizer.slots()}
     for value in weights.values():
@@ -71,7 +71,7 @@ def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.Monk
 
 def test_on_a_cpu_nothing_is_moved() -> None:
     weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
-    assert optimizer.host is None and all(
+    assert optimizer.cpu_offload is None and all(
         master.data_ptr() == segment.data.data_ptr()
         for master, segment in zip(optimizer.main_weights, optimizer.segments, strict=True)
     )

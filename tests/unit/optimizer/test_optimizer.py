@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.optimizer.groups import Group, group_of
+from megatron.core.optimizer.groups import ParamGroup, param_group_of
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import ParamSpec, normal
@@ -171,26 +171,26 @@ def test_the_number_of_steps_can_be_loaded() -> None:
 @pytest.mark.parametrize(
     "kind, settings, expected",
     [
-        ("matrix", {}, Group(True, False)),
-        ("vector", {}, Group(False, False)),
-        ("embedding", {}, Group(True, False)),
-        ("embedding", {"decoupled_lr": 1e-3}, Group(True, True)),
-        ("matrix", {"decoupled_lr": 1e-3}, Group(True, False)),
-        ("qk_norm", {}, Group(False, False)),
-        ("qk_norm", {"apply_wd_to_qk_layernorm": True}, Group(True, False)),
+        ("matrix", {}, ParamGroup(True, False)),
+        ("vector", {}, ParamGroup(False, False)),
+        ("embedding", {}, ParamGroup(True, False)),
+        ("embedding", {"decoupled_lr": 1e-3}, ParamGroup(True, True)),
+        ("matrix", {"decoupled_lr": 1e-3}, ParamGroup(True, False)),
+        ("qk_norm", {}, ParamGroup(False, False)),
+        ("qk_norm", {"apply_wd_to_qk_layernorm": True}, ParamGroup(True, False)),
     ],
 )
 def test_matrices_decay_and_embeddings_may_have_a_rate_of_their_own(
-    kind: Any, settings: dict[str, Any], expected: Group
+    kind: Any, settings: dict[str, Any], expected: ParamGroup
 ) -> None:
-    assert group_of(ParamSpec((2,), normal(1.0), kind), OptimizerConfig(**settings)) == expected
+    assert param_group_of(ParamSpec((2,), normal(1.0), kind), OptimizerConfig(**settings)) == expected
 
 
 def test_rates_reach_their_groups() -> None:
     module, optimizer = optimizer_of(torch.float64, precision=PrecisionConfig(fp64=True), grad_dtype=torch.float64)
     optimizer.set_rates(0.5, 0.25)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.rules[-1].param_groups] == [(0.5, 0.25)]
-    optimizer.rules[-1].param_groups[0]["group"] = Group(False, True)
+    optimizer.rules[-1].param_groups[0]["group"] = ParamGroup(False, True)
     optimizer.set_rates(0.5, 0.25, decoupled_lr=2.0)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.rules[-1].param_groups] == [(2.0, 0.0)]
 

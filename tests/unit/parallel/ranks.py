@@ -59,7 +59,7 @@ def plain(name: str) -> Any:
     if name == "reduce_scatter":
         return collectives.reduce_scatter(mine, axis)
     if name == "cut":
-        return collectives.cut(value_of(9, 4, 3), axis)
+        return collectives.local_chunk(value_of(9, 4, 3), axis)
     if name == "broadcast":
         return collectives.broadcast(mine, axis, 1)
     if name == "broadcast_object":
@@ -80,7 +80,7 @@ def exchange_pieces(sizes: dict[int, list[int]]) -> tuple[Tensor, Tensor]:
     """Send pieces of these sizes; what came, and the gradient of what went under a loss that is linear in what came."""
     axis = mesh_of(expert_model_parallel_size=4).ep
     x = value_of(axis.rank, sum(sizes[axis.rank]), 3).requires_grad_()
-    coming = collectives.exchange(x, sizes[axis.rank], [sizes[sender][axis.rank] for sender in range(4)], axis)
+    coming = collectives.all_to_all(x, sizes[axis.rank], [sizes[sender][axis.rank] for sender in range(4)], axis)
     (coming * value_of(50 + axis.rank, *coming.shape)).sum().backward()
     return coming.detach(), x.grad
 
@@ -88,7 +88,7 @@ def exchange_pieces(sizes: dict[int, list[int]]) -> tuple[Tensor, Tensor]:
 def watch_an_exchange() -> list[str]:
     """The order of starts and waits when something is computed while rows travel, forward and backward."""
     axis, events = mesh_of(expert_model_parallel_size=2).ep, []
-    start, wait = collectives.start_exchange, collectives.wait
+    start, wait = collectives.start_all_to_all, collectives.wait
 
     def said(name: str, call: Any) -> Any:
         def heard(*arguments: Any) -> Any:
@@ -98,11 +98,11 @@ def watch_an_exchange() -> list[str]:
         return heard
 
     with (
-        patch.object(collectives, "start_exchange", said("start", start)),
+        patch.object(collectives, "start_all_to_all", said("start", start)),
         patch.object(collectives, "wait", said("wait", wait)),
     ):
         x = value_of(axis.rank, 4, 3).requires_grad_()
-        exchange = collectives.AsyncExchange([2, 2], [2, 2], axis)
+        exchange = collectives.AsyncAllToAll([2, 2], [2, 2], axis)
         coming = collectives.start_async(x, exchange)
         other = x * 2.0
         events.append("other")

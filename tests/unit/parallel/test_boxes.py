@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.core.parallel.boxes import Box, flat, intersect, whole
+from megatron.core.parallel.boxes import Box, boxes_of_flat_range, intersect, whole_box
 
 
 def random_shape(random: np.random.Generator) -> tuple[int, ...]:
@@ -15,7 +15,7 @@ def test_flat_ranges_are_covered_exactly_in_order_and_by_few_boxes() -> None:
         shape = random_shape(random)
         numbers = np.arange(int(np.prod(shape))).reshape(shape)
         low, high = sorted(int(n) for n in random.integers(0, numbers.size + 1, 2))
-        found = flat(shape, low, high)
+        found = boxes_of_flat_range(shape, low, high)
         covered = [numbers[box.slices()].reshape(-1) for box, _, _ in found]
         assert [int(n) for part in covered for n in part] == list(range(low, high)), (shape, low, high)
         for (box, start, stop), part in zip(found, covered, strict=True):
@@ -24,9 +24,9 @@ def test_flat_ranges_are_covered_exactly_in_order_and_by_few_boxes() -> None:
 
 
 def test_an_empty_range_has_no_boxes_and_a_scalar_is_one() -> None:
-    assert flat((3, 4), 5, 5) == []
-    assert flat((), 0, 1) == [(Box((), ()), 0, 1)]
-    assert flat((2, 3), 0, 6) == [(whole((2, 3)), 0, 6)]
+    assert boxes_of_flat_range((3, 4), 5, 5) == []
+    assert boxes_of_flat_range((), 0, 1) == [(Box((), ()), 0, 1)]
+    assert boxes_of_flat_range((2, 3), 0, 6) == [(whole_box((2, 3)), 0, 6)]
 
 
 def test_intersections_hold_exactly_the_shared_elements() -> None:

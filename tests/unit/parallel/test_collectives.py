@@ -19,8 +19,8 @@ PAIRS = {
     "reduce_then_identity": ((4, 3), False, (4, 3), True, lambda xs: [xs[0] + xs[1]]),
     "gather_then_scatter": ((2, 3), False, (4, 3), False, lambda xs: [torch.cat(xs), torch.cat(xs)]),
     "scatter_then_gather": ((4, 3), False, (2, 3), False, lambda xs: [*(xs[0] + xs[1]).chunk(2)]),
-    "gather_then_cut": ((2, 3), False, (4, 3), True, lambda xs: [torch.cat(xs)]),
-    "cut_then_gather": ((4, 3), True, (2, 3), False, lambda xs: [*xs[0].chunk(2)]),
+    "gather_then_split": ((2, 3), False, (4, 3), True, lambda xs: [torch.cat(xs)]),
+    "split_then_gather": ((4, 3), True, (2, 3), False, lambda xs: [*xs[0].chunk(2)]),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_piece_may_be_a_slice_of_the_whole(world: Worlds) -> None:
 def test_on_one_rank_every_collective_gives_back_what_it_got() -> None:
     x = torch.randn(4, 3)
     assert collectives.all_reduce(x, ALONE) is x and collectives.all_gather(x, ALONE) is x
-    assert collectives.reduce_scatter(x, ALONE) is x and collectives.cut(x, ALONE) is x
+    assert collectives.reduce_scatter(x, ALONE) is x and collectives.local_chunk(x, ALONE) is x
     assert collectives.broadcast(x, ALONE) is x and collectives.gather_objects("x", ALONE) == ["x"]
     output = torch.zeros(4, 3)
     assert collectives.start_all_gather(output, x, ALONE) is None and torch.equal(output, x)

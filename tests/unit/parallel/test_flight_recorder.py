@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Stopwatch
-from megatron.core.parallel.flight_recorder import FlightRecorder, action_words
+from megatron.core.parallel.flight_recorder import FlightRecorder, describe_action
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.schedules import Action
 from tests.helpers import tiny
@@ -24,7 +24,7 @@ def test_where_a_rank_is_in_words() -> None:
     flight_recorder.begin("training", 3)
     flight_recorder.enter(Action("B", 1, 4))
     assert flight_recorder.where() == "training, iteration 3, backward of stage 1, microbatch 4"
-    assert action_words(Action("R", 2)) == "reduce of stage 2" and action_words("optimizer") == "optimizer"
+    assert describe_action(Action("R", 2)) == "reduce of stage 2" and describe_action("optimizer") == "optimizer"
 
 
 def test_the_last_notes_are_kept_and_all_are_counted() -> None:
@@ -32,7 +32,7 @@ def test_the_last_notes_are_kept_and_all_are_counted() -> None:
     for number in range(40):
         flight_recorder.note("all_reduce", "tp", (0, 1), number)
     flight_recorder.note("barrier", "world", (0, 1, 2), 0)
-    assert flight_recorder.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and flight_recorder.moves == 41
+    assert flight_recorder.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and flight_recorder.num_events == 41
     assert flight_recorder.last_group() == ("world", (0, 1, 2)) and len(flight_recorder.last(100)) == 16
     assert flight_recorder.last(2)[1].startswith(
         "all_reduce over tp (ranks 0, 1) of 39 bytes at unit/parallel/test_flight_recorder.py:"

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.parallel.grid import axis_ranks, block_ranks
+from megatron.core.parallel.grid import axis_ranks, hybrid_cp_ranks
 
 SIZES = [
     (tp, cp, dp, pp) for tp, cp, dp, pp in product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)) if tp * cp * dp * pp <= 36
@@ -118,12 +118,12 @@ def test_context_ranks_are_neighbours_and_blocks_of_neighbours() -> None:
 
 
 def test_blocks_are_neighbours_on_the_data_axis_for_every_power_of_two() -> None:
-    found = block_ranks(ParallelConfig(tensor_model_parallel_size=2, hybrid_context_parallel=True), 12)
+    found = hybrid_cp_ranks(ParallelConfig(tensor_model_parallel_size=2, hybrid_context_parallel=True), 12)
     assert found == {
         "block2": ((0, 2), (4, 6), (8, 10), (1, 3), (5, 7), (9, 11)),
         "block4": ((0, 2, 4, 6), (1, 3, 5, 7)),
     }
-    assert block_ranks(config(2, 1, 1), 12) == {}
+    assert hybrid_cp_ranks(config(2, 1, 1), 12) == {}
 
 
 def test_a_line_of_one_stage_embeds_and_predicts_on_one_rank() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.parallel.main_grad import MainGrad, sum_of
+from megatron.core.parallel.main_grad import MainGrad, active_main_grad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import ParamSpec, name_all, normal, parameter
@@ -42,7 +42,7 @@ def test_products_and_scaled_gradients_are_added_in_every_format(narrow: torch.d
         rtol=0,
         atol={torch.bfloat16: 0.03, torch.float32: 2e-6, torch.float64: 1e-12}[narrow],
     )
-    assert one.touched
+    assert one.has_uncounted
 
 
 class Twice(nn.Module):
@@ -82,10 +82,10 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
         average=False,
     )
     names = {id(param): name for name, param in module.named_parameters()}
-    arrived = parallel.arrived
+    arrived = parallel.gradient_arrived
     parallel.zero_gradients()
     module(drawn(3, 4)).backward()
-    monkeypatch.setattr(parallel, "arrived", lambda param: (counted.append(names[id(param)]), arrived(param)))
+    monkeypatch.setattr(parallel, "gradient_arrived", lambda param: (counted.append(names[id(param)]), arrived(param)))
     parallel.before_last_backward()
     if region.wgrad_store is None:
         module(drawn(3, 4, seed=4)).backward()
@@ -97,7 +97,7 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
         region.wgrad_store.pop((0, 0))
     parallel.start_reduction()
     assert all(param.grad is None for param in module.parameters()), "what was added is not held twice"
-    assert all(sum_of(param) is None for param in module.parameters()), "the step is over"
+    assert all(active_main_grad(param) is None for param in module.parameters()), "the step is over"
     return {segment.name: segment.grad.clone() for segment in parallel.segments()}, counted
 
 

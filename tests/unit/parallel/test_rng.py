@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.rng import RandomStreams, seed_of
+from megatron.core.parallel.rng import RandomStreams, derive_seed
 
 CPU = torch.device("cpu")
 
@@ -88,6 +88,6 @@ def test_stages_differ_in_both_streams_and_data_ranks_only_on_demand() -> None:
 
 def test_seeds_are_spread_and_do_not_run_words_together_by_chance() -> None:
     seeds = {
-        seed_of("initial", seed, name) for seed in range(30) for name in ("a", "b", "a.b", "layers.1", "layers.11")
+        derive_seed("initial", seed, name) for seed in range(30) for name in ("a", "b", "a.b", "layers.1", "layers.11")
     }
     assert len(seeds) == 150 and all(0 <= seed < 2**63 for seed in seeds)

@@ -64,7 +64,7 @@ def test_boxes_of_all_ranks_cover_every_element_as_often_as_it_is_held(kind: str
             firsts[piece.box.slices()] += piece.is_first_replica
             own[piece.local.slices()] += 1
         assert own.max() <= 1, "pieces of one rank do not overlap"
-        if not any(part.padded for cut in spec.shards for part in cut.parts):
+        if not any(part.padded for cut in spec.shards for part in cut.segments):
             assert own.min() == 1, "without padding every local element is held"
     assert torch.equal(held, claimed)
     assert torch.equal(firsts, torch.ones_like(firsts) if spec.shards else held)

@@ -24,12 +24,12 @@ from megatron.core.pipeline_parallel.schedules import (
     gpipe,
     interleaved,
     one_f_one_b,
-    two_by_two,
+    one_f_one_b_dual_batch,
     with_reduction,
     zero_bubble,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.timeline import play
+from megatron.core.pipeline_parallel.timeline import simulate_plan
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.core.tensor_parallel.linear import multiply
 from megatron.core.tensor_parallel.region import Region
@@ -121,7 +121,7 @@ def work_for(plan: Plan, options: dict) -> TinyWork:
     return TinyWork(1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions), **options)
 
 
-def walk(plan: Plan, overlap: bool, options: dict, together: bool = False) -> TinyWork:
+def walk(plan: Plan, overlap: bool, options: dict, dual_batch_overlap: bool = False) -> TinyWork:
     """Run on one rank; its work afterwards, with the gradients as arrays."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     work = work_for(plan, options)
@@ -129,7 +129,12 @@ def walk(plan: Plan, overlap: bool, options: dict, together: bool = False) -> Ti
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
     overlap = Overlap(work.wgrad_store)
     axis, backward_axis = (Axis(name, size, rank, ranks, group, overlap=overlap) for name, group in groups.items())
-    run(script(plan, rank, overlap=overlap, together=together), work=work, axis=axis, backward_axis=backward_axis)
+    run(
+        script(plan, rank, overlap=overlap, dual_batch_overlap=dual_batch_overlap),
+        work=work,
+        axis=axis,
+        backward_axis=backward_axis,
+    )
     left = alive(work.sent + work.taken)
     assert left == 0, f"{left} activations outlive the plan"
     work.gradients = [None if weight.grad is None else weight.grad.numpy() for weight in work.weights]
@@ -200,7 +205,7 @@ def test_ranks_of_uneven_speed_give_the_same(world, overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_passes_that_are_done_together_give_the_same(world, pp: int, overlap: bool) -> None:
-    plan, options = with_reduction(two_by_two(pp, 7)), {"slow": True}
+    plan, options = with_reduction(one_f_one_b_dual_batch(pp, 7)), {"slow": True}
     compare(plan, world(pp).run(walk, plan, overlap, options, True), options)
 
 
@@ -237,7 +242,7 @@ def test_the_caller_hears_of_each_last_backward_and_each_reduction(world) -> Non
 
 @pytest.mark.parametrize("plan", [gpipe(2, 8), one_f_one_b(2, 8), one_f_one_b(4, 8), interleaved(2, 2, 8, 2)])
 def test_outputs_go_once_sent_and_inputs_once_their_backward_is_done(world, plan: Plan) -> None:
-    peak = play(plan).peak
+    peak = simulate_plan(plan).peak
     for rank, work in enumerate(world(len(plan)).run(walk, plan, True, {})):
         assert work.most_sent <= 1, f"rank {rank} still holds {work.most_sent} outputs that it has sent"
         assert work.most_taken <= peak[rank], f"rank {rank} holds {work.most_taken} inputs, the plan says {peak[rank]}"

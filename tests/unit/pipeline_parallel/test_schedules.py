@@ -12,17 +12,17 @@ from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
     ScheduleError,
-    are_together,
-    choose,
+    can_overlap,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
+    training_plan,
     with_reduction,
     zero_bubble,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.timeline import play
+from megatron.core.pipeline_parallel.timeline import simulate_plan
 
 PIPELINES = (1, 2, 3, 4, 8)
 MICROBATCHES = range(1, 17)
@@ -39,8 +39,8 @@ def test_bubble_of_1f1b_and_gpipe_is_the_textbook_one(pp: int) -> None:
     for m in MICROBATCHES:
         theory = float(Fraction(pp - 1, m + pp - 1))
         for plan in (one_f_one_b(pp, m), gpipe(pp, m)):
-            assert play(plan).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
-            assert play(plan, forward=3, backward=3).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
+            assert simulate_plan(plan).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
+            assert simulate_plan(plan, forward=3, backward=3).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
 
 
 @pytest.mark.parametrize("pp", PIPELINES)
@@ -48,22 +48,26 @@ def test_bubble_of_1f1b_and_gpipe_is_the_textbook_one(pp: int) -> None:
 def test_interleaving_divides_the_bubble_by_the_chunks(pp: int, vpp: int) -> None:
     for m in range(pp, 17, pp):
         theory = float(Fraction(pp - 1, vpp * m + pp - 1))
-        assert play(interleaved(pp, vpp, m, pp)).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
+        assert simulate_plan(interleaved(pp, vpp, m, pp)).bubble == pytest.approx(theory, abs=1e-12), f"m={m}"
 
 
 @pytest.mark.parametrize("pp", PIPELINES)
 def test_forward_only_idles_just_while_the_pipeline_fills_and_drains(pp: int) -> None:
     for m in MICROBATCHES:
-        assert play(forward_only(pp, 1, m)).bubble == pytest.approx(float(Fraction(pp - 1, m + pp - 1)), abs=1e-12)
-        assert max(play(forward_only(pp, 2, m)).peak) == 0, "evaluation keeps nothing for a backward pass"
-        assert play(forward_only(pp, 2, m, "v")).bubble == pytest.approx(float(Fraction(pp - 1, m + pp - 1)), abs=1e-12)
+        assert simulate_plan(forward_only(pp, 1, m)).bubble == pytest.approx(
+            float(Fraction(pp - 1, m + pp - 1)), abs=1e-12
+        )
+        assert max(simulate_plan(forward_only(pp, 2, m)).peak) == 0, "evaluation keeps nothing for a backward pass"
+        assert simulate_plan(forward_only(pp, 2, m, "v")).bubble == pytest.approx(
+            float(Fraction(pp - 1, m + pp - 1)), abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("pp", PIPELINES)
 def test_a_rank_of_1f1b_keeps_no_more_activations_than_ranks_follow_it(pp: int) -> None:
     for m in MICROBATCHES:
-        assert play(one_f_one_b(pp, m)).peak == tuple(min(m, pp - rank) for rank in range(pp))
-        assert play(gpipe(pp, m)).peak == (m,) * pp
+        assert simulate_plan(one_f_one_b(pp, m)).peak == tuple(min(m, pp - rank) for rank in range(pp))
+        assert simulate_plan(gpipe(pp, m)).peak == (m,) * pp
 
 
 @pytest.mark.parametrize("pp", PIPELINES)
@@ -73,10 +77,10 @@ def test_weights_that_wait_fill_the_bubble_as_the_paper_says_and_no_rank_holds_m
 ) -> None:
     forward, backward, weight = times
     for m in range(pp, 17):
-        played = play(with_reduction(zero_bubble(pp, m)), forward=forward, backward=backward, weight=weight)
+        played = simulate_plan(with_reduction(zero_bubble(pp, m)), forward=forward, backward=backward, weight=weight)
         lost = max(row[-1] for row in played.end) - m * (forward + backward)
         assert lost == (pp - 1) * (forward + (backward - weight) - weight), f"m={m}"
-        assert max(played.peak) <= max(play(one_f_one_b(pp, m)).peak)
+        assert max(played.peak) <= max(simulate_plan(one_f_one_b(pp, m)).peak)
 
 
 @pytest.mark.parametrize("pp", PIPELINES[1:])
@@ -85,11 +89,11 @@ def test_there_and_back_a_rank_idles_only_before_its_first_microbatch_and_after_
     pp: int, time: int
 ) -> None:
     for m in range(2 * pp - 1, 4 * pp):
-        played = play(with_reduction(zero_bubble_v(pp, m)), forward=time, backward=2 * time, weight=time)
+        played = simulate_plan(with_reduction(zero_bubble_v(pp, m)), forward=time, backward=2 * time, weight=time)
         assert [row[0] for row in played.start] == [rank * time for rank in range(pp)]
         assert [row[-1] - first[0] for row, first in zip(played.end, played.start)] == [6 * m * time] * pp, f"m={m}"
         assert played.peak == (2 * pp,) * pp, f"m={m}"
-        one_way = play(
+        one_way = simulate_plan(
             with_reduction(zero_bubble(pp, m)), forward=2 * time, backward=4 * time, weight=2 * time
         )  # of twice the layers
         lost = [max(row[-1] for row in found.end) - 6 * m * time for found in (played, one_way)]
@@ -103,10 +107,10 @@ def test_there_and_back_ends_for_any_number_of_microbatches_and_holds_no_more_th
 ) -> None:
     forward, backward, weight = times
     for m in MICROBATCHES:
-        played = play(zero_bubble_v(pp, m), forward=forward, backward=backward, weight=weight)
+        played = simulate_plan(zero_bubble_v(pp, m), forward=forward, backward=backward, weight=weight)
         assert max(played.peak) <= 2 * min(pp, m), f"m={m}"
         assert max(row[-1] for row in played.end) <= max(
-            row[-1] for row in play(gpipe(pp, m), forward=2 * forward, backward=2 * backward).end
+            row[-1] for row in simulate_plan(gpipe(pp, m), forward=2 * forward, backward=2 * backward).end
         ), f"m={m}"
 
 
@@ -115,10 +119,10 @@ def test_two_by_two_every_forward_after_the_warm_up_stands_beside_another_microb
     pp: int,
 ) -> None:
     for m in MICROBATCHES:
-        plan = with_reduction(choose(pp, 1, m, together=True))
-        played = play(plan, together=True)
+        plan = with_reduction(training_plan(pp, 1, m, dual_batch_overlap=True))
+        played = simulate_plan(plan, dual_batch_overlap=True)
         for rank, row in enumerate(plan):
-            beside = [place for place in range(len(row)) if are_together(row, place, pp)]
+            beside = [place for place in range(len(row)) if can_overlap(row, place, pp)]
             assert len(beside) == max(0, m - 2 * (pp - rank) + 1), f"m={m}"
             assert all(
                 (played.start[rank][place], played.end[rank][place])
@@ -126,7 +130,7 @@ def test_two_by_two_every_forward_after_the_warm_up_stands_beside_another_microb
                 for place in beside
             )
         assert played.peak == tuple(min(m, 2 * (pp - rank)) for rank in range(pp))
-        alone = play(with_reduction(one_f_one_b(pp, m)))
+        alone = simulate_plan(with_reduction(one_f_one_b(pp, m)))
         assert max(row[-1] for row in played.end) == max(row[-1] for row in alone.end), f"m={m}"
 
 
@@ -134,11 +138,11 @@ def test_a_plan_whose_weights_come_before_their_backward_pass_or_after_the_reduc
     first, second = zero_bubble(2, 2)
     early = tuple(sorted(second, key=lambda action: (action.op != "F", action.op != "W")))
     with pytest.raises(ScheduleError, match=r"W1\.0 comes before its backward pass"):
-        play((first, early))
+        simulate_plan((first, early))
     with pytest.raises(ScheduleError, match=r"R1 comes before the stage's last backward pass"):
-        play((first + (Action("R", 0),), second[:-1] + (Action("R", 1), second[-1])))
+        simulate_plan((first + (Action("R", 0),), second[:-1] + (Action("R", 1), second[-1])))
     with pytest.raises(ScheduleError, match=r"W1\.1 is missing"):
-        play((first, second[:-1]))
+        simulate_plan((first, second[:-1]))
 
 
 def test_interleaved_ranks_warm_up_by_megatrons_count() -> None:
@@ -158,34 +162,34 @@ def test_whatever_the_flags_accept_can_be_played() -> None:
     refused = 0
     for pp, vpp, m, group in product((1, 2, 3, 4), (2, 3), range(1, 13), range(1, 13)):
         try:
-            plan = choose(pp, vpp, m, group=group)
+            plan = training_plan(pp, vpp, m, group=group)
         except ConfigError:
             refused += 1
         else:
-            play(plan)
+            simulate_plan(plan)
     assert refused > 0, "the grid has groups that leave a short tail"
 
 
 def test_a_tail_group_smaller_than_the_pipeline_deadlocks_and_is_named() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0 waits at F8\.8 for F7\.8, rank 3 waits at B7\.4 for B8\.4"):
-        play(interleaved(4, 3, 9, 4))
+        simulate_plan(interleaved(4, 3, 9, 4))
     with pytest.raises(ConfigError, match=r"last group of 1 of 9.*has 8 or 12 microbatches"):
-        choose(4, 3, 9)
+        training_plan(4, 3, 9)
 
 
 def test_flags_choose_the_schedule() -> None:
-    assert choose(4, 1, 6) == one_f_one_b(4, 6)
-    assert choose(4, 1, 6, name="gpipe") == gpipe(4, 6)
-    assert choose(4, 1, 6, name="zb-h1") == zero_bubble(4, 6)
-    assert choose(4, 2, 6, name="zb-v") == zero_bubble_v(4, 6)
-    assert choose(1, 1, 6, name="zb-v") == zero_bubble(1, 6)
-    assert choose(2, 3, 4) == interleaved(2, 3, 4, 2)
-    assert choose(2, 3, 4, group=4) == interleaved(2, 3, 4, 4)
-    assert choose(1, 1, 2) == ((Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),)
+    assert training_plan(4, 1, 6) == one_f_one_b(4, 6)
+    assert training_plan(4, 1, 6, name="gpipe") == gpipe(4, 6)
+    assert training_plan(4, 1, 6, name="zb-h1") == zero_bubble(4, 6)
+    assert training_plan(4, 2, 6, name="zb-v") == zero_bubble_v(4, 6)
+    assert training_plan(1, 1, 6, name="zb-v") == zero_bubble(1, 6)
+    assert training_plan(2, 3, 4) == interleaved(2, 3, 4, 2)
+    assert training_plan(2, 3, 4, group=4) == interleaved(2, 3, 4, 4)
+    assert training_plan(1, 1, 2) == ((Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),)
     with pytest.raises(ConfigError, match="--pipeline-schedule zigzag"):
-        choose(2, 1, 4, name="zigzag")
+        training_plan(2, 1, 4, name="zigzag")
     with pytest.raises(ConfigError, match="smaller than --pipeline-model-parallel-size 4"):
-        choose(4, 2, 8, group=3)
+        training_plan(4, 2, 8, group=3)
 
 
 @pytest.mark.parametrize("plan", [one_f_one_b(3, 4), interleaved(2, 2, 4, 2), gpipe(2, 3)])

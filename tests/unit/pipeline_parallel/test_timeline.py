@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import (
     one_f_one_b,
     with_reduction,
 )
-from megatron.core.pipeline_parallel.timeline import picture, play
+from megatron.core.pipeline_parallel.timeline import simulate_plan, text_timeline
 
 F00, F01, F10, F11 = (Action("F", stage, i) for stage in (0, 1) for i in (0, 1))
 B00, B01, B10, B11 = (Action("B", stage, i) for stage in (0, 1) for i in (0, 1))
@@ -29,18 +29,18 @@ r3  .  .  .  0  0' 0' 1  1' 1' 2  2' 2' 3  3' 3' 4  4' 4' 5  5' 5' .  .  .  .  .
 
 def test_the_picture_of_1f1b_is_the_one_drawn_by_hand() -> None:
     plan = one_f_one_b(4, 6)
-    assert picture(plan, play(plan)) == DESIGN
+    assert text_timeline(plan, simulate_plan(plan)) == DESIGN
 
 
 def test_chunks_are_told_apart_in_the_picture() -> None:
     plan = with_reduction(interleaved(2, 2, 2, 2))
-    lines = picture(plan, play(plan, reduce=1)).splitlines()
+    lines = text_timeline(plan, simulate_plan(plan, reduce=1)).splitlines()
     assert lines[0].split() == "r0 a0 a1 b0 b1 . . b0' b0' . b1' b1' R a0' a0' a1' a1' R".split()
 
 
 def test_times_follow_uneven_stages_and_slow_messages() -> None:
     plan = ((F00, B00), (F10, B10))
-    timeline = play(plan, forward=(1, 4), backward=(2, 8), message=10)
+    timeline = simulate_plan(plan, forward=(1, 4), backward=(2, 8), message=10)
     assert timeline.start == ((0, 33), (11, 15))
     assert timeline.end == ((1, 35), (15, 23))
     assert timeline.bubble == pytest.approx(1 - 15 / 70)
@@ -50,35 +50,35 @@ def test_times_follow_uneven_stages_and_slow_messages() -> None:
     ("plan", "reason"),
     [
         (((F00, B00, F01), (F10, B10, F11, B11)), r"B0\.1 is missing"),
-        (((F00, F00, B00), (F10, B10)), r"F0\.0 stands there 2 times"),
+        (((F00, F00, B00), (F10, B10)), r"F0\.0 occurs 2 times"),
         (((F00, B00, F10, B10), ()), r"rank 0 has F1\.0, which belongs to rank 1"),
         (((F00, B00), (B10, F10)), r"B1\.0 comes before its forward pass"),
         (((F00, Action("R", 0), B00), (F10, B10, Action("R", 1))), "R0 comes before the stage's last backward"),
         (((F00, B00, Action("R", 0)), (F10, B10)), "R1 is missing"),
         (((F00, B00), ()), "1 stages cannot be divided over 2 ranks"),
-        (((Action("X", 0, 0), F00, B00),), r"X0\.0 has no place in this plan"),
+        (((Action("X", 0, 0), F00, B00),), r"X0\.0 does not belong in this plan"),
         (((F00, F01, B01, B00), (F11, F10, B10, B11)), None),
         (((F00, B00, F01, B01), (F10, F11, B10, B11)), r"rank 0 waits at B0\.0 for B1\.0, rank 1 waits at F1\.1 for"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_the_actions_at_fault(plan: Plan, reason: str | None) -> None:
     if reason is None:
-        play(plan)
+        simulate_plan(plan)
     else:
         with pytest.raises(ScheduleError, match=reason):
-            play(plan)
+            simulate_plan(plan)
 
 
 def test_a_long_list_of_faults_is_cut() -> None:
     twice = tuple(row + row for row in one_f_one_b(2, 20))  # all 80 actions stand there twice
     with pytest.raises(ScheduleError, match="and 72 more"):
-        play(twice)
+        simulate_plan(twice)
 
 
 def test_the_drawing_has_a_box_for_every_action(tmp_path: Path) -> None:
     plan = with_reduction(interleaved(2, 2, 4, 2))
-    draw(plan, play(plan, reduce=1), tmp_path / "plan.svg")
+    draw(plan, simulate_plan(plan, reduce=1), tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text(encoding="utf-8")
     assert [action for row in plan for action in row if f'id="{action}"' not in drawn] == []
-    draw(plan, play(plan), tmp_path / "plan.png")
+    draw(plan, simulate_plan(plan), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

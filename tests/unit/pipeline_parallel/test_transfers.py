@@ -8,12 +8,12 @@ import pytest
 
 from megatron.core.pipeline_parallel.schedules import (
     Action,
-    are_together,
+    can_overlap,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
-    two_by_two,
+    one_f_one_b_dual_batch,
     with_reduction,
     zero_bubble_v,
 )
@@ -80,12 +80,12 @@ def test_ranks_never_wait_in_a_circle_even_if_every_message_blocks(name: str, ov
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pp, m", [(2, 1), (2, 5), (3, 7), (4, 16), (8, 9)])
 def test_passes_that_are_together_stand_side_by_side_and_never_wait_in_a_circle(pp: int, m: int, overlap: bool) -> None:
-    plan = with_reduction(two_by_two(pp, m))
-    scripts = [script(plan, rank, overlap=overlap, together=True) for rank in range(pp)]
+    plan = with_reduction(one_f_one_b_dual_batch(pp, m))
+    scripts = [script(plan, rank, overlap=overlap, dual_batch_overlap=True) for rank in range(pp)]
     for own, row in zip(scripts, plan, strict=True):
         assert tuple(step for step in own.steps if isinstance(step, Action)) == row
-        pairs = [part for part in own.parts() if not isinstance(part, Transfer) and len(part) == 2]
-        assert len(pairs) == sum(are_together(row, place, pp) for place in range(len(row)))
+        pairs = [part for part in own.instructions() if not isinstance(part, Transfer) and len(part) == 2]
+        assert len(pairs) == sum(can_overlap(row, place, pp) for place in range(len(row)))
     # A pair that waits for two messages at once is two actions one after the other, each of which may wait for a message before it.
     assert last_blocked(scripts) == []
 
@@ -108,9 +108,9 @@ def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, ove
         place = {step: where for where, step in enumerate(steps)}
         for step in steps:
             if isinstance(step, Transfer) and step.dst == rank:
-                assert place[step] < place[step.taken_by]
+                assert place[step] < place[step.consumer]
             elif isinstance(step, Transfer):
-                assert place[step] > place[step.made_by]
+                assert place[step] > place[step.producer]
 
 
 def test_overlapping_receives_travel_during_the_action_before() -> None:

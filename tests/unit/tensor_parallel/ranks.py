@@ -105,10 +105,10 @@ def run_module(
                 for piece in local_shards(spec_of(param), mesh):
                     param[piece.local.slices()] = data(path, *spec_of(param).shape)[piece.box.slices()]
     whole = data("x", S, B, H)
-    x = (collectives.cut(whole, mesh.tp) if sequence_parallel else whole.clone()).requires_grad_()
+    x = (collectives.local_chunk(whole, mesh.tp) if sequence_parallel else whole.clone()).requires_grad_()
     y = module(x)
     weight = data("weight of the loss", S, B, H)
-    (y * (collectives.cut(weight, mesh.tp) if sequence_parallel else weight)).sum().backward()
+    (y * (collectives.local_chunk(weight, mesh.tp) if sequence_parallel else weight)).sum().backward()
     outside = collectives.all_gather if sequence_parallel else lambda tensor, axis: tensor
     found = {}
     for path, param in module.named_parameters():

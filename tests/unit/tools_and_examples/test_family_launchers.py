@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.families.registry import FAMILIES, differences
 from megatron.core.models.describe import parameter_shapes
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from tests.helpers.architecture import ROOT
 from tests.unit.families.test_settings import PUBLISHED
 from tests.unit.tools_and_examples.test_launchers import bash, launch
@@ -63,7 +63,7 @@ def test_a_large_launcher_fits_its_machines_and_describes_the_published_network(
     )
     assert (config.tokenizer.tokenizer_model, config.data.data_path) == (PATHS[2], (PATHS[3],))
     model = config.model.with_vocabulary(rows, 1)
-    assert sum(whole(shape).size for shape in parameter_shapes(model).values()) / 1e9 == pytest.approx(
+    assert sum(whole_box(shape).size for shape in parameter_shapes(model).values()) / 1e9 == pytest.approx(
         billions, rel=0.006
     )
     assert differences(model, FAMILIES[family]) == []

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.saver import Saver, Snapshot
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import open_folder
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.core.tokenizers.base import fingerprint
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.run import Progress
@@ -595,7 +595,7 @@ def test_a_save_is_exported_where_that_is_asked_for(tmp_path: Path) -> None:
     source = open_folder(tmp_path / "hf" / "iter_0000002", {})
     for name, param in trainer.stages[0].named_parameters():
         entry = source.formats[f"model.{name}"]
-        assert torch.equal(source.read(f"model.{name}", whole(entry.shape)), param.detach()[: entry.shape[0]]), name
+        assert torch.equal(source.read(f"model.{name}", whole_box(entry.shape)), param.detach()[: entry.shape[0]]), name
 
 
 def test_a_network_that_cannot_be_exported_is_told_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -240,5 +240,5 @@ def test_a_machine_that_cannot_compile_is_told_so(
 ) -> None:
     monkeypatch.setenv("CXX", installed or "no-such-compiler")
     monkeypatch.setattr(device, "find_spec", lambda name: None)
-    why = device.lacks_compiler(torch.device(kind))
+    why = device.missing_compiler(torch.device(kind))
     assert (missing in why) if missing else not why

@@ -18,7 +18,7 @@ from megatron.training.evaluate import evaluate
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
-from tests.helpers.repeats import record_only
+from tests.helpers.repeats import capture
 from tests.helpers.training import Held, differences, held_weights, outcome, train_alone, train_on
 from tests.helpers.world import Worlds
 from tests.parity.table import MODELS, Changes, read_layout
@@ -31,7 +31,7 @@ def recorded(**changes: Any) -> tuple[Trainer, CapturedGraphs]:
     """A trainer on this process's ranks, and its recordings."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**GRAPHS, **changes})))
-    return trainer, CapturedGraphs(trainer, record_only)
+    return trainer, CapturedGraphs(trainer, capture)
 
 
 def train(trainer: Trainer, recordings: CapturedGraphs, steps: int) -> tuple[list[float], list[float]]:

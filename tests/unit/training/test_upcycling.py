@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.parallel.boxes import Box, whole
-from megatron.core.parallel.rng import seed_of
+from megatron.core.parallel.boxes import Box, whole_box
+from megatron.core.parallel.rng import derive_seed
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.upcycling import Upcycled
@@ -112,7 +112,7 @@ def test_experts_are_slices_of_copies_and_slices_share_a_row_of_the_router(tmp_p
         assert torch.equal(mlp.experts.linear_fc1.weight[expert], torch.cat((gate[piece], up[piece])))
         assert torch.equal(mlp.experts.linear_fc2.weight[expert], 2.0 * theirs.linear_fc2.weight[:, piece])
     name = "decoder.layers.1.mlp.router.weight"
-    generator = torch.Generator().manual_seed(seed_of("initial", 7, name))
+    generator = torch.Generator().manual_seed(derive_seed("initial", 7, name))
     drawn = torch.empty(8, 32).normal_(0.0, 0.1, generator=generator)
     assert torch.equal(mlp.router.weight.float(), drawn[[0, 0, 1, 1, 2, 2, 3, 3]])
 
@@ -128,7 +128,7 @@ def test_any_box_can_be_read_of_an_upcycled_checkpoint(tmp_path: Path) -> None:
         shape = tuple(param.shape)
         assert source.formats[f"model.{param.spec.name}"].shape == shape
         for box in (
-            whole(shape),
+            whole_box(shape),
             Box(tuple(n // 4 for n in shape), tuple(n // 2 for n in shape)),
         ):  # across gate and up too
             assert torch.equal(source.read(f"model.{param.spec.name}", box).to(param.dtype), param[box.slices()]), (

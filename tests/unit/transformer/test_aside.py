@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.parallel import device, offload
-from megatron.core.parallel.offload import Offload
+from megatron.core.parallel.offload import ActivationOffload
 from tests.helpers import tiny
 from tests.helpers.training import train_here
 from tests.parity.table import MODELS
@@ -35,11 +35,11 @@ class Storages(TorchDispatchMode):
         self.host: set[int] = set()
 
         def asked(*arguments: Any, **keywords: Any) -> Tensor:
-            made = device.host_memory(*arguments, **keywords)
+            made = device.empty_host_tensor(*arguments, **keywords)
             self.host.add(made.untyped_storage()._cdata)
             return made
 
-        monkeypatch.setattr(offload, "host_memory", asked)
+        monkeypatch.setattr(offload, "empty_host_tensor", asked)
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
@@ -99,13 +99,13 @@ def test_each_part_sends_something_away_and_small_tensors_stay(monkeypatch: pyte
 
 def test_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = offload.Parcel.__init__
+    real = offload.OffloadedBytes.__init__
 
-    def watched(self: offload.Parcel, source: Tensor, lane: Any) -> None:
+    def watched(self: offload.OffloadedBytes, source: Tensor, side_stream: Any) -> None:
         seen.append(source.untyped_storage()._cdata)
-        real(self, source, lane)
+        real(self, source, side_stream)
 
-    monkeypatch.setattr(offload.Parcel, "__init__", watched)
+    monkeypatch.setattr(offload.OffloadedBytes, "__init__", watched)
     run = tiny.run_of(tiny.config(**MODELS["llama"], **LAYERS))
     trainer = tiny.trainer_of(run)
     batch = next(tiny.batches(run, 0))
@@ -116,11 +116,11 @@ def test_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_backward_pass_makes_again_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = offload.Parcel.__init__
+    real = offload.OffloadedBytes.__init__
     monkeypatch.setattr(
-        offload.Parcel,
+        offload.OffloadedBytes,
         "__init__",
-        lambda self, source, lane: (made.append(source.numel()), real(self, source, lane))[1],
+        lambda self, source, side_stream: (made.append(source.numel()), real(self, source, side_stream))[1],
     )
     run = tiny.run_of(
         tiny.config(
@@ -160,10 +160,10 @@ def test_results_are_the_same_to_the_last_bit_with_dropout(model: str, changes: 
 
 
 def test_a_view_comes_back_with_its_place_and_strides() -> None:
-    away = Offload(torch.device("cpu"), 0)
+    away = ActivationOffload(torch.device("cpu"), 0)
     base = torch.arange(48.0).view(6, 8).requires_grad_()
     whole = base * 1.0
-    with away.aside():
+    with away.offloading():
         total = (whole.t()[1:7, ::2] * whole[:, :1].expand(6, 3)).sum() + whole[2:4].exp().sum() + (whole[0, 0] ** 2)
     plain = base * 1.0
     again = (plain.t()[1:7, ::2] * plain[:, :1].expand(6, 3)).sum() + plain[2:4].exp().sum() + (plain[0, 0] ** 2)
@@ -173,23 +173,23 @@ def test_a_view_comes_back_with_its_place_and_strides() -> None:
 
 def test_while_a_part_works_the_one_before_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    fetch, unpack = offload.Parcel.fetch, offload._Group.unpack
+    fetch, unpack = offload.OffloadedBytes.fetch, offload._OffloadGroup.unpack
     sizes = {16: "first", 20: "second", 24: "third"}  # bytes
 
-    def watched_fetch(self: offload.Parcel) -> None:
+    def watched_fetch(self: offload.OffloadedBytes) -> None:
         if self._back is None:
             seen.append(f"fetch {sizes[self.host.numel()]}")
         fetch(self)
 
-    def watched_unpack(self: offload._Group, packed: Any) -> Tensor:
-        seen.append(f"want {sizes[packed.parcel.host.numel()]}")
+    def watched_unpack(self: offload._OffloadGroup, packed: Any) -> Tensor:
+        seen.append(f"want {sizes[packed.source.host.numel()]}")
         return unpack(self, packed)
 
-    monkeypatch.setattr(offload.Parcel, "fetch", watched_fetch)
-    monkeypatch.setattr(offload._Group, "unpack", watched_unpack)
-    away, x = Offload(torch.device("cpu"), 0), torch.rand(4, requires_grad=True)
+    monkeypatch.setattr(offload.OffloadedBytes, "fetch", watched_fetch)
+    monkeypatch.setattr(offload._OffloadGroup, "unpack", watched_unpack)
+    away, x = ActivationOffload(torch.device("cpu"), 0), torch.rand(4, requires_grad=True)
     for size in (4, 5, 6):
-        with away.aside():
+        with away.offloading():
             x = torch.nn.functional.pad(x, (0, size - len(x))).exp()
     x.sum().backward()
     assert seen == ["want third", "fetch third", "fetch second", "want second", "fetch first", "want first"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.pipeline_parallel.schedules import Action, choose, with_reduction
+from megatron.core.pipeline_parallel.schedules import Action, training_plan, with_reduction
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import read_command
 from megatron.trust.flags.repair import RequestedSetup
@@ -88,7 +88,7 @@ def run_of(
     pp, train = config.parallel.pp, config.train
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     whole = train.global_batch_size // train.micro_batch_size // config.parallel.data_parallel_size(world_size)
-    plans = [with_reduction(choose(pp, chunks, count)) for count in (recorded or whole, whole)]
+    plans = [with_reduction(training_plan(pp, chunks, count)) for count in (recorded or whole, whole)]
     traces = []
     for place, row in enumerate(plans[0]):
         events = tuple(replace(event, action=str(action)) for action in row for event in does(action, place))

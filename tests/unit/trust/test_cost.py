@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.config.flags import ConfigError
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
-from megatron.core.pipeline_parallel.schedules import Action, choose, num_stages, with_reduction
+from megatron.core.pipeline_parallel.schedules import Action, num_stages, training_plan, with_reduction
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.trust.plan.cost import bytes_of, cost, event_seconds, rank_time
 from megatron.trust.plan.hardware import PROFILES, Link, between, collective_seconds, from_json, hardware_of, to_json
@@ -374,7 +374,7 @@ class _SlowBackward(torch.autograd.Function):
 
 def sleep_through(pp: int, chunks: int, microbatches: int, seconds: tuple[float, ...], rounds: int) -> float:
     """Seconds of a step of sleeping stages, on the slowest rank; the best of some rounds."""
-    plan, best = with_reduction(choose(pp, chunks, microbatches)), float("inf")
+    plan, best = with_reduction(training_plan(pp, chunks, microbatches)), float("inf")
     assert num_stages(plan) == len(seconds), "every stage has its time"
     rank, ranks = dist.get_rank(), tuple(range(pp))
     axis, backward_axis = (Axis(name, pp, rank, ranks, dist.new_group(list(ranks))) for name in ("pp", "pp_backward"))

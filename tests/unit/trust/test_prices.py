@@ -196,7 +196,7 @@ def matrix(dtype: torch.dtype) -> Tensor:
         ("bf16", lambda: matrix(torch.bfloat16) @ matrix(torch.bfloat16), HALF),
         (
             "bf16 into fp32",
-            lambda: MainGrad(matrix(torch.float32), widens=True).add_product(
+            lambda: MainGrad(matrix(torch.float32), mixed_dtype_addmm=True).add_product(
                 matrix(torch.bfloat16), matrix(torch.bfloat16)
             ),
             HALF,

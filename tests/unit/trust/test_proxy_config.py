@@ -12,7 +12,7 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
-from megatron.core.pipeline_parallel.schedules import are_together, choose
+from megatron.core.pipeline_parallel.schedules import can_overlap, training_plan
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import read_command
 from megatron.trust.flags.repair import RequestedSetup
@@ -114,8 +114,8 @@ def test_passes_in_turns_stay_so_on_every_stage() -> None:
     train, pp = found.config.train, found.config.parallel.pp
     count = train.global_batch_size // (train.micro_batch_size * sizes(found)["dp"])
     assert pp > 1
-    for row in choose(pp, 1, count, together=True):
-        assert any(are_together(row, place, pp) for place in range(len(row))), f"{count} microbatches are too few"
+    for row in training_plan(pp, 1, count, dual_batch_overlap=True):
+        assert any(can_overlap(row, place, pp) for place in range(len(row))), f"{count} microbatches are too few"
 
 
 def test_a_pipeline_without_chunks_keeps_a_middle_stage_where_it_fits() -> None:

@@ -29,7 +29,7 @@ from megatron.core.families.megatron.export_arguments import arguments_of, flags
 from megatron.core.families.megatron.export_index import write_tensors
 from megatron.core.families.megatron.expressible import without_counterpart
 from megatron.core.families.megatron.names import Layout, cut, divided_over, is_over_vocabulary
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 
 _WORDS = "embedding.word_embeddings.weight"
 # Norms that Transformer Engine keeps with the product behind them, where a layer has that.
@@ -82,7 +82,7 @@ class _Export:
 
     def shards(self, name: str, ranks: int) -> list[Tensor]:
         """What each tensor rank holds of a parameter, in memory of its own."""
-        tensor = self.source.read(f"model.{name}", whole(self.source.formats[f"model.{name}"].shape))
+        tensor = self.source.read(f"model.{name}", whole_box(self.source.formats[f"model.{name}"].shape))
         if is_over_vocabulary(name):  # as Megatron's converters do, rows of padding are the last one again
             rows = padded(tensor.shape[0], self.source.settings, self.tensor_size) - tensor.shape[0]
             tensor = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.pickles import read_torch_bytes
-from megatron.core.parallel.boxes import Box, intersect, whole
+from megatron.core.parallel.boxes import Box, intersect, whole_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class StoredTensor:
 
 def assembled(stored: Stored, folder: Path, box: Box | None = None) -> Tensor:
     """A box of a tensor, or all of it, or the layer that is meant, from the boxes that meet it."""
-    box = box or whole(stored.shape)
+    box = box or whole_box(stored.shape)
     if stored.layer is not None:
         box = Box((stored.layer, *box.offset[1:]), (1, *box.shape[1:]))
     tensor, filled = torch.empty(box.shape, dtype=stored.dtype), 0
