@@ -22,7 +22,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.registry import model_of
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 
 BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
 
@@ -82,7 +82,7 @@ def read_adapters(source: Source) -> AdapterSet:
     if BASE not in source.values or not model.adapter.has_adapters:
         raise CheckpointError(f"{source.where} holds no adapters but a network")
     tensors = {
-        name.removeprefix("model."): source.read(name, whole(one.shape)).clone()
+        name.removeprefix("model."): source.read(name, whole_box(one.shape)).clone()
         for name, one in source.formats.items()
         if name.startswith("model.")
     }
@@ -176,7 +176,7 @@ class Merged:
         """W + scale B A, computed in fp32 or wider and rounded once."""
         format = self.formats[name]
         wide = torch.promote_types(format.dtype, torch.float32)
-        weight = self._source.read(name, whole(format.shape)).to(wide, copy=True)
+        weight = self._source.read(name, whole_box(format.shape)).to(wide, copy=True)
         for pair in self._pairs[name]:
             own = weight.narrow(-2, *pair.rows)
             own += (self._sign * pair.scale) * (pair.second.to(wide) @ pair.first.to(wide))

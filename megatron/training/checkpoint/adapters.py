@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.tree import Tree
 from megatron.core.families import peft
 from megatron.core.families.adapter_set import BASE, AdapterSet, read_adapters
 from megatron.core.parallel import collectives
-from megatron.core.parallel.boxes import Box, whole
+from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
@@ -136,8 +136,8 @@ def source_hash(source: Source, config: AdapterConfig) -> str:
     for full_name, one in source.formats.items():
         name = full_name.removeprefix("model.")
         if full_name != name and not is_adapter(name) and not is_trained(name, config):
-            box = whole(one.shape)
-            total += _hashed(source.read(full_name, box), box, one.shape, seed_of("base", name))
+            box = whole_box(one.shape)
+            total += _hashed(source.read(full_name, box), box, one.shape, derive_seed("base", name))
     return f"{int(total) % 2**64:016x}"
 
 
