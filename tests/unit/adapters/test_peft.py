@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, peft
 from megatron.core.families.adapter_set import AdapterSet, read_adapters
-from megatron.core.parallel.boxes import whole
+from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from megatron.tools.checkpoint import adapter as tool
 from megatron.training.checkpoint.adapters import open_adapters, source_hash
@@ -246,7 +246,7 @@ def test_merged_weights_are_pefts(case: str, tmp_path: Path) -> None:
     first, second = hf.open_folder(out), hf.open_folder(tmp_path / "theirs")
     assert first.formats == second.formats
     for name, one in first.formats.items():
-        close(first.read(name, whole(one.shape)), second.read(name, whole(one.shape)), 1e-10)
+        close(first.read(name, whole_box(one.shape)), second.read(name, whole_box(one.shape)), 1e-10)
     if case in ("dora", "whole parameters"):
         with pytest.raises(SystemExit, match="cannot be taken out"):
             tool.main(["unmerge", "--base", str(out), "--adapter", folder, "--save", str(tmp_path / "back")])
@@ -254,7 +254,7 @@ def test_merged_weights_are_pefts(case: str, tmp_path: Path) -> None:
     tool.main(["unmerge", "--base", str(out), "--adapter", folder, "--save", str(tmp_path / "back")])
     back, before = hf.open_folder(tmp_path / "back"), hf.open_folder(base)
     for name, one in before.formats.items():
-        close(back.read(name, whole(one.shape)), before.read(name, whole(one.shape)), 1e-12)
+        close(back.read(name, whole_box(one.shape)), before.read(name, whole_box(one.shape)), 1e-12)
 
 
 def test_what_is_imported_is_a_checkpoint_of_a_run(tmp_path: Path) -> None:
