@@ -76,6 +76,26 @@ def planned_pairs(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int
             yield f"{layer_name(model, plan)}.{one.linear}", one.part, rows, one.scale
 
 
+def demand_fit(adapters: AdapterSet, model: ModelConfig) -> None:
+    """Refuse adapters of another network: of layers that this one has not, or of matrices of other sizes."""
+    shapes = {
+        f"{layer_name(model, plan)}.{path}": shape
+        for plan in layer_rows(model)
+        for path, shape in linear_layers(model, plan).items()
+    }
+    problems = []
+    for pair in adapters.pairs:
+        shape, theirs = shapes.get(pair.linear), (pair.second.shape[-2], pair.first.shape[-1])
+        if shape is None or pair.part not in ("", *(part for part, _ in shape.parts)):
+            problems.append(f"{pair.name}: this network has no such linear layer")
+        elif theirs != (mine := (shape.rows(pair.part)[1], shape.inputs)):
+            problems.append(
+                f"{pair.name} is of a matrix of {theirs[0]} x {theirs[1]}, and this network has {mine[0]} x {mine[1]}"
+            )
+    if problems:
+        raise CheckpointError(f"{adapters.where} holds adapters of another network", problems)
+
+
 def read_adapters(source: Source) -> AdapterSet:
     """The adapters of a checkpoint of a run that trained them. Raises `CheckpointError` where it holds none, or not all."""
     model = model_of(source.settings)

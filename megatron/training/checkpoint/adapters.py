@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree
 from megatron.core.families import peft
-from megatron.core.families.adapter_set import BASE, AdapterSet, read_adapters
+from megatron.core.families.adapter_set import BASE, AdapterSet, demand_fit, read_adapters
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Mesh
@@ -40,8 +40,12 @@ def holds_adapters(source: Source) -> bool:
 
 
 def open_adapters(path: str | Path, model: ModelConfig) -> AdapterSet:
-    """The adapters in a folder of PEFT's, for this network, or in a checkpoint of a run with adapters."""
-    return peft.read(path, model) if peft.is_peft(path) else read_adapters(open_checkpoint(path))
+    """The adapters in a folder of PEFT's, or in a checkpoint of a run with adapters. Raises `CheckpointError` for those of another network."""
+    if peft.is_peft(path):
+        return peft.read(path, model)
+    adapters = read_adapters(open_checkpoint(path))
+    demand_fit(adapters, model)
+    return adapters
 
 
 def adapter_settings(path: str | Path, model: ModelConfig) -> AdapterConfig:

@@ -355,7 +355,7 @@ class Checkpoint:
         load(state, source, self.mesh.world, complete=("model.",), instead=self._instead(source.formats))
         self._settle(slots)
         self._say(
-            f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters"
+            f"loaded adapters of {folder}, trained on {adapters.base.get('where')}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters"
         )
 
     def _part_of(self, source: Source, state: Tree) -> Tree:

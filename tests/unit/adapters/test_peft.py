@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, peft
 from megatron.core.families.adapter_set import AdapterSet, read_adapters
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
+from megatron.tools import check_config
 from megatron.tools.checkpoint import adapter as tool
 from megatron.training.checkpoint.adapters import open_adapters, source_hash
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -301,12 +303,51 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     ],
 )  # fmt: skip
 def test_a_folder_that_does_not_fit_is_refused_by_one_sentence(
-    config: dict[str, Any], tensors: Callable[[dict[str, Tensor]], Any] | None, words: str, tmp_path: Path
+    config: dict[str, Any],
+    tensors: Callable[[dict[str, Tensor]], Any] | None,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     adapted(published("Llama", SIZES, tmp_path / "base"), tmp_path / "adapter", target_modules=["q_proj"])
     edited(tmp_path / "adapter", config, tensors)
-    with pytest.raises(Exception, match=words):
+    with pytest.raises(ConfigError, match=words):
         ours(tmp_path / "base", "--adapter", str(tmp_path / "adapter"))
+    assert words.partition(",")[0] in checked(tmp_path / "base", tmp_path / "adapter", capsys)
+
+
+def checked(base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What tools/check_config.py says of a run from this base, which it refuses."""
+    words = f"--use-checkpoint-args --pretrained-checkpoint {base} --adapter {adapter} --seq-length 16 --micro-batch-size 1 "
+    words += (
+        "--global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 50"
+    )
+    with pytest.raises(SystemExit, match="2"):
+        check_config.main(words.split())
+    return capsys.readouterr().out
+
+
+def test_adapters_of_ours_are_refused_by_a_base_of_another_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published("Llama", SIZES, tmp_path / "base")
+    trainer = ours(tmp_path / "base", "--lora-rank", "4", "--save", str(tmp_path / "run"))
+    Checkpoint(trainer).save()
+    for other, words in (
+        (
+            {"intermediate_size": 64},
+            "linear_fc1.adapter.pairs.gate is of a matrix of 48 x 32, and this network has 64 x 32",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            "layers.1.self_attention.linear_qkv.adapter.pairs.q: this network has no such linear layer",
+        ),
+    ):
+        folder = tmp_path / next(iter(other))
+        published("Llama", {**SIZES, **other}, folder)
+        with pytest.raises(ConfigError, match="adapters of another network"):
+            ours(folder, "--adapter", str(tmp_path / "run"))
+        assert words in checked(folder, tmp_path / "run", capsys)
 
 
 def test_flags_that_contradict_an_adapter_are_refused_and_those_that_repeat_it_are_not(tmp_path: Path) -> None:
@@ -319,4 +360,4 @@ def test_flags_that_contradict_an_adapter_are_refused_and_those_that_repeat_it_a
     for flags in (["--lora-rank", "8"], ["--lora-targets", "k_proj"], ["--dora"], ["--lora-rslora"]):
         with pytest.raises(Exception, match=f"{flags[0]}: --adapter .* says otherwise"):
             ours(tmp_path / "base", *start, *flags)
-    assert math.isfinite(float(loss_of(logits_of(trainer))))
+    assert math.isfinite(loss_of(logits_of(trainer)).item())
