@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron.core.config.adapters import is_trained
+from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.families.registry import FAMILIES, differences
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole_box
@@ -35,6 +38,8 @@ LARGE = {
     "gpt_oss/train_gpt_oss_20b.sh": (1, 201088, 20.9, "gpt_oss"),
     "gpt_oss/train_gpt_oss_120b.sh": (8, 201088, 116.8, "gpt_oss"),
 }
+# Launchers of the same networks with adapters: parameters in millions that are trained.
+LORA = {"lora/train_llama3_8b.sh": ("llama", 83.9), "lora/train_qwen3_30b_a3b.sh": ("qwen3_moe", 26.7)}
 SAME = {
     "mistral/train_mistral_7b.sh": "Mistral 7B v0.1",
     "deepseek/train_deepseek_v2.sh": "DeepSeek V2",
@@ -67,6 +72,21 @@ def test_a_large_launcher_fits_its_machines_and_describes_the_published_network(
         billions, rel=0.006
     )
     assert differences(model, FAMILIES[family]) == []
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_a_launcher_with_adapters_trains_them_beside_the_published_network(name: str, tmp_path: Path) -> None:
+    family, millions = LORA[name]
+    command = launch(f"examples/{name}", *PATHS, "--lr", "0.125", folder=tmp_path)
+    config = command.config()
+    assert command.ranks == 8 and config.schedule.lr == 0.125
+    assert config.checkpoint.pretrained_checkpoint == config.tokenizer.tokenizer_model == PATHS[2]
+    model = config.model.with_vocabulary(128256, 1)
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if is_trained(name, model.adapter)}
+    assert sum(whole(shape).size for shape in shapes.values()) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert differences(replace(model, adapter=AdapterConfig()), FAMILIES[family]) == []
+    done = bash([str(ROOT / "examples" / name)], tmp_path)
+    assert done.returncode == 2 and f"bash examples/{name} CHECKPOINTS" in done.stderr and "LAUNCH=echo" in done.stderr
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Teach a network another manner by LoRA, on two processor cores, in a minute or two:
+#
+#   bash examples/lora/run.sh                           a small network, which the script trains first
+#   bash examples/lora/run.sh SmolLM2-135M-Instruct     a folder of Hugging Face's, under 5 minutes
+#       (hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir SmolLM2-135M-Instruct)
+#
+#   1. answers of the base    2. LoRA on the hundred rows beside this script, whose answers begin with "Good morning."
+#   3. the adapter as a folder that PEFT loads    4. the adapter merged into the weights    5. answers of what was merged
+#
+# Everything is written to runs/lora, which is emptied first.
+
+set -euo pipefail
+BASE="$(realpath "${1:-.}")"
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cd "$HERE/../.."
+source examples/setup.sh requirements.txt
+OUT=runs/lora
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+rm -rf "$OUT"
+mkdir -p "$OUT"
+QUESTIONS=("What is the opposite of hot?" "Which day comes after Monday?" "What is two plus three?")
+
+if [ $# -ge 1 ]; then
+    FORMAT=(--sft-tokenizer-prompt-format tokenizer) # the chat template that comes with the network
+    SIZES=(--seq-length 128 --global-batch-size 4 --micro-batch-size 4 --train-iters 30 --lr 5e-4)
+    BEFORE=$'<|im_start|>user\n' AFTER=$'<|im_end|>\n<|im_start|>assistant\n'
+else
+    BASE="$OUT/base"
+    FORMAT=(--sft-tokenizer-prompt-format mistral) # <s>[INST] question [/INST] answer</s>
+    SIZES=(--seq-length 128 --global-batch-size 8 --micro-batch-size 8 --train-iters 100 --lr 1e-2)
+    BEFORE="[INST] " AFTER=" [/INST]"
+    "$PYTHON" pretrain_gpt.py --sft "${FORMAT[@]}" --data-path examples/chat/conversations.jsonl --split 90,10 \
+        --data-cache-path "$OUT/cache" --tokenizer-type GPT2BPETokenizer \
+        --vocab-file examples/data/demo-vocab.json --merge-file examples/data/demo-merges.txt \
+        --num-layers 3 --hidden-size 96 --num-attention-heads 4 --seq-length 128 --position-embedding-type rope \
+        --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights \
+        --hidden-dropout 0 --attention-dropout 0 \
+        --micro-batch-size 8 --global-batch-size 8 --train-iters 150 --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine \
+        --lr-warmup-fraction 0.05 --weight-decay 0.1 --log-interval 50 --eval-iters 0 --save "$BASE"
+fi
+
+answers() { # $1: a checkpoint
+    local prompts=() question
+    for question in "${QUESTIONS[@]}"; do prompts+=(--prompt "$BEFORE$question$AFTER"); done
+    "$PYTHON" tools/generate_text.py --load "$1" --num-tokens 20 --temperature 0 "${prompts[@]}"
+}
+
+answers "$BASE" | tee "$OUT/before.txt"
+"$PYTHON" pretrain_gpt.py --use-checkpoint-args --pretrained-checkpoint "$BASE" --save "$OUT/adapter" --load "$OUT/adapter" \
+    --lora-rank 16 --lora-alpha 32 --lora-targets all-linear \
+    --sft "${FORMAT[@]}" --data-path "$HERE/rows.jsonl" --split 100,0,0 --data-cache-path "$OUT/cache" \
+    "${SIZES[@]}" --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0 --clip-grad 1.0 \
+    --hidden-dropout 0 --attention-dropout 0 --log-interval 10 --eval-iters 0 --log-jsonl "$OUT/log.jsonl"
+"$PYTHON" tools/checkpoint/adapter.py export --adapter "$OUT/adapter" --save "$OUT/peft" --base "$BASE"
+"$PYTHON" tools/checkpoint/adapter.py merge --adapter "$OUT/peft" --base "$BASE" --save "$OUT/merged"
+answers "$OUT/merged" | tee "$OUT/after.txt"
+printf '\nanswers that begin with "Good morning": %s of 3 before, %s of 3 after; the adapter is in %s\n' \
+    "$(grep -c "Good morning" "$OUT/before.txt" || true)" "$(grep -c "Good morning" "$OUT/after.txt" || true)" "$OUT/peft"
