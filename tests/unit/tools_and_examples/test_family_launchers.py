@@ -83,7 +83,7 @@ def test_a_launcher_with_adapters_trains_them_beside_the_published_network(name:
     assert config.checkpoint.pretrained_checkpoint == config.tokenizer.tokenizer_model == PATHS[2]
     model = config.model.with_vocabulary(128256, 1)
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if is_trained(name, model.adapter)}
-    assert sum(whole(shape).size for shape in shapes.values()) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert sum(whole_box(shape).size for shape in shapes.values()) / 1e6 == pytest.approx(millions, rel=0.01)
     assert differences(replace(model, adapter=AdapterConfig()), FAMILIES[family]) == []
     done = bash([str(ROOT / "examples" / name)], tmp_path)
     assert done.returncode == 2 and f"bash examples/{name} CHECKPOINTS" in done.stderr and "LAUNCH=echo" in done.stderr
