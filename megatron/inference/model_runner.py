@@ -47,7 +47,7 @@ class SequenceInput:
 
     num_logits: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
     scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
-    those of the `top` likeliest tokens.
+    those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities.
     """
 
     ids: tuple[int, ...]
@@ -58,6 +58,7 @@ class SequenceInput:
     sampling_state: SamplingState | None = None
     scored: bool = False
     top: int = 0
+    temperature: float = 1.0
 
     @property
     def span(self) -> Span:
@@ -277,7 +278,9 @@ def _output_of(row: SequenceInput, picked: tuple[int, ...], logits: Tensor | Non
     """The output of a row. logits: [w, v] if it is scored, else None."""
     if logits is None or not picked or min(picked) < 0:
         return SequenceOutput(picked)
-    scores = logits.log_softmax(dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    scores = (logits / row.temperature).log_softmax(
+        dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32
+    )
     mine = scores.gather(1, torch.tensor(picked, device=scores.device)[:, None])[:, 0]
     best = scores.topk(min(row.top, scores.shape[1]), dim=-1)
     top = (

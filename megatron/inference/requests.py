@@ -25,7 +25,7 @@ class Request:
     of this seed that were made before. stop_ids: tokens that end the text, beside the end of document unless `ignore_eod`;
     they are not part of it. stop_words: texts that end it; they are cut off unless `keep_stop`. newline_after_colon: whether a
     line may end with a colon. logprobs: of new tokens; prompt_logprobs: of the prompt's. top_logprobs: how many of the likeliest
-    tokens are named beside each.
+    tokens are named beside each. after_temperature: log-probabilities are those of the distribution with the temperature, before top-k and top-p.
     """
 
     prompt: Ids
@@ -41,6 +41,7 @@ class Request:
     logprobs: bool = False
     prompt_logprobs: bool = False
     top_logprobs: int = 0
+    after_temperature: bool = False
 
     def __post_init__(self) -> None:
         refuse(
@@ -59,6 +60,9 @@ class Request:
                     if not self.top_logprobs or self.logprobs or self.prompt_logprobs
                     else "the likeliest tokens are named with log-probabilities only; ask for those",
                     "" if self.seed is None or self.seed >= 0 else f"seed {self.seed} is negative; give 0 or more",
+                    ""
+                    if self.sampling.temperature or not self.after_temperature
+                    else "at temperature 0 there are no log-probabilities after temperature; give a temperature",
                     "" if all(self.stop_words) else "a stop word is empty; leave it out",
                 ),
             )
@@ -82,7 +86,7 @@ class Reply:
 
     tokens: new ones, without what ended them. text: the new text. prompt: the prompt's tokens, when their log-probabilities were
     asked for. cached_tokens: of the prompt, that were known from other requests. waited, first, total: seconds from the
-    submission to admission, to the first token and to the end. problem: why, if the reason is error.
+    submission to admission, to the first token and to the end. problem: why, if the reason is error. end: the token that ended the text, which `tokens` lacks.
     """
 
     reason: Reason
@@ -95,6 +99,7 @@ class Reply:
     first: float | None = None
     total: float = 0.0
     problem: str = ""
+    end: Token | None = None
 
     @property
     def ids(self) -> Ids:

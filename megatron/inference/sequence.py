@@ -40,6 +40,7 @@ class SequenceState:
         self._prompt_scores: list[Token] = []
         self._tokens: list[Token] = []
         self._num_emitted, self._pending_text, self._problem = 0, "", ""
+        self._end_token: Token | None = None
         self._submitted, self._cached = time.monotonic(), 0
         self._admitted: float | None = None
         self._first: float | None = None
@@ -91,6 +92,7 @@ class SequenceState:
             self.sampling_state(after) if num_logits > len(targets) else None,
             bool(targets) or ends and self.request.logprobs,
             self.request.top_logprobs,
+            self.request.sampling.temperature if self.request.after_temperature else 1.0,
         )
 
     def admit(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
@@ -164,6 +166,7 @@ class SequenceState:
                 return place
             self.ids.append(token.id)
             if token.id in self._ends:
+                self._end_token = token
                 self.end("stop")
                 return place + 1
             self._tokens.append(token if self.request.logprobs else Token(token.id))
@@ -191,6 +194,7 @@ class SequenceState:
             None if self._first is None else self._first - self._submitted,
             now - self._submitted,
             self._problem,
+            self._end_token,
         )
 
 

@@ -45,7 +45,7 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckRes
     if not words:
         return stand_in, [CheckResult("rules", "OK", "no flags given: the machines alone, with a small network")]
     try:
-        args = read_flags(words, defaults=ENTRIES[entry])
+        args = read_flags(words, defaults=ENTRIES[entry].defaults(words), extra=ENTRIES[entry].extra)
     except ConfigError as error:
         return stand_in, [
             CheckResult("rules", "FAIL", line.strip(), "see --help of the entry script")

@@ -1,4 +1,4 @@
-"""The installed commands `megatron-pretrain-gpt`, `-bert` and `-t5`: the entry scripts, run as `python -m` would."""
+"""The installed commands `megatron-pretrain-gpt`, `-bert`, `-t5` and `megatron-train-rl`: the entry scripts, run as `python -m` would."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def bert() -> None:
 def t5() -> None:
     """Run pretrain_t5.py."""
     runpy.run_module("pretrain_t5", run_name="__main__", alter_sys=True)
+
+
+def rl() -> None:
+    """Run train_rl.py."""
+    runpy.run_module("train_rl", run_name="__main__", alter_sys=True)

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -44,7 +44,17 @@ SampleSource = Dataset | Iterable[Mapping[str, np.ndarray]]
 Datasets = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 DatasetProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
 Arrays = dict[str, np.ndarray]
-Batches = Generator[Batch] | RebalancedBatches  # this rank's microbatches; close() ends their threads
+
+
+class Batches(Protocol):
+    """This rank's microbatches."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
 
 
 @dataclass(frozen=True, slots=True)

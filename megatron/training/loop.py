@@ -59,12 +59,14 @@ def pretrain(
     model: ModelProvider,
     forward_step: ForwardStep,
     samples: Callable[[Run], Samples] | None = None,
+    *,
+    data_of: Callable[[Trainer], Data] | None = None,
 ) -> None:
     """Train, evaluate, save and report as the config says.
 
     datasets(run, (train, valid, test) samples) -> three datasets; model(run, stage) -> one stage of the network;
     forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
-    networks that can.
+    networks that can. data_of(trainer): the data, where they are not read from datasets.
     """
     with owning(run) as lock, recorded(run), HangDetector(run), locating(run):
         demand_no_leak(run)
@@ -87,7 +89,7 @@ def pretrain(
             trainer.add_hook(guard)
         while True:
             try:
-                with closing(build_data(trainer, datasets)) as data:
+                with closing(build_data(trainer, datasets) if data_of is None else data_of(trainer)) as data:
                     return Session(trainer, checkpoint, data, guard, rerun, compiler or recordings).run()
             except RollBack as bad:
                 run.say(

@@ -24,8 +24,7 @@ from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.core.transformer.qk_clip import clip_factors
 from megatron.core.transformer.router import routers_of
-from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import RebalancedBatches
+from megatron.training.data.batch import Batch, PlannedBatches
 from megatron.training.loader import take
 from megatron.training.report.metrics import ExpertLoads, Step
 from megatron.training.trainer import Trainer
@@ -57,7 +56,7 @@ class StepWork:
             self.own_microbatches = again.own_microbatches
         else:
             self.own_microbatches = (
-                batches.begin(num_microbatches) if isinstance(batches, RebalancedBatches) else num_microbatches
+                batches.begin(num_microbatches) if isinstance(batches, PlannedBatches) else num_microbatches
             )
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
@@ -116,8 +115,8 @@ class StepWork:
         for microbatch_context in self._contexts.values():
             for name, pair in microbatch_context.metrics.items():
                 notes[name] = notes[name] + pair if name in notes else pair
-        if isinstance(self._batches, RebalancedBatches) and self._batches.plan is not None:
-            notes["context balance"] = self.count.new_tensor([self._batches.plan.balance, 1.0])
+        if isinstance(self._batches, PlannedBatches):
+            notes |= {name: self.count.new_tensor(pair) for name, pair in self._batches.figures().items()}
         if self.trainer.note_names is None:
             names = collectives.gather_objects(tuple(notes), self.trainer.run.mesh.world)
             self.trainer.note_names = tuple(dict.fromkeys(name for theirs in names for name in theirs))

@@ -44,7 +44,7 @@ LAYERS = (
     ("core/models",),
     ("core/families",),
     ("training", "inference"),
-    ("evaluation",),
+    ("evaluation", "rl"),
     ("entries", "tasks"),
     ("trust",),  # rehearses what the entries train
     ("tools", "examples"),
@@ -96,6 +96,7 @@ FLAG_READERS = (
     "megatron/training/initialize.py",
     "megatron/training/global_vars.py",
     "megatron/tasks/run.py",
+    "megatron/rl/arguments.py",
     "megatron/tools/parser.py",
 )
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
@@ -157,7 +158,7 @@ class Source:
                 return "/".join(parts)
             return "/".join(parts[1:3]) if parts[1:2] == ["core"] else "".join(parts[1:2])
         if len(parts) == 1:
-            return "entries" if parts[0].startswith("pretrain_") else None
+            return "entries" if parts[0].startswith(("pretrain_", "train_")) else None
         return parts[0] if parts[0] in LAYER_OF else None
 
     def at(self, *places: str) -> bool:

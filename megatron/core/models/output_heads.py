@@ -26,13 +26,13 @@ class LanguageModelHead(nn.Module):
     """Hidden states to logits over the vocabulary, or to the loss of every token.
 
     shared: the embedding's matrix, when it lives on this stage; left out, the head makes its own, tied by name or not.
-    bias: a number for each word, added to its logit.
+    bias: a number for each word, added to its logit. temperature: the loss is that of the logits over this, as text is sampled.
     """
 
     def __init__(self, build: Build, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
         super().__init__()
         model = build.model
-        self.build = build
+        self.build, self.temperature = build, 1.0
         if shared is None:
             spec = vocabulary_spec(
                 model.true_vocab_size,
@@ -61,9 +61,11 @@ class LanguageModelHead(nn.Module):
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """labels: [b, s], below 0 where a token takes no part. Returns the loss of every token, [b, s]."""
         build, targets, kernel = self.build, labels.t().contiguous(), self.build.kernels.cross_entropy
-        if kernel is None:
-            return cross_entropy(self.logits(x, weight), targets, build.mesh.tp, build.model.true_vocab_size).t()
-        x = x if self.scale is None else x * self.scale
+        if kernel is None or self.temperature != 1.0 and (build.model.final_logit_softcap or self.bias is not None):
+            logits = self.logits(x, weight) / self.temperature
+            return cross_entropy(logits, targets, build.mesh.tp, build.model.true_vocab_size).t()
+        factor = (1.0 if self.scale is None else self.scale) / self.temperature
+        x = x if factor == 1.0 else x * factor
         return linear_cross_entropy(
             kernel,
             x,

@@ -11,7 +11,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -72,11 +72,13 @@ def parse_args(
     world_size: int = 1,
     speaks: bool = True,
     reads_data: bool = False,
+    own_problems: Callable[[argparse.Namespace, int], Iterable[str]] = lambda args, world_size: (),
 ) -> argparse.Namespace:
     """The namespace of a run that can start, as `preflight` says. Says what is wrong and exits with code 2 otherwise.
 
     defaults: values of this script where they are not given. world_size: ranks that will run. speaks: this rank is the
     one that says it; of files and of the machine one rank of each machine does. reads_data: see `preflight`.
+    own_problems: of a namespace and a number of ranks, what is wrong with the script's own flags, a line each.
     """
     end_in_a_line_when_interrupted()
     try:
@@ -88,7 +90,8 @@ def parse_args(
         checked = preflight(from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
         place = launcher_place()
         speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in checked.problems)
-        refuse([*args.problems, *(line for _, line in checked.problems)])
+        own = () if args.problems else own_problems(args, world_size)
+        refuse([*args.problems, *(line for _, line in checked.problems), *own])
     except ConfigError as error:
         if speaks:
             sys.stderr.write(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n")

@@ -310,18 +310,19 @@ LATER = (
           values="img-h=224 img-w=224 patch-dim=16 num-channels=3 language-model-type vision-model-type max-num-tiles "
                  "prompt-path dataloader-save llm-tp"),
     FlagGroup("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
-    FlagGroup("later", "reinforcement learning is not built yet",
-          switches="perform-rl-step rl-durable-rollout-bank grpo-filter-groups-with-same-reward "
-                   "rl-offload-optimizer-during-inference rl-persist-cuda-graphs rl-partial-rollouts "
-                   "rl-inference-logprobs-is-correction rl-use-sequence-packing rl-training-cuda-graphs "
+    FlagGroup("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
+    FlagGroup("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
+          switches="grpo-filter-groups-with-same-reward rl-inference-logprobs-is-correction rl-use-sequence-packing",
+          values="grpo-prompts-per-step grpo-group-size grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta "
+                 "grpo-entropy-term-weight langrl-env-config rl-default-temperature rl-default-top-p rl-default-top-k "
+                 "rl-importance-sampling-truncation-coef rl-rollout-bank-dir rl-prompts-per-eval"),
+    FlagGroup("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
+    FlagGroup("later", "this part of reinforcement learning is not built yet",
+          switches="rl-offload-optimizer-during-inference rl-persist-cuda-graphs rl-partial-rollouts rl-training-cuda-graphs "
                    "rl-offload-inference-model-weights-when-idle rl-verify-model-weights-swap rl-skip-bos-token rl-profile",
-          values="rl-prompts-per-eval grpo-prompts-per-step grpo-group-size rl-generation-lag rl-max-inflight-requests "
-                 "rl-submission-granularity rl-consumption-granularity rl-rollout-bank-dir rl-rollout-bank-max-bytes "
-                 "grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-entropy-term-weight "
-                 "langrl-env-config rl-default-temperature rl-default-top-p rl-default-top-k "
-                 "rl-kv-cache-management-mode rl-importance-sampling-truncation-coef "
-                 "rl-sequence-packing-max-sequences-per-bin rl-sequence-packing-algo "
-                 "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
+          values="rl-generation-lag rl-max-inflight-requests rl-submission-granularity rl-consumption-granularity "
+                 "rl-rollout-bank-max-bytes rl-kv-cache-management-mode rl-sequence-packing-max-sequences-per-bin "
+                 "rl-sequence-packing-algo rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
                  "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size "
                  "rl-inference-model-unified-memory-level refit-method rl-profile-dir rl-inference-parsers env-config"),
     FlagGroup("later", "quantisation, distillation and export after training are not built yet",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -128,6 +128,19 @@ class Batch:
 
     def _rows_ahead(self, name: str) -> tuple[Tensor, ...]:
         return tuple(row for key, row in self.extras.items() if key.startswith("mtp_") and key.endswith(f"_{name}"))
+
+
+@runtime_checkable
+class PlannedBatches(Protocol):
+    """Microbatches of which each step has a number of its own."""
+
+    def begin(self, num_microbatches: int) -> int:
+        """Prepare the next global batch; return this rank's number of microbatches. num_microbatches: what --global-batch-size gives."""
+
+    def __next__(self) -> Batch: ...
+
+    def figures(self) -> Mapping[str, tuple[float, float]]:
+        """What is logged of the global batch: name -> (sum, count), this rank's share; the same names on every rank."""
 
 
 def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:

@@ -6,21 +6,37 @@ torchrun --nproc_per_node 8 --nnodes 2 pretrain_bert.py --num-layers 12 ...  a B
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun
+from megatron.rl.arguments import defaults_of as rl_defaults
+from megatron.rl.arguments import rl_problems
+from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
 
-# What an entry script says of itself.
-ENTRIES: Mapping[str, Mapping[str, Any]] = {
-    "pretrain_gpt.py": {"tokenizer_type": "GPT2BPETokenizer"},
-    "pretrain_bert.py": {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"},
-    "pretrain_t5.py": {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"},
+
+@dataclass(frozen=True, slots=True)
+class EntryScript:
+    """A script that trains. defaults: values of flags that are not given, from the words of a command line; extra: its own flags.
+
+    problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each.
+    """
+
+    defaults: Callable[[Sequence[str]], Mapping[str, Any]]
+    extra: tuple[type, ...] = ()
+    problems: Callable[[Any, int], Sequence[str]] = lambda args, ranks: ()
+
+
+ENTRIES: Mapping[str, EntryScript] = {
+    "pretrain_gpt.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
+    "pretrain_bert.py": EntryScript(lambda words: {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
+    "pretrain_t5.py": EntryScript(lambda words: {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"}),
+    "train_rl.py": EntryScript(rl_defaults, (RLConfig,), rl_problems),
 }
 # Scripts of Megatron, and what does their work here.
 ELSEWHERE: Mapping[str, str] = {
@@ -32,7 +48,6 @@ ELSEWHERE: Mapping[str, str] = {
     "pretrain_mamba.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
     "pretrain_hybrid_flex.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
     "pretrain_vlm.py": "images and multimodal models are not built yet; pretrain_gpt.py trains language models",
-    "train_rl.py": "reinforcement learning is not built yet; pretrain_gpt.py trains on texts and, with --sft, on conversations",
     "main.py": "flags of tasks are looked at when tasks/main.py starts",
 }
 
@@ -59,20 +74,25 @@ def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple
 
 def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> Command:
     """Read a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say."""
-    if (script := _stranger(words)) is not None:
-        other = ELSEWHERE.get(script, f"the scripts that train are {', '.join(ENTRIES)}")
+    if (stranger := _stranger(words)) is not None:
+        other = ELSEWHERE.get(stranger, f"the scripts that train are {', '.join(ENTRIES)}")
         return Command(
-            None, (BrokenRule("command-line", f"{script} is not a script whose flags are known here: {other}"),)
+            None, (BrokenRule("command-line", f"{stranger} is not a script whose flags are known here: {other}"),)
         )
     launcher, entry, flags = split_command(words, entry)
+    script = ENTRIES[entry]
     ranks = _ranks(launcher) if ranks is None else ranks
     try:
-        args = read_flags(flags, defaults=ENTRIES[entry])
+        args = read_flags(flags, defaults=script.defaults(flags), extra=script.extra)
     except ConfigError as error:
         return Command(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
+    own = [] if args.problems else script.problems(args, ranks)
     return Command(
         RequestedSetup(from_namespace(RequestedRun, args), ranks),
-        tuple(BrokenRule("command-line", problem) for problem in dict.fromkeys(args.problems)),
+        (
+            *(BrokenRule("command-line", problem) for problem in dict.fromkeys(args.problems)),
+            *(BrokenRule(entry, problem) for problem in own),
+        ),
         tuple(args.messages),
     )
 

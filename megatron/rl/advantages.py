@@ -1,0 +1,82 @@
+"""Advantages: how much better an answer is than the other answers to its prompt. Plain tensors, the same on every rank.
+
+rewards are [groups, answers] throughout: one row for each prompt, one column for each of its answers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Baseline = Literal["group-std", "group-mean", "leave-one-out", "batch-std"]
+STD_EPSILON = 1e-4  # added to a standard deviation, as Megatron and TRL do
+
+
+def advantages(rewards: Tensor, baseline: Baseline, *, unbiased: bool = False) -> Tensor:
+    """Return the advantage of every answer, [groups, answers].
+
+    group-std: (r - mean) / (std + 1e-4) over the answers of a prompt (GRPO, Shao et al., 2024). group-mean: r - mean, without the
+    division, which favours prompts whose rewards hardly differ (Dr. GRPO, Liu et al., 2025). leave-one-out: r minus the mean of the *other*
+    answers (RLOO, Ahmadian et al., 2024). batch-std: r - mean of the prompt, over the standard deviation of all these differences
+    (REINFORCE++ with a baseline, Hu et al., 2025). unbiased: standard deviations divide by n - 1 (TRL) and not by n (Megatron).
+
+    Raises `ValueError` for leave-one-out with a single answer to a prompt.
+    """
+    rewards = rewards.double()
+    number = rewards.shape[1]
+    if baseline == "leave-one-out":
+        if number < 2:
+            raise ValueError("leave-one-out compares an answer with others to the same prompt; sample 2 or more")
+        return rewards - (rewards.sum(dim=1, keepdim=True) - rewards) / (number - 1)
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    if baseline == "group-mean":
+        return centred
+    if baseline == "batch-std":
+        return centred / (centred.std(correction=int(unbiased)) + STD_EPSILON)
+    return centred / (_std(rewards, unbiased=unbiased) + STD_EPSILON)
+
+
+def _std(rewards: Tensor, *, unbiased: bool) -> Tensor:
+    """The standard deviation of each row, [groups, 1]; 0 for a single answer."""
+    if rewards.shape[1] == 1:
+        return torch.zeros_like(rewards)
+    return rewards.std(dim=1, correction=int(unbiased), keepdim=True)
+
+
+def informative_groups(rewards: Tensor) -> Tensor:
+    """Return for each prompt whether its answers have different rewards, [groups] of bool. All others have advantages of zero (DAPO)."""
+    return (rewards != rewards[:, :1]).any(dim=1)
+
+
+def overlong_penalty(lengths: Tensor, *, limit: int, margin: int) -> Tensor:
+    """Return what is added to the rewards of long answers, in [-1, 0]: DAPO's soft overlong punishment (Yu et al., 2025).
+
+    lengths: [...] in tokens. limit: the longest answer. An answer loses nothing up to limit - margin tokens, then linearly up to 1 at
+    the limit. margin 0: nothing is lost before the limit.
+    """
+    if margin == 0:
+        return -(lengths >= limit).double()
+    return ((limit - margin - lengths.double()) / margin).clamp(min=-1.0, max=0.0)
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns) of every token, [answers, tokens] each: GAE (Schulman et al., 2015), for PPO.
+
+    rewards: of each token, usually zero but at the last. values: what the critic expects from each token on. mask: 1 for tokens of the
+    answer; others have 0 in both results. discount: gamma; smoothing: lambda.
+    """
+    mask = mask.to(values.dtype)
+    result = torch.zeros_like(values)
+    later = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0])
+    for place in reversed(range(values.shape[1])):
+        counted = mask[:, place]
+        delta = rewards[:, place] + discount * next_value - values[:, place]
+        later = torch.where(counted > 0, delta + discount * smoothing * later, later)
+        next_value = torch.where(counted > 0, values[:, place], next_value)
+        result[:, place] = later * counted
+    return result, (result + values) * mask

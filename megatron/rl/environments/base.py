@@ -1,0 +1,62 @@
+"""An environment: problems, and how the answers of a policy are rewarded.
+
+A task of one's own needs two methods, for example in a file `reverse.py` beside the environment file:
+
+    class Reverse(Environment):
+        def problem(self, number: int) -> Problem:
+            word = "".join(random.Random(number).sample("abcdefgh", 4))
+            return Problem(f"Reverse {word}: ", {"answer": word[::-1]})
+
+        def reward(self, problem: Problem, answer: str) -> float:
+            return float(answer.strip() == problem.facts["answer"])
+
+Problems follow from their number alone, so that a run that is resumed sees the same ones. For several turns, tools or servers,
+override `play`: it is asynchronous, and what it adds to the conversation is not trained on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem. prompt: the text that is continued. facts: what the reward needs."""
+
+    prompt: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Conversation(Protocol):
+    """The text of one rollout so far."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last answer ended by itself, with the end of the document or a stop word, and not at the limit."""
+
+    def add(self, text: str) -> None:
+        """Append a text of the environment: a prompt, or what a tool says."""
+
+    async def generate(self, *, num_tokens: int | None = None, stop: tuple[str, ...] = ()) -> str:
+        """Sample what comes next, append it, and return its text. num_tokens: at most so many; left out: as --rl-max-new-tokens says."""
+
+
+class Environment(ABC):
+    """A task with a verifiable reward. Options of the environment file are the arguments of the constructor."""
+
+    @abstractmethod
+    def problem(self, number: int) -> Problem:
+        """Return the problem of a number, 0 and up. The same number gives the same problem on every rank and in every run."""
+
+    @abstractmethod
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Return the reward of an answer, usually from 0 to 1."""
+
+    async def play(self, problem: Problem, conversation: Conversation) -> float:
+        """Play one rollout and return its reward. As given here: one prompt, one answer; one that was cut off earns nothing."""
+        conversation.add(problem.prompt)
+        answer = await conversation.generate()
+        return self.reward(problem, answer) if conversation.is_finished else 0.0

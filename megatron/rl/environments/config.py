@@ -1,0 +1,100 @@
+"""--langrl-env-config: the environments of a run, and how often each is drawn.
+
+- agent_type: arithmetic             # or countdown, or FILE.py:CLASS for one's own, a path relative to this file
+  agent_args: {largest: 9}           # arguments of the constructor
+  weight: 1.0                        # share of the problems
+- agent_type: my_task.py:MyTask
+  evaluation_only: true              # never trained on
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.core.config.flags import ConfigError
+from megatron.rl.environments.arithmetic import Arithmetic
+from megatron.rl.environments.base import Environment
+from megatron.rl.environments.countdown import Countdown
+
+KINDS: Mapping[str, type[Environment]] = {"arithmetic": Arithmetic, "countdown": Countdown}
+_KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedEnvironment:
+    """An environment with its name and its share of the training problems; weight 0: it is only evaluated."""
+
+    name: str
+    environment: Environment
+    weight: float
+
+
+def read_environments(path: str) -> tuple[WeightedEnvironment, ...]:
+    """Read the file of --langrl-env-config. Raises `ConfigError` with everything that is wrong with it."""
+    try:
+        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--langrl-env-config {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"--langrl-env-config {path} is no list of environments; see docs/rl.md for one")
+    made = tuple(_environment(entry, Path(path), place) for place, entry in enumerate(entries, start=1))
+    if not any(one.weight for one in made):
+        raise ConfigError(f"--langrl-env-config {path} has no environment to train on; give one a weight above 0")
+    return made
+
+
+def _environment(entry: Mapping[str, Any], path: Path, place: int) -> WeightedEnvironment:
+    where = f"--langrl-env-config {path}, environment {place}"
+    unknown = set(entry) - _KEYS
+    if unknown or not isinstance(entry.get("agent_type"), str):
+        raise ConfigError(f"{where}: {sorted(unknown)} are no keys, or agent_type is missing; keys are {sorted(_KEYS)}")
+    name, arguments = entry["agent_type"], entry.get("agent_args") or {}
+    weight = 0.0 if entry.get("evaluation_only") else entry.get("weight", 1.0)
+    if not isinstance(weight, int | float) or not weight >= 0 or not isinstance(arguments, Mapping):
+        raise ConfigError(f"{where}: weight {weight!r} must be 0 or more, and agent_args a mapping")
+    kind = KINDS.get(name) or _class_of_file(name, path.parent, where)
+    try:
+        inspect.signature(kind).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {name} does not take these agent_args: {error}") from None
+    return WeightedEnvironment(name, kind(**arguments), float(weight))
+
+
+def _class_of_file(name: str, folder: Path, where: str) -> type[Environment]:
+    """The class of FILE.py:CLASS, which the user wrote."""
+    file, _, class_name = name.partition(":")
+    path = folder / file
+    if not file.endswith(".py") or not class_name or not path.is_file():
+        raise ConfigError(f"{where}: {name} is none of {', '.join(KINDS)}, nor FILE.py:CLASS of a file in {folder}")
+    spec = importlib.util.spec_from_file_location(f"environment_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kind = getattr(module, class_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise ConfigError(f"{where}: {path} has no class {class_name} that derives from Environment")
+    return kind
+
+
+def environment_of(environments: Sequence[WeightedEnvironment], number: int) -> tuple[int, int]:
+    """Return (index of the environment, number of the problem in it) of the training problem of this number.
+
+    Environments take turns so that after any number of problems each has had its share, to within one problem.
+    """
+    total = sum(one.weight for one in environments)
+    counts = [0] * len(environments)
+    chosen = 0
+    for drawn in range(number % _PERIOD + 1):
+        chosen = max(range(len(environments)), key=lambda i: environments[i].weight / total * (drawn + 1) - counts[i])
+        counts[chosen] += 1
+    return chosen, number // _PERIOD * _PERIOD + counts[chosen] - 1
+
+
+_PERIOD = 1024  # problems after which the turns begin again, so that the turn of any number is found in bounded time

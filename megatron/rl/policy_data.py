@@ -1,0 +1,400 @@
+"""The data of the training loop: samples rollouts when it needs some, and hands them out as microbatches.
+
+A round is one set of rollouts, on which --grpo-iterations x (rollouts / --global-batch-size) optimizer steps are made:
+
+    generate -> reward -> advantages -> log-probabilities by the policy (if several steps follow) and by the reference -> bank -> steps
+
+The bank is a file of JSON lines for each round, written before its first step: the log of what was sampled, and what a run that is resumed
+in the middle of a round goes on with, to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
+from megatron.core.pipeline_parallel.executor import run as execute
+from megatron.core.transformer.adapters import without_adapters
+from megatron.inference.sampling import Sampling
+from megatron.rl import batches
+from megatron.rl.advantages import advantages, informative_groups, overlong_penalty
+from megatron.rl.algorithms import ALGORITHMS
+from megatron.rl.batches import Arrays, TrainedRollout
+from megatron.rl.environments.config import environment_of, read_environments
+from megatron.rl.policy_loss import PolicyLoss
+from megatron.rl.rollouts import Limits, Rollout, Task, play
+from megatron.rl.settings import RLConfig, reference_folder
+from megatron.training.checkpoint.inference_model import GPT, load_network
+from megatron.training.data.batch import Batch, Loss, LossFunction
+from megatron.training.evaluate import resting
+from megatron.training.hooks import StepHooks
+from megatron.training.loader import Data
+from megatron.training.run import Run
+from megatron.training.step import StepWork
+from megatron.training.trainer import Trainer
+
+EVALUATION = 2**40  # number of the first held-out problem
+_SEEDS_A_ROUND = 2**32
+
+
+class PolicyStep:
+    """The forward step of policy training: the loss of rollouts, or in a pass without gradients their log-probabilities.
+
+    collected: (places, log-probabilities) of the microbatches so far, [b, s] each, while log-probabilities are computed; else None.
+    """
+
+    def __init__(self, rl: RLConfig) -> None:
+        self.rl = rl
+        self.collected: list[tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def has_old(self) -> bool:
+        """Whether weights change within a round, so that log-probabilities from before its first step are needed."""
+        return self.steps > 1
+
+    steps: int = 1
+
+    def __call__(self, run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[Any, LossFunction]:
+        """One microbatch through one stage."""
+        batch = next(microbatches)
+        if stage.output_layer is not None:
+            stage.output_layer.temperature = self.rl.rl_default_temperature
+        output = stage(
+            ids=batch.tokens,
+            hidden=batch.hidden,
+            labels=batch.targets,
+            positions=batch.positions,
+            documents=batch.documents,
+            microbatch_context=batch.microbatch_context,
+        )
+        loss = PolicyLoss(self.rl, run.mesh.cp, self.has_old, self.rl.grpo_kl_beta != 0)
+
+        def of_tokens(token_losses: Tensor) -> Loss:
+            if self.collected is None:
+                return loss(token_losses, batch)
+            assert batch.loss_mask is not None, "the stage of the loss has the mask"
+            self.collected.append((batch.extras["rl_place"], -token_losses * batch.loss_mask))
+            zero = torch.zeros((), device=token_losses.device)
+            return zero, zero, {}
+
+        return output, of_tokens
+
+
+class PolicyData(StepHooks):
+    """Rollouts of the policy in training, as the microbatches of each optimizer step. Every method is called by all ranks together."""
+
+    def __init__(self, trainer: Trainer, rl: RLConfig) -> None:
+        assert isinstance(trainer.forward_step, PolicyStep), "policy data are trained by a policy step"
+        self.trainer, self.rl, self.step = trainer, rl, trainer.forward_step
+        self.run = trainer.run
+        train = self.run.config.train
+        self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
+        self.environments = read_environments(str(rl.langrl_env_config))
+        self._reference = _reference_trainer(trainer, rl)
+        self._round: tuple[int, list[TrainedRollout]] | None = None
+        self._batches: Iterator[Batch] = iter(())
+        self._informative = True
+        folder = rl.rl_rollout_bank_dir or (
+            self.run.config.checkpoint.save and f"{self.run.config.checkpoint.save}/rollouts"
+        )
+        self._bank = Path(folder) if folder else None
+        trainer.add_hook(self)
+
+    def __iter__(self) -> PolicyData:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    @property
+    def rollouts(self) -> list[TrainedRollout] | None:
+        """The rollouts of the round under way."""
+        return None if self._round is None else self._round[1]
+
+    def close(self) -> None:
+        """Forget the rollouts of the round: the run ends, or goes back to a checkpoint."""
+        self._round = None
+
+    def begin(self, num_microbatches: int) -> int:
+        """Prepare the next optimizer step; returns its number of microbatches."""
+        progress, train = self.run.progress, self.run.config.train
+        first = progress.iteration - progress.iteration % self.step.steps
+        if self._round is None or self._round[0] != first:
+            self._round = (first, self._new_round(first))
+        place = (progress.iteration - first) % (self.rl.rollouts_per_round // train.global_batch_size)
+        size = train.global_batch_size
+        chosen = [one for one in self._round[1][place * size : (place + 1) * size] if one.rollout.num_sampled]
+        self._informative = any(one.advantage for one in chosen) or bool(
+            chosen and (self.rl.grpo_kl_beta or self.rl.grpo_entropy_term_weight)
+        )
+        rows = self._rows(chosen)
+        self._batches = self._microbatches(rows)
+        return len(rows["tokens"]) // (train.micro_batch_size * self.run.mesh.dp.size)
+
+    def figures(self) -> dict[str, tuple[float, float]]:
+        """Rewards and lengths of the round's answers, from the first rank."""
+        trained = self.rollouts or []
+        speaks = self.run.mesh.world.is_first
+        rewards = [one.rollout.reward for one in trained if speaks and not one.rollout.problem]
+        lengths = [one.rollout.num_sampled for one in trained if speaks and one.rollout.num_sampled]
+        return {"reward": (sum(rewards), len(rewards)), "answer tokens": (sum(lengths), len(lengths))}
+
+    def accept_update(self, work: Any, losses: Any, norm: Tensor) -> bool:
+        """No update without a rollout that says something, so that momentum and weight decay do not move the weights either.
+
+        Raises `ConfigError` when log-probabilities of generation and training differ by more than --rl-max-logprob-difference.
+        """
+        limit = self.rl.rl_max_logprob_difference
+        if limit is not None:
+            total, count = collectives.all_reduce(
+                losses["generation logprob difference"].double(), self.run.mesh.world
+            ).tolist()
+            if count and not total / count <= limit:
+                raise ConfigError(
+                    f"iteration {self.run.progress.iteration + 1}: log-probabilities of generation and training differ by {total / count:.3g} "
+                    f"nats on average, more than --rl-max-logprob-difference {limit}; the weights are as before this iteration"
+                )
+        return self._informative
+
+    def _new_round(self, first: int) -> list[TrainedRollout]:
+        """The rollouts of the round that begins at an iteration: new ones, or those of the bank if the run was resumed within it."""
+        file = None if self._bank is None else self._bank / f"round_{first:07d}.jsonl.gz"
+        if self.run.progress.iteration != first:
+            return self._from_bank(file, first)
+        with self.run.timers("rollouts", 1), resting(self.trainer):
+            number = first // self.step.steps
+            if (interval := self.run.config.train.eval_interval) and self.rl.rl_prompts_per_eval:
+                if first // interval != (first - self.step.steps) // interval or not first:
+                    self.evaluate()
+            rollouts = self._generate(number)
+            trained = self._with_logprobs(self._with_advantages(rollouts))
+        self._say(number, rollouts)
+        if file is not None and self.run.mesh.world.is_first:
+            _write_bank(file, trained)
+        collectives.barrier(self.run.mesh.world)
+        return trained
+
+    def _generate(self, number: int) -> list[Rollout]:
+        """Sample the answers of a round, on all ranks."""
+        tasks = []
+        for group in range(self.rl.grpo_prompts_per_step):
+            which, problem = environment_of(self.environments, number * self.rl.grpo_prompts_per_step + group)
+            chosen = self.environments[which]
+            for answer in range(self.rl.grpo_group_size):
+                place = group * self.rl.grpo_group_size + answer
+                tasks.append(Task(chosen.environment, chosen.name, problem, group, self._seed(number, place)))
+        return play(self._stages, self.run.tokenizer, tasks, self._limits)
+
+    def _seed(self, number: int, place: int) -> int:
+        return (self.run.config.train.seed * 1_000_003 + number) * _SEEDS_A_ROUND + place
+
+    @property
+    def _stages(self) -> list[GPTModel]:
+        return list(self.trainer.stages)  # type: ignore[arg-type]
+
+    @property
+    def _limits(self) -> Limits:
+        rl, length = self.rl, self.run.config.train.seq_length
+        sampling = Sampling(rl.rl_default_temperature, max(0, rl.rl_default_top_k), rl.rl_default_top_p)
+        return Limits(sampling, length, rl.rl_max_new_tokens or length, rl.rl_rollout_seconds)
+
+    def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[TrainedRollout]:
+        """Compare the answers to each prompt. A rollout that failed counts as the mean of its group, and is not trained on."""
+        rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float64).view(-1, self.rl.grpo_group_size)
+        if self.rl.rl_overlong_margin:
+            lengths = torch.tensor([one.num_sampled for one in rollouts]).view_as(rewards)
+            rewards = rewards + overlong_penalty(
+                lengths, limit=min(self._limits.num_tokens, self._limits.length), margin=self.rl.rl_overlong_margin
+            )
+        failed = rewards.isnan()
+        means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
+        rewards = torch.where(failed, means, rewards)
+        values = advantages(rewards, ALGORITHMS[self.rl.rl_algorithm].baseline)
+        dropped = failed
+        if self.rl.grpo_filter_groups_with_same_reward:
+            dropped = dropped | ~informative_groups(rewards)[:, None]
+        return [
+            TrainedRollout(
+                dataclasses.replace(one, sampled=(False,) * len(one.ids)) if drop else one, 0.0 if drop else value
+            )
+            for one, value, drop in zip(rollouts, values.flatten().tolist(), dropped.flatten().tolist(), strict=True)
+        ]
+
+    def _with_logprobs(self, trained: list[TrainedRollout]) -> list[TrainedRollout]:
+        """Add the log-probabilities by the weights of this round, if they change before it ends, and by the reference."""
+        train = self.run.config.train
+        for start in range(0, len(trained), train.global_batch_size):
+            chosen = trained[start : start + train.global_batch_size]
+            rows = self._rows([one for one in chosen if one.rollout.num_sampled])
+            names = {}
+            if self.step.has_old:
+                names["old"] = self._logprobs(self.trainer, rows)
+            if self.rl.grpo_kl_beta:
+                base = self._reference
+                with nullcontext() if base is not None else without_adapters(*self.trainer.stages):
+                    names["reference"] = self._logprobs(base or self.trainer, rows)
+            kept = [place for place, one in enumerate(chosen) if one.rollout.num_sampled]
+            for name, table in names.items():
+                packed = self.rl.rl_use_sequence_packing
+                values = batches.values_of([chosen[place] for place in kept], rows, table, packed=packed)
+                for place, value in zip(kept, values, strict=True):
+                    trained[start + place] = dataclasses.replace(
+                        trained[start + place], **dict[str, Any]({name: value})
+                    )
+        return trained
+
+    def _logprobs(self, trainer: Trainer, rows: Arrays) -> np.ndarray:
+        """The log-probabilities of all labels that count, by a network's present weights, over `rl_place`; on every rank."""
+        mesh, train = self.run.mesh, self.run.config.train
+        count = len(rows["tokens"]) // (train.micro_batch_size * mesh.dp.size)
+        self.step.collected = []
+        names, trainer.loss_names = trainer.loss_names, ()
+        try:
+            work = StepWork(trainer, self._microbatches(rows), count, training=False)
+            execute(trainer.script(count, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+            collected = self.step.collected
+        finally:
+            self.step.collected, trainer.loss_names = None, names
+        speaks = trainer.stages[-1].stage.has_output and mesh.tp.is_first
+        table = np.zeros(rows["tokens"].size)
+        for places, values in collectives.gather_objects(batches.gathered(collected if speaks else ()), mesh.world):
+            table[places] = values
+        return table
+
+    def _rows(self, trained: Sequence[TrainedRollout]) -> Arrays:
+        train, limits = self.run.config.train, self._limits
+        return batches.rows_of(
+            trained,
+            train.seq_length,
+            average=ALGORITHMS[self.rl.rl_algorithm].average,
+            limit=min(limits.num_tokens, limits.length),
+            padding=self.run.tokenizer.eod,
+            packed=self.rl.rl_use_sequence_packing,
+            multiple=train.micro_batch_size * self.run.mesh.dp.size,
+        )
+
+    def _microbatches(self, rows: Arrays) -> Iterator[Batch]:
+        train = self.run.config.train
+        return batches.microbatches(rows, self.run.mesh, train.micro_batch_size, packed=self.rl.rl_use_sequence_packing)
+
+    def _say(self, number: int, rollouts: Sequence[Rollout]) -> None:
+        """One line about a round, and its figures for the run log."""
+        valid = [one for one in rollouts if not one.problem]
+        lengths = [one.num_sampled for one in rollouts]
+        facts = {
+            "round": number,
+            "reward": _mean([one.reward for one in valid]),
+            "answer tokens": _mean(lengths),
+            "finished": _mean([float(one.finished) for one in rollouts]),
+            "failed": len(rollouts) - len(valid),
+        }
+        self.run.ledger.add("rollouts", iteration=self.run.progress.iteration, **facts)
+        failed = f", {facts['failed']} failed" if facts["failed"] else ""
+        self.run.say(
+            f"round {number}: reward {facts['reward']:.3f}, {facts['answer tokens']:.1f} tokens an answer, "
+            f"{100 * facts['finished']:.0f} % finished{failed}"
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean reward on held-out problems of each environment, with the likeliest tokens; on every rank."""
+        limits = dataclasses.replace(self._limits, sampling=Sampling(temperature=0.0))
+        tasks = [
+            Task(one.environment, one.name, EVALUATION + number, index, 0)
+            for index, one in enumerate(self.environments)
+            for number in range(self.rl.rl_prompts_per_eval)
+        ]
+        rollouts = play(self._stages, self.run.tokenizer, tasks, limits)
+        means = {
+            one.name: _mean([r.reward for r in rollouts if r.group == index and not r.problem])
+            for index, one in enumerate(self.environments)
+        }
+        self.run.ledger.add("evaluation", iteration=self.run.progress.iteration, rewards=means)
+        self.run.say(
+            f"held-out problems at iteration {self.run.progress.iteration}: "
+            + ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+        )
+        return means
+
+    def _from_bank(self, file: Path | None, first: int) -> list[TrainedRollout]:
+        """The rollouts of a round that was begun before the run was resumed."""
+        if file is None or not file.is_file():
+            raise DataError(
+                f"the run is resumed at iteration {self.run.progress.iteration}, in the middle of the round of iteration {first}, whose "
+                f"rollouts are not in {file or 'a bank'}; give --rl-rollout-bank-dir, or resume from a checkpoint between two rounds"
+            )
+        return read_bank(file)
+
+
+def _reference_trainer(trainer: Trainer, rl: RLConfig) -> Trainer | None:
+    """The trainer with the stages of the reference network; None where there is none, or where it is the base under adapters."""
+    run = trainer.run
+    folder = reference_folder(rl, run.config)
+    if folder is None:
+        return None
+    loaded = load_network(
+        folder,
+        GPT,
+        parallel=run.config.parallel,
+        dtype=run.config.precision.dtype,
+        tokenizer=dataclasses.asdict(run.config.tokenizer),
+        device=run.mesh.device,
+    )
+    return dataclasses.replace(trainer, stages=list(loaded.stages), parallels=[], hooks=[], scripts={})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _write_bank(file: Path, trained: Sequence[TrainedRollout]) -> None:
+    """Write a round, complete or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_suffix(f".{os.getpid()}.tmp")
+    with gzip.open(made, "wt", encoding="utf-8", compresslevel=1) as lines:
+        for one in trained:
+            lines.write(json.dumps(dataclasses.asdict(one)) + "\n")
+    os.replace(made, file)
+
+
+def read_bank(file: str | Path) -> list[TrainedRollout]:
+    """Read the rollouts of a round. Raises `DataError` for a file that is damaged."""
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            return [_trained(json.loads(line)) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _trained(values: dict[str, Any]) -> TrainedRollout:
+    rollout = values["rollout"]
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in rollout.items()
+    }
+    return TrainedRollout(Rollout(**fields), values["advantage"], tuple(values["old"]), tuple(values["reference"]))
+
+
+def data_source(rl: RLConfig) -> Callable[[Trainer], Data]:
+    """What gives the shared training loop its data: one `PolicyData`, also after the run has gone back to a checkpoint."""
+    made: list[Data] = []
+
+    def data_of(trainer: Trainer) -> Data:
+        if not made:
+            made.append(Data(PolicyData(trainer, rl), None, None))
+        return made[0]
+
+    return data_of

@@ -1,0 +1,90 @@
+"""The loss of a microbatch of rollouts, from the log-probabilities that the network gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.rl import losses
+from megatron.rl.algorithms import ALGORITHMS, Algorithm
+from megatron.rl.settings import RLConfig
+from megatron.training.data.batch import Batch, Loss
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """The loss of --rl-algorithm. has_old, has_reference: whether batches hold those log-probabilities; context: the axis of cut sequences."""
+
+    config: RLConfig
+    context: Axis
+    has_old: bool
+    has_reference: bool
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What the loss is made of."""
+        return ALGORITHMS[self.config.rl_algorithm]
+
+    def __call__(self, token_losses: Tensor, batch: Batch) -> Loss:
+        """Return (sum over tokens, number of tokens, figures to log). token_losses: [b, s], minus the log-probabilities of the labels."""
+        assert batch.loss_mask is not None, "the stage of the loss has the mask"
+        config, extras = self.config, batch.extras
+        mask = batch.loss_mask.to(token_losses.dtype)
+        logprobs = -token_losses * mask
+        advantages, weight = (extras[name].to(token_losses.dtype) for name in ("rl_advantage", "rl_weight"))
+        generation = extras["rl_generation"].to(token_losses.dtype)
+        old = extras["rl_old"].to(token_losses.dtype) if self.has_old else logprobs.detach()
+        ratio = self._ratio(logprobs, old, mask, extras["rl_answer"])
+        limits = {"lower": config.grpo_clamp_eps_lower, "upper": config.grpo_clamp_eps_upper}
+        if self.algorithm.loss == "cispo":
+            loss = losses.cispo_loss(logprobs, ratio, advantages, upper=limits["upper"])
+        else:
+            loss = losses.clipped_loss(ratio, advantages, dual_clip=config.rl_dual_clip, **limits)
+        if config.rl_inference_logprobs_is_correction:
+            cap = config.rl_importance_sampling_truncation_coef or float("inf")
+            loss = loss * losses.importance_weight(old, generation, cap=cap)
+        divergence = torch.zeros_like(loss)
+        if self.has_reference:
+            reference = extras["rl_reference"].to(token_losses.dtype)
+            divergence = losses.kl_to_reference(logprobs, reference, config.rl_kl_estimator)
+            loss = loss + config.grpo_kl_beta * divergence
+        loss = loss - config.grpo_entropy_term_weight * losses.entropy_term(logprobs)
+        count, total = mask.sum(), (loss * weight).sum()
+        clipped = losses.is_clipped(ratio, advantages, **limits)
+        difference = (old - generation).abs()
+
+        def mean(values: Tensor) -> Tensor:
+            return torch.stack(((values.detach() * mask).sum(), count))
+
+        report = {
+            "rl loss": torch.stack((total.detach(), count)),
+            "clip fraction": mean(clipped.to(loss.dtype)),
+            "entropy estimate": mean(-logprobs),
+            "generation logprob difference": mean(difference),
+        }
+        if self.has_reference:
+            report["kl to reference"] = mean(divergence)
+        return total, count, report
+
+    def _ratio(self, logprobs: Tensor, old: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
+        """The ratio of each token, or that of its whole answer, [b, s]. answers: number of each token's answer in its row."""
+        if self.algorithm.sequence_ratio == "none":
+            return losses.ratio_of(logprobs, old)
+        sums = answer_sums((logprobs - old) * mask, answers, self.context)
+        if self.algorithm.sequence_ratio == "mean":
+            sums = sums / answer_sums(mask, answers, self.context).clamp(min=1.0)
+        return losses.ratio_of(sums, torch.zeros_like(sums))
+
+
+def answer_sums(values: Tensor, answers: Tensor, context: Axis) -> Tensor:
+    """Return at each token the sum of the values over its answer, on all context ranks. values, answers: [b, s]; answers counts from 0 in each row."""
+    rows, width = values.shape[0], int(answers.max()) + 1 if answers.numel() else 1
+    if context.group is not None:
+        width = int(collectives.all_reduce(torch.tensor(width, device=values.device), context, "max"))
+    sums = torch.zeros(rows, width, dtype=values.dtype, device=values.device).scatter_add(1, answers, values)
+    whole = collectives.identity_then_reduce(collectives.reduce_then_identity(sums, context), context)
+    return whole.gather(1, answers)

@@ -1,0 +1,139 @@
+"""Flags of train_rl.py, beside those of every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag, spelling
+from megatron.core.config.settings.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RLConfig:
+    """Reinforcement learning.
+
+    Answers are sampled, rewarded and trained on, in rounds.
+    """
+
+    rl_algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"] = flag(
+        "grpo", "method: how rewards become advantages, and how tokens are weighed"
+    )
+    langrl_env_config: str | None = flag(None, "YAML file of the environments", metavar="FILE")
+    grpo_prompts_per_step: int = flag(32, "prompts of a round")
+    grpo_group_size: int = flag(2, "answers sampled to each prompt")
+    grpo_iterations: int = flag(2, "times that the rollouts of a round are trained on")
+    grpo_clamp_eps_lower: float = flag(0.01, "ratios are clipped at 1 minus this")
+    grpo_clamp_eps_upper: float = flag(0.01, "ratios are clipped at 1 plus this")
+    grpo_kl_beta: float = flag(0.001, "weight of the KL divergence to the reference network; 0: no reference is needed")
+    grpo_entropy_term_weight: float = flag(
+        0.0, "weight of -p log p of the sampled tokens, which is added to the objective"
+    )
+    grpo_filter_groups_with_same_reward: bool = flag(
+        False,
+        "leave out prompts whose answers all have the same reward, so that they do not count in means over tokens",
+    )
+    rl_kl_estimator: Literal["k1", "k2", "k3"] = flag(
+        "k3", "estimator of the KL divergence: d, d^2/2 or exp(-d) + d - 1"
+    )
+    rl_dual_clip: float | None = flag(None, "a token with a negative advantage A loses at most this times |A|")
+    rl_reference: str | None = flag(
+        None,
+        "checkpoint of the reference network; left out: --pretrained-checkpoint, or with --lora-rank the base",
+        metavar="FOLDER",
+    )
+    rl_default_temperature: float = flag(
+        1.0, "temperature of sampling; the log-probabilities in training are divided alike"
+    )
+    rl_default_top_p: float = flag(0.0, "sample from the fewest tokens that reach this probability; 0: from all")
+    rl_default_top_k: int = flag(-1, "sample from so many likeliest tokens; -1: from all")
+    rl_max_new_tokens: int | None = flag(
+        None, "most tokens of an answer; left out: what --seq-length leaves", metavar="TOKENS"
+    )
+    rl_rollout_seconds: float = flag(
+        0.0, "an environment that takes longer loses its rollout; 0: no limit", metavar="SECONDS"
+    )
+    rl_overlong_margin: int = flag(
+        0, "answers within so many tokens of the limit lose up to 1 of their reward (DAPO)", metavar="TOKENS"
+    )
+    rl_inference_logprobs_is_correction: bool = flag(
+        False, "weigh tokens by how much likelier training finds them than generation did"
+    )
+    rl_importance_sampling_truncation_coef: float | None = flag(None, "upper limit of these weights")
+    rl_max_logprob_difference: float | None = flag(
+        None, "stop when log-probabilities of generation and training differ by more than this on average (nats)"
+    )
+    rl_use_sequence_packing: bool = flag(
+        False, "train on several rollouts in a row of --seq-length, which do not see each other"
+    )
+    rl_prompts_per_eval: int = flag(32, "held-out problems of each environment at each --eval-interval; 0: none")
+    rl_rollout_bank_dir: str | None = flag(
+        None, "folder of JSON lines of all rollouts; left out: SAVE/rollouts", metavar="FOLDER"
+    )
+
+    @property
+    def rollouts_per_round(self) -> int:
+        """Answers sampled before the weights change."""
+        return self.grpo_prompts_per_step * self.grpo_group_size
+
+
+def reference_folder(rl: RLConfig, run: RunConfig) -> str | None:
+    """The checkpoint of the reference network; None where it is the base under adapters, or where there is none."""
+    if not rl.grpo_kl_beta or run.model.adapter.has_adapters and rl.rl_reference is None:
+        return None
+    return rl.rl_reference or run.checkpoint.pretrained_checkpoint
+
+
+def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
+    """What is wrong between these settings and those of the run, a line each."""
+    if rl.langrl_env_config is None:
+        yield "nothing says what is rewarded; give --langrl-env-config"
+    sizes = ("grpo_prompts_per_step", "grpo_group_size", "grpo_iterations")
+    bad_sizes = [f"{spelling(name)} {getattr(rl, name)}" for name in sizes if getattr(rl, name) < 1]
+    if bad_sizes:
+        yield f"{', '.join(bad_sizes)} is not a positive number"
+    elif run.train.global_batch_size and rl.rollouts_per_round % run.train.global_batch_size:
+        yield (
+            f"--global-batch-size {run.train.global_batch_size} does not divide the {rl.rollouts_per_round} rollouts of a round "
+            f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size {rl.grpo_group_size}); each optimizer step trains on "
+            "one global batch of them"
+        )
+    if rl.rl_algorithm == "rloo" and rl.grpo_group_size < 2:
+        yield "--rl-algorithm rloo compares answers with the others to the same prompt; give --grpo-group-size 2 or more"
+    if rl.grpo_kl_beta and not reference_folder(rl, run) and not run.model.adapter.has_adapters:
+        yield (
+            f"--grpo-kl-beta {rl.grpo_kl_beta} needs a reference network; give --pretrained-checkpoint or --rl-reference FOLDER, or "
+            "--lora-rank, whose base is the reference, or --grpo-kl-beta 0"
+        )
+    yield from _sampling_problems(rl)
+    yield from _run_problems(rl, run)
+
+
+def _sampling_problems(rl: RLConfig) -> Iterator[str]:
+    """What is wrong with how answers are sampled and their tokens weighed."""
+    if rl.rl_default_temperature <= 0:
+        yield f"--rl-default-temperature {rl.rl_default_temperature}: answers are sampled; give a temperature above 0"
+    if rl.rl_dual_clip is not None and rl.rl_dual_clip <= 1:
+        yield f"--rl-dual-clip {rl.rl_dual_clip} must be above 1"
+    if rl.rl_importance_sampling_truncation_coef is not None and not rl.rl_inference_logprobs_is_correction:
+        yield "--rl-importance-sampling-truncation-coef limits the weights of --rl-inference-logprobs-is-correction; add that"
+
+
+def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
+    """What policy training needs of the settings of every run."""
+    if run.parallel.context_parallel_size > 1:
+        yield "text is generated without --context-parallel-size; leave it out"
+    if run.model.hidden_dropout or run.model.attention_dropout:
+        yield "with dropout, training would not compute the log-probabilities of generation; give --hidden-dropout 0 --attention-dropout 0"
+    if not run.train.calculate_per_token_loss:
+        yield "losses are means over the tokens of a step; leave out --no-calculate-per-token-loss"
+    if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
+        yield "a round has a fixed number of rollouts; leave out --rampup-batch-size and --step-batch-size-schedule"
+    if run.model.mtp.mtp_num_layers:
+        yield "rollouts are not trained with --mtp-num-layers; leave it out"
+    if rl.rl_use_sequence_packing and not (run.data.reset_attention_mask and run.data.reset_position_ids):
+        yield "--rl-use-sequence-packing keeps rollouts apart; add --reset-attention-mask --reset-position-ids"
+    length = run.train.seq_length
+    if rl.rl_max_new_tokens is not None and length and not 0 < rl.rl_max_new_tokens < length:
+        yield f"--rl-max-new-tokens {rl.rl_max_new_tokens} must lie between 1 and --seq-length {length} - 1"
