@@ -23,8 +23,8 @@ POLICY=(
     --langrl-env-config "$ROOT/examples/rl/environments.yaml" --rl-algorithm grpo --rl-max-new-tokens 6
     --grpo-prompts-per-step 32 --grpo-group-size 16 --grpo-iterations 1 --grpo-kl-beta 0
     --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --rl-prompts-per-eval 25
-    --micro-batch-size 64 --train-iters 400 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --adam-beta2 0.95 --eval-interval 50
-    --pretrained-checkpoint "$OUT/base" --save "$OUT/policy" --save-interval 400 --log-jsonl "$OUT/log.jsonl"
+    --micro-batch-size 64 --train-iters 500 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --adam-beta2 0.95 --eval-interval 50
+    --pretrained-checkpoint "$OUT/base" --save "$OUT/policy" --save-interval 500 --log-jsonl "$OUT/log.jsonl"
 )
 
 if [ -z "${LAUNCH:-}" ]; then
@@ -55,6 +55,7 @@ import json, sys
 
 rewards = [line["losses"]["reward"] for line in map(json.loads, open(sys.argv[1])) if line["kind"] == "step"]
 first, last = sum(rewards[:5]) / 5, sum(rewards[-20:]) / 20
+print("mean reward of every 50 rounds:", *(f"{sum(rewards[at:at + 50]) / len(rewards[at:at + 50]):.2f}" for at in range(0, len(rewards), 50)))
 print(f"mean reward: {first:.3f} in the first 5 rounds, {last:.3f} in the last 20; the curve: runs/rl/reward.png")
 sys.exit(0 if last > 0.8 else "the policy has not learned: the last rewards are not above 0.8")
 PROGRAM
