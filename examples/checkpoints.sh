@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The life of a checkpoint, on two CPU cores in under a minute: a run is killed without warning, goes on under another
-# layout, its checkpoint is verified, becomes a Hugging Face folder, and transformers writes the same text from it.
+# What can be done with a checkpoint, on two CPU cores in under a minute: a run is killed without warning and resumes under another
+# layout; its checkpoint is verified and exported to a Hugging Face folder, from which transformers generates the same text.
 #
 #   bash examples/checkpoints.sh [FOLDER]          (default: runs/checkpoints)
 
@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup.sh requirements-dev.txt
 OUT=${1:-runs/checkpoints}
-[ ! -e "$OUT" ] || { echo "$OUT is there already; remove it, or name another folder" >&2; exit 1; }
+[ ! -e "$OUT" ] || { echo "$OUT exists already; remove it, or give another folder" >&2; exit 1; }
 mkdir -p "$OUT"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
@@ -27,27 +27,27 @@ lines() { grep --line-buffered -E "iteration +[0-9]+/|saved|loaded|GOING BACK" |
 "$PYTHON" tools/preprocess_data.py --input examples/data/demo_valid.jsonl --output-prefix "$OUT/train" --append-eod \
     --tokenizer-type GPT2BPETokenizer --vocab-file examples/data/demo-vocab.json --merge-file examples/data/demo-merges.txt
 
-echo "== 1. two tensor ranks, until kill -9"
+echo "== 1. training on two tensor ranks until kill -9"
 "${TRAIN[@]}" --tensor-model-parallel-size 2 --sequence-parallel > "$OUT/first.log" 2>&1 &
 LAUNCHER=$!
 until [ -e "$OUT/run/iter_0000020/commit.txt" ]; do
     kill -0 $LAUNCHER 2> /dev/null || { cat "$OUT/first.log" >&2; exit 1; }
     sleep 0.05
 done
-kill -KILL $LAUNCHER $(pgrep -P $LAUNCHER) || true # this run's launcher and ranks, and nobody else's
+kill -KILL $LAUNCHER $(pgrep -P $LAUNCHER) || true # only the launcher and the ranks of this run
 wait $LAUNCHER 2> /dev/null || true
 lines < "$OUT/first.log"
 
-echo "== 2. the same command under two pipeline stages"
+echo "== 2. resuming with the same command under two pipeline stages"
 "${TRAIN[@]}" --pipeline-model-parallel-size 2 2>&1 | lines
 
-echo "== 3. every byte of it, read again"
+echo "== 3. verifying every byte"
 "$PYTHON" tools/checkpoint/verify.py "$OUT/run"
 
-echo "== 4. as a Hugging Face folder"
+echo "== 4. exporting to a Hugging Face folder"
 "$PYTHON" tools/checkpoint/export.py --load "$OUT/run" --save "$OUT/published"
 
-echo "== 5. the same words from both"
+echo "== 5. generating the same tokens from both"
 "$PYTHON" tools/generate_text.py --load "$OUT/run" --prompt "The state of the Union" --num-tokens 12 --temperature 0
 "$PYTHON" - "$OUT/published" << 'PYTHON'
 import sys

@@ -94,7 +94,7 @@ train() {
         "${MODEL[@]}" "${TRAINING[@]}" "${TOKENIZER[@]}" "${FILES[@]}" "$@"
 }
 
-say "1. text to tokens"
+say "1. preprocessing: text to tokens"
 "$PYTHON" tools/tokenizer.py train --input "$DATA/demo_train_small.jsonl" --vocab-size 12000 --output-dir "$VOCABULARY"
 for part in train_small valid; do
     "$PYTHON" tools/preprocess_data.py --input "$DATA/demo_$part.jsonl" --output-prefix "$OUT/${part%_small}" \
@@ -109,7 +109,7 @@ train "${FIRST[@]}" --exit-interval "$SWITCH"
 say "3. training from iteration $SWITCH to $ITERS: ${SECOND[*]}"
 train "${SECOND[@]}"
 
-say "4. what came of it"
+say "4. results"
 "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --num-tokens 60 --temperature 0.7 --top-p 0.9 --seed 3 \
     --prompt "The state of the Union is" | tee "$OUT/continuation.txt"
 "$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
