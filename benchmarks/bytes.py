@@ -204,8 +204,8 @@ def held_by_loss(kernel: str) -> int:
     targets, alone = torch.zeros(tokens, 1, dtype=torch.long), Axis("tp")
     recorder = Recorder({})
     for tensor in (x, weight, targets):
-        recorder.heap.see(tensor)
-    before = recorder.heap.live
+        recorder.memory.track(tensor)
+    before = recorder.memory.live
     with recorder:
         if kernel == "native":
             losses = cross_entropy(F.linear(x, weight), targets, alone, words)
@@ -214,7 +214,7 @@ def held_by_loss(kernel: str) -> int:
                 linear_loss.linear_cross_entropy, x, weight, None, targets, region=Region(alone), true_vocab_size=words
             )
         losses.mean().backward()
-    return recorder.heap.peak - before
+    return recorder.memory.peak - before
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""Time and memory of a layout by closed formulas, in a thousandth of the time of a dry run: for putting many in order.
+"""Estimate time and memory of a layout by closed formulas, a thousand times faster than a dry run, to rank many layouts.
 
-Memory is `rank_memory` of models/flops.py, without temporaries: what it says does not fit cannot. Time is that of the layers'
-matrix products, attention, element-wise passes, collectives and messages, each at the rates of hardware.py; all layers alike,
-the pipeline filled and emptied once:
+Memory is `rank_memory` of models/flops.py, without temporaries: a lower bound, so what it rejects cannot fit. Time is that of the layers' matrix
+products, attention, element-wise operations, collectives and messages, at the rates of hardware.py. All layers count as equal, and the
+pipeline fills and drains once:
 
-    step = (microbatches + (p-1)/v) x (slowest stage, forward and backward) + sums of gradients that nothing hides + update
+    step = (microbatches + (p-1)/v) x (slowest stage, forward and backward) + exposed gradient reduction + update
 
-The words of a layer: `mats` FLOPs of its products, `met` of its attention, both of one microbatch on one rank, forward.
+In the code, `mats` are the FLOPs of a layer's products and `met` those of its attention, of one microbatch on one rank, forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UPDATE_BYTES = 34  # read and written for each parameter by norm, clipping, Adam
 
 @dataclass(frozen=True, slots=True)
 class AnalyticEstimate:
-    """needs: bytes of the rank that holds most, `position` on the pipeline. time: of a step."""
+    """An estimate. needs: bytes of the rank that needs most; position: its pipeline rank. time: of a step."""
 
     needs: float
     position: int
@@ -37,18 +37,18 @@ class AnalyticEstimate:
 
 
 def with_vocabulary(config: RunConfig, true_vocab_size: int) -> RunConfig:
-    """The config with its vocabulary padded as a run would."""
+    """Return the config with its vocabulary padded as in a run."""
     return replace(config, model=config.model.with_vocabulary(true_vocab_size, config.parallel.tp))
 
 
 def microbatches(config: RunConfig, world_size: int) -> int:
-    """Microbatches of one step on each data-parallel rank."""
+    """Return the number of microbatches of one step on each data-parallel rank."""
     train = config.train
     return max(1, train.global_batch_size // (train.micro_batch_size * config.parallel.data_parallel_size(world_size)))
 
 
 def groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
-    """The group of rank 0 on each axis, in Megatron's order: what `axis_ranks` gives, without all other groups."""
+    """Return the group of rank 0 on each axis, in Megatron's order; as `axis_ranks`, without computing all other groups."""
     parallel = config.parallel
     tp, cp, pp, ep = parallel.tp, parallel.context_parallel_size, parallel.pp, parallel.expert_model_parallel_size
     etp, dp = parallel.expert_tensor_parallel_size or tp, parallel.data_parallel_size(world_size)
@@ -68,7 +68,7 @@ def groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
 def analytic_estimate(
     config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec]
 ) -> AnalyticEstimate:
-    """config: resolved, with its vocabulary. stages: its pipeline's (`stages_of`), which many variants share."""
+    """Estimate a layout. config: resolved, with its vocabulary. stages: of its pipeline (`stages_of`), which many variants share."""
     count = microbatches(config, world_size)
     dp = config.parallel.data_parallel_size(world_size)
     held = rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
@@ -98,7 +98,7 @@ def analytic_estimate(
 def _layer(
     config: RunConfig, world_size: int, hardware: Hardware, layers: int
 ) -> tuple[float, float, dict[str, float]]:
-    """Seconds of a mean layer's forward and backward pass of one microbatch, of what is computed again, and all by their parts."""
+    """Return seconds of an average layer for one microbatch: (forward and backward, recomputation, all of it by part)."""
     model, parallel, train = config.model, config.parallel, config.train
     size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, groups(config, world_size)
     cp, tp, h = parallel.context_parallel_size, parallel.tp, model.hidden_size
@@ -132,7 +132,7 @@ def _layer(
 
 
 def _flops(config: RunConfig) -> tuple[float, float]:
-    """FLOPs of the layers of one sample, forward and backward: products, and attention."""
+    """Return the FLOPs of all layers for one sample, forward and backward: (products, attention)."""
     model, train = config.model, config.train
     whole = flops_per_sample(model, train.seq_length, "causal", decoder_length=train.decoder_seq_length)
     if model.architecture == "t5":
@@ -142,7 +142,7 @@ def _flops(config: RunConfig) -> tuple[float, float]:
 
 
 def _head_flops(config: RunConfig) -> float:
-    """FLOPs of the output layer on one sample."""
+    """Return the FLOPs of the output layer for one sample."""
     return (
         6
         * config.model.hidden_size
@@ -152,7 +152,7 @@ def _head_flops(config: RunConfig) -> float:
 
 
 def _head(config: RunConfig, hardware: Hardware) -> float:
-    """Seconds of the output layer and the loss on one microbatch: three products, and the passes over fp32 logits."""
+    """Return seconds of the output layer and the loss for one microbatch: three products, and passes over fp32 logits."""
     parallel, train = config.parallel, config.train
     share = train.micro_batch_size / parallel.tp / parallel.context_parallel_size
     logits = 4 * config.model.padded_vocab_size * train.seq_length * share
@@ -163,7 +163,7 @@ def _head(config: RunConfig, hardware: Hardware) -> float:
 
 
 def _passes(config: RunConfig, stages: list[StageSpec], layer: float, again: float, head: float) -> float:
-    """Seconds of a pipeline rank's forward and backward passes of one microbatch."""
+    """Return seconds of a pipeline rank's forward and backward pass of one microbatch."""
     layers = sum(len(stage.layers) for stage in stages)
     repeated = layers
     if config.recompute.recompute_method == "block":
@@ -172,7 +172,7 @@ def _passes(config: RunConfig, stages: list[StageSpec], layer: float, again: flo
 
 
 def _sums(config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float) -> tuple[float, float]:
-    """Seconds of gradients' sums that nothing hides, and of the update with the gather of new weights. last: a backward pass."""
+    """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights). last: seconds of a backward pass."""
     parallel, at = config.parallel, groups(config, world_size)["dp_cp"]
     gradients, weights = parameters * BYTES[config.precision.gradient_dtype], parameters * BYTES[config.precision.dtype]
     sharded = parallel.use_distributed_optimizer

@@ -1,15 +1,15 @@
-"""How long a training step takes: the time of every event of a dry run, laid along the schedule that is really run.
+"""How long a training step takes: the time of every event of a dry run, placed on the schedule that is really run.
 
-    operation    the larger of its arithmetic over the rate that a product of its size reaches, and its bytes over the memory's
-                 bandwidth; and the launch of a kernel. What moves no bytes is a view, and takes no time
-    collective   a ring, a tree or an exchange over the links that the group's ranks have (hardware.py)
-    action       the sum of what happens in it: one forward or backward pass of one stage
-    step         the plan, played with these durations and the messages' time (timeline.py); sums of gradients run beside it, from
-                 the moment at which each is begun, and what of them is left at its end is waited for; then the update
+    operation    the larger of (FLOPs / the rate that a product of its size reaches) and (bytes / memory bandwidth), plus a kernel launch.
+                 An operation that moves no bytes is a view and takes no time
+    collective   a ring, a tree or an all-to-all over the links of its group (hardware.py)
+    action       the sum of its events: one forward or backward pass of one stage
+    step         the schedule, simulated with these durations and the times of messages (timeline.py). Gradient reductions run beside it
+                 from the moment they are started; what remains at its end is exposed; then the update
 
-So the bubble is the schedule's own, with its uneven stages, and not (p-1)/(m+p-1). Not in the time: reading data, writing
-checkpoints, ranks that are slower than others, experts with more tokens than others, and a link that two axes want at once. A
-collective of tensor, context or expert ranks is counted in full, though some run beside a product: the estimate is late there.
+So the bubble is that of the real schedule with its uneven stages, not (p-1)/(m+p-1). Not included: reading data, writing checkpoints, slow
+ranks, experts with more tokens than others, and links shared by two axes at once. Collectives of tensor, context and expert ranks
+count in full, though some overlap with products: the estimate is pessimistic there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.core.models.flops import flops_per_sample
 from megatron.core.pipeline_parallel.schedules import num_stages
 from megatron.core.pipeline_parallel.timeline import Timeline, simulate_plan
 from megatron.trust.plan.hardware import Hardware, collective_seconds
-from megatron.trust.simulate.trace import DryRun, Event, EventSpan, Trace, parts_of
+from megatron.trust.simulate.trace import DryRun, Event, EventSpan, Trace, spans_of
 
 _ROOT = Path(__file__).resolve().parents[3]
 DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
@@ -48,9 +48,10 @@ ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step. seconds; bubble: idle share of the schedule; parts: seconds of the busiest pipeline position by what they go to.
+    """The time of a step. bubble: idle share of the schedule. parts: seconds of the busiest pipeline rank by what they are spent on.
 
-    tokens: a second, of all ranks. flops: model FLOPs a second of one rank, causal; mfu, mfu_square: shares of the peak.
+    tokens: per second, of all ranks. flops: model FLOPs per second of one rank, causal. mfu, mfu_square: shares of the peak rate, counting attention
+    causally or in full.
     """
 
     seconds: float
@@ -64,8 +65,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a dry run costs. time: of a step. timeline: of its whole plan, in seconds. traffic: bytes that a rank gives to or takes
-    from the collectives of each axis in a step, the most of any rank; messages under `pp`.
+    """The cost of a dry run. time: of a step. timeline: of its whole schedule, in seconds. traffic: bytes of each axis' collectives in a step,
+    of the rank with the most; messages are under `pp`.
     """
 
     time: StepTime
@@ -75,9 +76,10 @@ class Cost:
 
 @dataclass(slots=True)
 class TimeSpent:
-    """All events of one kind of action or of one phase on a rank. begun: each action -> the seconds before it. launches: sums of
-    gradients begun in its last one: (seconds after its beginning, seconds that it takes). beside: seconds of FSDP2's gathers and sums,
-    which run beside the layers.
+    """The time of all events of one kind of action, or of one phase, on a rank.
+
+    begun: action -> seconds spent before it. launches: gradient reductions started in the last one, as (seconds after its start, duration). beside:
+    seconds of FSDP2's collectives, which overlap with the layers.
     """
 
     begun: dict[str, float] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class TimeSpent:
     beside: float = 0.0
 
     def add(self, other: TimeSpent, before: float) -> None:
-        """Events of a stretch that follows in an action. before: what had been spent here when the action began."""
+        """Add the events of a span that follows within an action. before: seconds spent here when the action began."""
         self.launches += [(self.seconds - before + after, seconds) for after, seconds in other.launches]
         self.seconds += other.seconds
         self.beside += other.beside
@@ -104,8 +106,8 @@ class TimeSpent:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """A rank's time. spent: by kind of action (F0, B0, W0, R0) and by phase. message: seconds of its slowest message to a neighbour.
-    gathers: seconds of each gather of new weights that the next step's forward pass may hide.
+    """The time of one rank. spent: by kind of action (F0, B0, W0, R0) and by phase. message: seconds of its slowest message to a neighbour.
+    gathers: seconds of each all-gather of new weights, which the next forward pass can hide.
     """
 
     place: int
@@ -115,7 +117,7 @@ class RankTime:
 
 
 def cost(run: DryRun, hardware: Hardware) -> Cost:
-    """Seconds, bytes and shares of the step that was run dry."""
+    """Compute seconds, bytes and shares of a simulated step."""
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
     if run.config.parallel.hybrid_context_parallel:
         _fill_idle_microbatches(ranks, run.num_microbatches)
@@ -156,7 +158,7 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
 
 
 def _fill_idle_microbatches(ranks: Sequence[RankTime], num_microbatches: int) -> None:
-    """A rank with fewer microbatches than the schedule is idle in the others: each takes the time of one more of its own."""
+    """Give ranks with fewer microbatches than the schedule the average time of their own in the missing ones, where they are idle."""
     for rank in ranks:
         for key, spent in rank.spent.items():
             if key[0] in "FB" and ACTION.match(key):
@@ -166,7 +168,7 @@ def _fill_idle_microbatches(ranks: Sequence[RankTime], num_microbatches: int) ->
 
 
 def _times_of_stages(ranks: Sequence[RankTime], stages: int) -> dict[str, list[float]]:
-    """Operation -> seconds of one of them on every stage, by its slowest rank."""
+    """Return operation -> seconds of one of them on each stage, by the stage's slowest rank."""
 
     def slowest(key: str) -> float:
         return max((rank.spent[key].each for rank in ranks if key in rank.spent), default=0.0)
@@ -177,7 +179,7 @@ def _times_of_stages(ranks: Sequence[RankTime], stages: int) -> dict[str, list[f
 def step_time(
     config: RunConfig, world_size: int, hardware: Hardware, *, seconds: float, bubble: float, parts: Mapping[str, float]
 ) -> StepTime:
-    """Rates of a step that takes so long."""
+    """Compute the rates of a step from its seconds."""
     train = config.train
     assert train.global_batch_size and train.seq_length, "rules let no run pass without a batch and a length"
     causal, square = (
@@ -200,10 +202,10 @@ def step_time(
 
 
 def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
-    """The time of everything that a rank does, by action."""
+    """Compute the time of everything that a rank does, by action."""
     spent: dict[str, TimeSpent] = {}
     meter = _Meter(config, hardware, trace.rank)
-    for part in parts_of(trace.events):
+    for part in spans_of(trace.events):
         if part.again:
             place = spent.setdefault(_key(part.action), TimeSpent())
             place.add(meter.again(part), place.begun.setdefault(part.action, place.seconds))
@@ -226,7 +228,7 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
 
 @dataclass(slots=True)
 class _Meter:
-    """Prices of one rank's events, equal ones and equal stretches looked at once. message, gathers: as in `RankTime`."""
+    """Computes the time of one rank's events; equal events and repeated spans only once. message, gathers: as in `RankTime`."""
 
     config: RunConfig
     hardware: Hardware
@@ -237,7 +239,7 @@ class _Meter:
     _stretches: dict[tuple[int, str], TimeSpent] = field(default_factory=dict)
 
     def count(self, event: Event, place: TimeSpent, before: float) -> None:
-        """Add an event to where its action's are counted. before: what had been spent there when the action began."""
+        """Add an event to its action's time. before: seconds spent there when the action began."""
         acts = _acts(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, FEW_BITS)) else ""
         alike = (
@@ -276,7 +278,7 @@ class _Meter:
         place.parts[part] += seconds
 
     def again(self, part: EventSpan) -> TimeSpent:
-        """What a stretch that repeats an earlier one takes."""
+        """Return the time of a span that repeats an earlier one."""
         key = id(part.events), part.action[:1]
         if key not in self._stretches:
             self._stretches[key] = spent = TimeSpent()
@@ -286,7 +288,7 @@ class _Meter:
 
 
 def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int) -> float:
-    """What one event takes on this rank."""
+    """Return the seconds of one event on this rank."""
     if event.kind in ("send", "receive"):
         return hardware.path((rank, event.peer)).seconds(bytes_of(event))
     if event.kind == "collective":
@@ -313,7 +315,7 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
 
 
 def _low_precision_seconds(event: Event, config: RunConfig, hardware: Hardware, name: str) -> float:
-    """Seconds of a product in a low-precision format, from the event that emulates it; what only emulates takes none."""
+    """Return the seconds of a low-precision product, from the event that emulates it; other events of the emulation take none."""
     if not event.flops:
         return 0.0
     size, width = bytes_of(event), item_size(event.dtype)
@@ -322,7 +324,7 @@ def _low_precision_seconds(event: Event, config: RunConfig, hardware: Hardware, 
 
 
 def _low_precision_format(config: RunConfig, hardware: Hardware) -> str:
-    """The format of a run's linear layers that the machine multiplies by itself, at a rate that its profile knows; else nothing."""
+    """Return the format of the run's linear layers that the machine multiplies natively at a known rate; "" if none."""
     low = config.precision.low
     if low.fp8_emulation or low.fp8_format is None and low.fp4_format is None:
         return ""
@@ -332,7 +334,7 @@ def _low_precision_format(config: RunConfig, hardware: Hardware) -> str:
 
 @cache
 def _emulated() -> frozenset[str]:
-    """The lines that emulate a product of few bits."""
+    """Return the source lines that emulate low-precision products."""
     tree = ast.parse((_ROOT / FEW_BITS).read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
     return frozenset(
@@ -341,8 +343,9 @@ def _emulated() -> frozenset[str]:
 
 
 def _attention_flops(event: Event, config: RunConfig) -> float:
-    """Those of the keys that are met. torch counts all keys, and does not count its CPU kernel: that is counted here from the shape of
-    what it makes, [b, n, s, d], with as many keys as queries.
+    """Return the FLOPs of the keys that are attended to.
+
+    torch counts all keys, and does not count its CPU kernel, which is counted here from its output's shape [b, n, s, d], with as many keys as queries.
     """
     if event.flops:
         return event.flops * _met(config)
@@ -351,12 +354,12 @@ def _attention_flops(event: Event, config: RunConfig) -> float:
 
 
 def _met(config: RunConfig) -> float:
-    """The share of the keys that a query meets."""
+    """Return the share of keys that a query attends to."""
     return 0.5 if config.model.architecture == "gpt" else 1.0
 
 
 def bytes_of(event: Event) -> float:
-    """Bytes of the tensor that a collective or message is about."""
+    """Return the bytes of a collective's or message's tensor."""
     count = 1
     for size in event.shape:
         count *= size
@@ -364,13 +367,13 @@ def bytes_of(event: Event) -> float:
 
 
 def item_size(dtype: str) -> float:
-    """Bytes of one number."""
+    """Return the bytes of one element."""
     digits = re.search(r"(?:float|int|uint|complex)(\d+)", dtype)
     return int(digits[1]) / 8 if digits else 1.0
 
 
 def part_of(event: Event) -> str:
-    """What a second of this event is spent on."""
+    """Return the category under which an event's time is reported."""
     if event.kind == "collective":
         return f"{event.axis} collectives"
     if ATTENTION.search(event.name) or event.where.startswith((FUSED, ROWS)):
@@ -380,19 +383,19 @@ def part_of(event: Event) -> str:
 
 @cache
 def _key(action: str) -> str:
-    """The kind of an action: F0 of F0.3; a phase is itself."""
+    """Return the kind of an action: F0 of F0.3; a phase is its own kind."""
     match = ACTION.match(action)
     return match[1] if match else action or "begin"
 
 
 @cache
 def _acts(action: str) -> bool:
-    """Whether this is an action of the schedule, and no phase around it."""
+    """Whether this is an action of the schedule and not a phase around it."""
     return ACTION.match(action) is not None
 
 
 def _reduced(rank: RankTime, run: DryRun, timeline: Timeline) -> float:
-    """When a rank has done its part of the schedule, and its gradients are summed."""
+    """Return when a rank has finished its part of the schedule and its gradients are reduced."""
     row, starts = run.whole_plan[rank.place], timeline.start[rank.place]
     launches = []
     for key, spent in rank.spent.items():
@@ -407,8 +410,8 @@ def _reduced(rank: RankTime, run: DryRun, timeline: Timeline) -> float:
 
 
 def _exposed_gather(rank: RankTime) -> float:
-    """What a step waits for new weights when their gathers run beside the first forward pass: the first, which nothing hides, and
-    what is longer than that pass.
+    """Return how long a step waits for new weights that are gathered during the first forward pass: the first all-gather, and what exceeds
+    that pass.
     """
     if not rank.gathers:
         return 0.0
@@ -417,12 +420,12 @@ def _exposed_gather(rank: RankTime) -> float:
 
 
 def _times(key: str, spent: TimeSpent, microbatches: int) -> float:
-    """How often what was recorded happens in the whole step, for each time that it was."""
+    """Return how often in the whole step a recorded action happens, per recorded occurrence."""
     return microbatches / len(spent.begun) if key[0] in "FBW" and ACTION.match(key) else 1.0
 
 
 def _parts(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
-    """Where a rank's step goes; what is left is waiting: for other stages, messages and sums of gradients."""
+    """Split a rank's step by category; the remainder is waiting for other stages, messages and gradient reductions."""
     parts: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         for part, share in spent.parts.items():

@@ -1,18 +1,18 @@
-"""What a machine can do, as data: rates, sizes and latencies from which cost.py makes seconds.
+"""Rates, sizes and latencies of machines, as data; cost.py computes seconds from them.
 
-A profile has two kinds of numbers. What the maker says: peak rates, memory, links. And what a kernel reaches of it: shares,
-which a profile from `tools/plan.py --measure` replaces by measured ones. The built-in shares are those of Hopper:
+A profile has two kinds of numbers: the maker's (peak rates, memory, links), and the shares of them that kernels reach, which a profile
+made by `tools/plan.py --measure` replaces by measured ones. The built-in shares are those of Hopper:
 
-    matmul       by the work of one product. 0.80 of the peak at 8192^3 was measured on an H200 (790 of 989 TFLOP/s: power is the
-                 limit), 0.60 at the products of a 1.3B model (6.9e10 FLOPs, hidden size 2048) is what published steps imply;
+    matmul       by the FLOPs of one product. 0.80 of the peak at 8192^3 was measured on an H200 (790 of 989 TFLOP/s; power is the
+                 limit); 0.60 at the products of a 1.3B model (6.9e10 FLOPs, hidden size 2048) is what published steps imply;
                  smaller ones do not fill the device
-    attention    share of the matmul peak: the forward and backward rates published for FlashAttention 2 and 3 lie around 0.45
-                 and 0.35 of the peak for heads of 128 and 4,096 tokens, counted causally
+    attention    share of the matmul peak: published forward and backward rates of FlashAttention 2 and 3 are around 0.45 and 0.35
+                 of the peak for heads of 128 and 4,096 tokens, counted causally
     memory       of the bandwidth: a copy on the same H200 moved 4.3 of 4.8 TB/s
     network      of a link: NCCL's large all-reduce reaches about 0.8
 
-Peaks are dense, in FLOPs a second; links are one way, bytes a second of one rank; latencies are seconds. Capacities are what
-the driver shows as total memory. Sources: the makers' data sheets of A100, H100, H200, HGX B200, GB200 NVL72 and MI300X.
+Peaks are dense, in FLOPs per second. Links are one way, in bytes per second of one rank. Latencies are in seconds. Capacities are what the
+driver reports as total memory. Sources: the makers' data sheets of A100, H100, H200, HGX B200, GB200 NVL72 and MI300X.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megatron.trust.units import GIB
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How ranks are joined. rate: bytes a second of one rank, one way, as reached. latency: seconds of one step of a message."""
+    """A connection between ranks. rate: bytes per second of one rank, one way, as reached. latency: seconds per step of a message."""
 
     rate: float
     latency: float
 
     def seconds(self, moved: float) -> float:
-        """One message of so many bytes."""
+        """Return the seconds of one message of so many bytes."""
         return self.latency + moved / self.rate
 
 
@@ -44,11 +44,11 @@ class Link:
 class Hardware:
     """One kind of machine.
 
-    peak: by dtype, FLOPs a second. matmul: (FLOPs of one product, share of the peak), rising. attention: shares of the peak in
-    forward and backward passes. memory: bytes; usable: the share that tensors can have, the rest is the driver's, the
-    collectives' and what an allocator loses between blocks. memory_rate: bytes a second, as reached. launch: seconds that a
-    small operation takes. node: ranks that `inside` joins; `network` joins the nodes. sleep: seconds by which a timed pause is
-    late, of machines that were measured. fused: whether attention has fused kernels for dropout and masks, too.
+    peak: FLOPs per second by dtype. matmul: (FLOPs of one product, share of the peak), ascending. attention: shares of the peak in forward and
+    backward passes. memory: bytes; usable: the share available to tensors (the rest goes to the driver, to collectives and to fragmentation).
+    memory_rate: bytes per second, as reached. launch: seconds of a small operation. node: number of ranks that `inside` connects;
+    `network` connects the nodes. sleep: seconds by which a timed pause is late, on measured machines. fused: attention has fused kernels for dropout and
+    masks, too.
     """
 
     name: str
@@ -67,23 +67,23 @@ class Hardware:
     source: str = ""
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOPs a second; a dtype that a profile does not name runs at its fp32 rate."""
+        """Return the peak FLOPs per second of a dtype; that of fp32 where the profile does not name it."""
         return self.peak.get(dtype, self.peak["float32"])
 
     def matmul_seconds(self, flops: float, dtype: str) -> float:
-        """Arithmetic of one matrix product."""
+        """Return the seconds of one matrix product."""
         return flops / (self.flops(dtype) * between(self.matmul, flops)) if flops else 0.0
 
     def attention_seconds(self, flops: float, dtype: str, *, backward: bool) -> float:
-        """Arithmetic of one attention kernel; flops: of the keys that are met."""
+        """Return the seconds of one attention kernel. flops: of the keys that are attended to."""
         return flops / (self.flops(dtype) * self.attention[backward])
 
     def budget(self) -> float:
-        """Bytes that tensors can have."""
+        """Bytes available to tensors."""
         return self.memory * self.usable
 
     def path(self, ranks: Sequence[int]) -> Link:
-        """What a ring over these ranks goes through. Each rank has a port to the network, and the ring uses all of a node's."""
+        """Return the slowest link of a ring over these ranks. Each rank has a port to the network, and the ring uses all of a node's ports."""
         nodes = [rank // self.node for rank in ranks]
         if len(set(nodes)) < 2:
             return self.inside
@@ -92,7 +92,7 @@ class Hardware:
 
 
 def between(points: Sequence[tuple[float, float]], size: float) -> float:
-    """A share read off a table, straight between its points on a logarithmic scale; beyond the ends, the end's."""
+    """Interpolate a share linearly over the logarithm of the size; outside of the table, the end values."""
     if size <= points[0][0]:
         return points[0][1]
     for (low, first), (high, second) in zip(points, points[1:]):
@@ -103,11 +103,11 @@ def between(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def collective_seconds(name: str, moved: float, ranks: Sequence[int], hardware: Hardware) -> float:
-    """Seconds of one collective. moved: bytes of the larger tensor; of an exchange of all with all, of what a rank sends.
+    """Return the seconds of one collective. moved: bytes of the larger tensor; of an all-to-all, of what a rank sends.
 
-    Rings move 2 (n-1)/n of it for a sum that all get, (n-1)/n for a gather or a scattered sum; a tree takes 2 log2 n steps of
-    latency instead of 2 (n-1), and the better one is taken, as NCCL does. In an exchange of all with all every rank sends n-1
-    of its n pieces, those for other nodes through its own port. (Thakur, Rabenseifner, Gropp, 2005.)
+    Rings move 2 (n-1)/n of it for an all-reduce and (n-1)/n for an all-gather or reduce-scatter. A tree takes 2 log2 n latency steps
+    instead of 2 (n-1); the faster one is used, as in NCCL. In an all-to-all every rank sends n-1 of its n parts, those for other nodes
+    through its own port. (Thakur, Rabenseifner, Gropp, 2005.)
     """
     n = len(ranks)
     if n < 2:
@@ -136,7 +136,10 @@ CDNA: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.25), (7e10, 0.40), (3e11, 0.
 def _peaks(
     half: float, tf32: float, single: float, double: float, eighth: float = 0.0, fourth: float = 0.0
 ) -> dict[str, float]:
-    """Peaks in TFLOP/s. eighth, fourth: of 8 and 4 bits, where units have them. fp32 products run on the plain units, as torch does unless it is told otherwise; tf32 is named for those."""
+    """Return peaks by dtype, from TFLOP/s. eighth, fourth: of 8- and 4-bit formats, where the hardware has them.
+
+    fp32 products run on the vector units, as torch does by default; tf32 is a dtype of its own here.
+    """
     peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
     return {name: rate * 1e12 for name, rate in (peaks | {"float8": eighth, "float4": fourth}).items() if rate}
 
@@ -152,7 +155,7 @@ def _card(
     node: int = 8,
     reached: Reached = HOPPER,
 ) -> Hardware:
-    """An accelerator. terabytes: of its memory, a second, as the maker says; link: its own, one way; ports: of the network, one way."""
+    """Return the profile of an accelerator. terabytes: memory bandwidth per second; link: one way; ports: of the network, one way."""
     return Hardware(
         name,
         peak,
@@ -223,7 +226,7 @@ PROFILES: Mapping[str, Hardware] = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """A built-in profile by its name, or the one in a JSON file that `--measure` wrote."""
+    """Return a built-in profile by name, or read one from a JSON file that `--measure` wrote."""
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
@@ -242,12 +245,12 @@ def hardware_of(name: str) -> Hardware:
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:
-    """A profile as plain values."""
+    """Return a profile as plain values."""
     return asdict(hardware)
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:
-    """The profile that `to_json` gave; `ValueError` for what cannot be one."""
+    """Read the profile that `to_json` wrote. Raises `ValueError` for invalid values."""
     known = {field.name for field in fields(Hardware)}
     if odd := sorted(values.keys() ^ known):
         raise ValueError(f"it has to have {', '.join(sorted(known))}; these differ: {', '.join(odd)}")

@@ -1,14 +1,13 @@
-"""Which layouts of a run fit, in order of their estimated time, and why the others do not.
+"""Find the layouts in which a run fits, ranked by estimated time, and say why the others do not fit.
 
-Every division of the ranks into tensor x context x pipeline x data, with interleaving, expert sizes, micro batch, recomputation and
-the distributed optimizer, goes through three sieves, the cheap ones first:
+Every division of the ranks into tensor x context x pipeline x data, with interleaving, expert sizes, micro batch, recomputation and the
+distributed optimizer, passes three filters, the cheapest first:
 
-    rules       as the run itself would check them; a layout that breaks one is rejected with the rule and its numbers
-    formulas    memory and time by analytic_estimate.py; what needs more than the budget without temporaries cannot fit
-    dry runs    the best of what is left, with their real peak and the time of their real schedule
+    rules       the run's own; a layout that breaks one is rejected with the rule and its numbers
+    formulas    memory and time by analytic_estimate.py; what exceeds the memory without temporaries cannot fit
+    dry runs    the best remaining ones, with their real peak memory and the time of their real schedule
 
-The network, the global batch and the number formats stay as they were given. What the first two sieves leave is complete; the
-third looks at as many as it is allowed to.
+The network, the global batch and the number formats stay as given. The first two filters look at all layouts; the third at as many as allowed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ Planner = Callable[[RunConfig, int], tuple[int, StepTime]]  # peak bytes and tim
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to run. dp follows from the others and the number of ranks."""
+    """One layout. dp follows from the other sizes and the number of ranks."""
 
     tp: int
     cp: int
@@ -84,7 +83,7 @@ class Layout:
         return ", ".join(words + ["zero"] * self.sharded)
 
     def values(self, setting: RequestedSetup) -> dict[str, Any]:
-        """The settings that make this layout of what was given."""
+        """Return the settings of this layout."""
         parallel = setting.config.parallel
         values: dict[str, Any] = {
             "tensor_model_parallel_size": self.tp,
@@ -113,7 +112,7 @@ class Layout:
         return values
 
     def flags(self, setting: RequestedSetup) -> str:
-        """The words that change what was given into this layout."""
+        """Return the flags that turn the given command into this layout."""
         given, left_out = [], []
         for name, value in self.values(setting).items():
             before, flag = setting.value(name), spelling(name)
@@ -126,7 +125,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A layout that cannot be, or need not. rules: those that it breaks, or `memory`, or `no-gain`. says: with the numbers."""
+    """A rejected layout. rules: those that it breaks, or `memory`, or `no-gain`. says: the reason with its numbers."""
 
     layout: Layout
     rules: tuple[str, ...]
@@ -135,7 +134,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """A layout that fits. needs: bytes of its fullest rank. planned: by a dry run, and not only by formulas."""
+    """A layout that fits. needs: bytes of its fullest rank. planned: whether a dry run confirmed it."""
 
     layout: Layout
     config: RunConfig
@@ -146,7 +145,7 @@ class Fits:
 
 @dataclass(slots=True)
 class LayoutRanking:
-    """What a search found, the fastest first. complete: nothing was left out for want of time."""
+    """Result of a search, the fastest layout first. complete: nothing was skipped for lack of time."""
 
     fits: list[Fits] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -154,17 +153,17 @@ class LayoutRanking:
     complete: bool = True
 
     def reasons(self) -> Counter[str]:
-        """How many layouts each rule, or the memory, kept out."""
+        """Count the rejected layouts by rule."""
         return Counter(rule for one in self.rejected for rule in one.rules)
 
 
 def divisors(value: int, most: int) -> list[int]:
-    """All divisors of a number up to `most`."""
+    """Return all divisors of a number up to `most`."""
     return [size for size in range(1, min(value, most) + 1) if value % size == 0]
 
 
 def shapes(setting: RequestedSetup, node: int) -> Iterator[Layout]:
-    """Every division of the ranks, with micro batch 0 and no more said. node: most tensor ranks, as they want fast links."""
+    """Yield every division of the ranks, with micro batch 0 and nothing else set. node: largest tensor size, which needs fast links."""
     model, train, ranks = setting.config.model, setting.config.train, setting.world_size
     layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
     length = train.seq_length or 0
@@ -184,12 +183,12 @@ def _powers_of_two(numbers: Sequence[int]) -> list[int]:
 
 
 def _chunks(layers: int, pp: int) -> list[int]:
-    """Numbers of virtual stages a rank that cut the layers evenly; one always does."""
+    """Return the numbers of virtual stages per rank that divide the layers evenly; at least one number."""
     return [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
 
 
 def _experts(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
-    """Expert and expert-tensor sizes on this many ranks of a stage."""
+    """Return (expert, expert-tensor) sizes for this many ranks of a stage."""
     count = setting.config.model.moe.num_experts
     if not count:
         return [(1, tp)]
@@ -208,10 +207,7 @@ def search(
     seconds: float = 120.0,
     progress: Progress = lambda done, whole, what: None,
 ) -> LayoutRanking:
-    """Look through all layouts of a setting. planner: runs one dry, or None for formulas alone. plans: how many are run dry.
-
-    seconds: after which no more is looked at.
-    """
+    """Search all layouts of a setting. planner: makes a dry run; None: formulas only. plans: number of dry runs. seconds: time limit."""
     started, ranking = time.monotonic(), LayoutRanking()
     divisions = list(shapes(setting, hardware.node))
     for done, shape in enumerate(divisions):
@@ -228,14 +224,14 @@ def search(
 
 
 def _order(one: Fits) -> tuple[bool, float, float]:
-    """Those that were run dry first, then by time, then by memory."""
+    """Sort key: layouts with a dry run first, then by time, then by memory."""
     return not one.planned, round(one.time.seconds, 9), one.needs
 
 
 def _look(
     setting: RequestedSetup, shape: Layout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
 ) -> None:
-    """Put a division, in all its variants, among those that fit or that do not."""
+    """Estimate a division in all its variants, and add each to the fitting or the rejected ones."""
     first = _rejects(setting, replace(shape, micro=1), ranking)
     if first is None:
         return
@@ -270,7 +266,7 @@ def _look(
 
 
 def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tuple[Layout, RunConfig]]:
-    """All recomputations of a layout, with and without the distributed optimizer, the leanest first. plain: its resolved config."""
+    """Return all recomputation modes of a layout, with and without the distributed optimizer, least memory first. plain: its resolved config."""
     made = []
     for sharded in (True, False) if layout.dp * layout.cp > 1 else (False,):
         for name in reversed(list(RECOMPUTE)):
@@ -289,7 +285,7 @@ def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tu
 
 
 def _sift(drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Hardware, ranking: LayoutRanking) -> None:
-    """Keep of the variants of one layout those that fit and that no other beats in both time and memory."""
+    """Keep those variants of one layout that fit and that no other variant beats in both time and memory."""
     ranking.tried += len(drawn)
     fitting: list[Fits] = []
     for layout, config, one in sorted(drawn, key=lambda row: (row[2].time.seconds, row[2].needs)):
@@ -309,7 +305,7 @@ def _sift(drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Har
 
 
 def _rejects(setting: RequestedSetup, layout: Layout, ranking: LayoutRanking) -> RunConfig | None:
-    """The resolved config of a layout, or None when rules forbid it, which is noted."""
+    """Return the resolved config of a layout; None if rules forbid it, which is noted in the ranking."""
     given = setting.with_values(layout.values(setting))
     config, problems = examine(given.config, setting.world_size)
     if not problems:
@@ -335,7 +331,7 @@ def _plan(
     until: float,
     progress: Progress,
 ) -> None:
-    """Run the best layouts dry until `plans` of them fit, and put these first by what was found."""
+    """Make dry runs of the best layouts until `plans` of them fit; these are ranked first, by their dry run."""
     fitting, done = 0, 0
     for place, one in enumerate(list(ranking.fits)):
         if fitting == plans:

@@ -1,10 +1,10 @@
-"""What this machine reaches, measured: a profile for hardware.py.
+"""Measure this machine: a profile for hardware.py.
 
-    one process        products by size and dtype, a copy, attention, the launch of a small operation, how late a pause ends
-    under torchrun     sums over 2, 4, ... ranks as well: latency and bandwidth of the links inside a node, and between nodes
+    one process        matrix products by size and dtype, a copy, attention, the launch of a small operation, how late a pause ends
+    under torchrun     all-reduces over 2, 4, ... ranks as well: latency and bandwidth of links within a node and between nodes
 
-Every figure is the best of a few rounds: what the machine can do when nothing else disturbs it. Rates of links come from two
-sums, a tiny one and a large one, by the same formula that cost.py uses: t = 2 (n-1) latency + 2 (n-1)/n bytes / rate.
+Every figure is the best of a few rounds: what the machine can do undisturbed. Rates of links come from two all-reduces, a tiny and a large
+one, by the formula that cost.py uses: t = 2 (n-1) latency + 2 (n-1)/n bytes / rate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALL, LARGE = 8, 2**23  # numbers of fp32 in the two sums
 
 
 def measured(say: Say) -> Hardware | None:
-    """This machine's profile; None on all ranks but the first. say: takes a line of progress."""
+    """Measure this machine; return its profile, or None on all ranks but the first. say: receives lines of progress."""
     place, device = launcher_place(), pick_device()
     set_current_device(device)
     if place.size == 1:
@@ -52,7 +52,7 @@ def measured(say: Say) -> Hardware | None:
 
 
 def _single(device: torch.device, say: Say) -> Hardware:
-    """What one process can measure; links are those of a built-in profile."""
+    """Measure what one process can; links are those of a built-in profile."""
     base = PROFILES["cpu" if device.type == "cpu" else "h200"]
     sizes = SIZES["cpu" if device.type == "cpu" else "cuda"]
     rates = {name: [(2.0 * size**3, _product(size, dtype, device)) for size in sizes] for name, dtype in DTYPES.items()}
@@ -83,7 +83,7 @@ def _single(device: torch.device, say: Say) -> Hardware:
 
 
 def links(base: Hardware, device: torch.device, say: Say) -> Hardware:
-    """The profile with the links that the ranks of this job have; all ranks call it."""
+    """Return the profile with measured links between this job's ranks. All ranks call it."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     first = [hosts.index(host) for host in dict.fromkeys(hosts)]
@@ -106,7 +106,7 @@ def links(base: Hardware, device: torch.device, say: Say) -> Hardware:
 
 
 def link(ranks: Sequence[int], device: torch.device) -> Link:
-    """The link between these ranks; all ranks of the job call it, and all get it."""
+    """Measure the link between these ranks. All ranks of the job call it and get it."""
     group, n = dist.new_group(list(ranks)), len(ranks)
     seconds = [0.0, 0.0]
     if dist.get_rank() in ranks:
@@ -120,17 +120,16 @@ def link(ranks: Sequence[int], device: torch.device) -> Link:
 
 
 def link_of(small: float, large: float, n: int) -> Link:
-    """The link over which n ranks sum SMALL and LARGE numbers in so many seconds.
+    """Compute a link from the seconds in which n ranks reduce SMALL and LARGE elements.
 
-    Where the small sum took most of the large one's time, on a busy machine, their difference is noise: the rate is then that of the
-    large sum as a whole.
+    On a busy machine the small one can take most of the large one's time, and their difference is noise; the rate is then that of the large one alone.
     """
     left = large - small if large > 2 * small else large
     return Link(2 * (n - 1) / n * 4 * LARGE / max(left, 1e-9), max(small / (2 * (n - 1)), 1e-7))
 
 
 def lateness(pause: float = 0.005, rounds: int = 20) -> float:
-    """By how many seconds a pause of the process ends late, in the middle of some rounds."""
+    """Return by how many seconds a pause of the process ends late: the median of some rounds."""
     seconds = []
     for _ in range(rounds):
         begun = time.perf_counter()
@@ -140,7 +139,7 @@ def lateness(pause: float = 0.005, rounds: int = 20) -> float:
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the best of some rounds, each of as many calls as a clock can tell."""
+    """Return the seconds of one call: the best of some rounds, each with as many calls as the clock needs."""
     run()
     synchronize(device)
     calls, best = 1, float("inf")
@@ -157,20 +156,20 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOPs a second of a square product."""
+    """Return the FLOPs per second of a square product."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / _best(lambda: left @ right, device)
 
 
 def _copy(device: torch.device) -> float:
-    """Bytes a second that a large copy reads and writes."""
+    """Return the bytes per second that a large copy reads and writes."""
     source = torch.ones(COPIED["cpu" if device.type == "cpu" else "cuda"], device=device)
     target = torch.empty_like(source)
     return 2 * 4 * source.numel() / _best(lambda: target.copy_(source), device)
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds of an operation on one number."""
+    """Return the seconds of an operation on one element."""
     one = torch.ones(1, device=device)
 
     def many() -> None:
@@ -181,7 +180,7 @@ def _launch(device: torch.device) -> float:
 
 
 def _attention(device: torch.device, top: float) -> tuple[float, float]:
-    """Shares of the best product that causal attention reaches forward and backward, of the keys that are met."""
+    """Return the shares of the best product's rate that causal attention reaches, forward and backward."""
     small = device.type == "cpu"
     batch, heads, length, width = (1, 4, 512, 64) if small else (4, 16, 4096, 128)
     dtype = torch.float32 if small else torch.bfloat16
@@ -198,7 +197,7 @@ def _attention(device: torch.device, top: float) -> tuple[float, float]:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes of the device; of a CPU those of the machine."""
+    """Return the bytes of the device; for a CPU those of the machine."""
     if device.type == "cpu":
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return float(torch.accelerator.get_memory_info(device)[1])

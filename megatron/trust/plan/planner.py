@@ -1,6 +1,6 @@
-"""What a run will need, and what to change when it does not fit: a dry run, its cost, and edits that were tried.
+"""Plan a run: a dry run, its cost, and changes to flags that make it fit.
 
-Who plans brings the dry run (`DryRunner`), which needs torch; all else here does not.
+The caller passes the dry run in (`DryRunner`), so that nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ MOST_TRIED = 6
 
 
 class DryRunner(Protocol):
-    """dry_run.py's function, or something like it."""
+    """`simulate.dry_run.dry_run`, or a function with its signature."""
 
     def __call__(self, config: RunConfig, world_size: int, ranks: Sequence[int] | None = None) -> DryRun:
-        """One step of every distinct kind of rank, or of these ranks."""
+        """Simulate one step of every distinct kind of rank, or of these ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change that was planned. words: flags; peak: bytes afterwards; saved: bytes; slower: a step's seconds over those before, by
-    formulas; fits: afterwards.
+    """A change to the flags that was simulated. words: the flags. peak: bytes afterwards; saved: bytes. slower: ratio of a step's seconds, by formulas. fits: whether the run
+    fits afterwards.
     """
 
     words: str
@@ -55,8 +55,8 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run, planned. seconds: that planning took. advice: changes that save memory, if it does not fit. matching: whether its ranks
-    wait for each other forever, if that was looked at.
+    """The plan of a run. seconds: duration of planning. advice: changes that save memory, if the run does not fit. matching: whether its ranks would
+    deadlock, if that was checked.
     """
 
     run: DryRun
@@ -68,7 +68,7 @@ class RunPlan:
 
     @property
     def ends(self) -> bool:
-        """Whether no rank waits forever, as far as was looked."""
+        """Whether no rank would wait forever, as far as checked."""
         return self.matching is None or not self.matching.problems
 
     @property
@@ -78,7 +78,7 @@ class RunPlan:
 
 
 def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner) -> RunPlan:
-    """Plan a resolved config, with its vocabulary."""
+    """Plan a resolved config that has its vocabulary."""
     started = time.monotonic()
     run = dry_run(config, world_size)
     return RunPlan(run, cost(run, hardware), hardware, time.monotonic() - started)
@@ -87,9 +87,9 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRun
 def advised(
     planned: RunPlan, setting: RequestedSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
 ) -> RunPlan:
-    """The plan of a setting that does not fit, with changes that save memory: each was run dry, alone and then together until it fits.
+    """Add changes that save memory to the plan of a setting that does not fit: each is simulated, alone and then combined until the run fits.
 
-    seconds: after which no further change is tried.
+    seconds: time limit for further changes.
     """
     until, tried, advice = time.monotonic() + seconds, 0, []
     saving: list[tuple[Advice, dict[str, Any]]] = []
@@ -119,7 +119,7 @@ def advised(
 
 
 def memory_savings(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
-    """Changes that can save memory, which this run has not made yet. config: the setting's, resolved."""
+    """Return changes that can save memory and that this run has not made yet. config: the resolved setting."""
     parallel, train, ranks = config.parallel, config.train, setting.world_size
     dp = parallel.data_parallel_size(ranks)
     savings: list[tuple[str, Mapping[str, Any]]] = []
@@ -152,7 +152,7 @@ def memory_savings(setting: RequestedSetup, config: RunConfig) -> list[tuple[str
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What changes of a setting are compared with."""
+    """The setting and the plan that changes are compared with."""
 
     planned: RunPlan
     setting: RequestedSetup
@@ -160,7 +160,7 @@ class _Trial:
     true_vocab_size: int
 
     def of(self, words: str, values: Mapping[str, Any]) -> Advice | None:
-        """What a change does, or None if rules forbid it."""
+        """Simulate a change; None if rules forbid it."""
         ranks, before, hardware = self.setting.world_size, self.planned.run, self.planned.hardware
         config, problems = examine(self.setting.with_values(values).config, ranks)
         if problems:
@@ -179,7 +179,7 @@ class _Trial:
 
 
 def why(run: DryRun) -> list[str]:
-    """Why the fullest rank is the fullest: what it has more of than the emptiest, and what of the layout makes it so."""
+    """Explain why the fullest rank is the fullest: what it holds more of than the emptiest one, and which part of the layout causes that."""
     worst, least = run.worst, min(run.traces, key=lambda trace: trace.peak)
     if worst.peak - least.peak < 0.001 * worst.peak:
         return ["all ranks hold the same" + ("" if worst.peak == least.peak else ", but for less than a thousandth")]
@@ -207,7 +207,7 @@ def why(run: DryRun) -> list[str]:
 
 
 def holds(run: DryRun, trace: Trace) -> str:
-    """What a rank's stages have beside layers."""
+    """Name what a rank's stages hold besides layers."""
     stages = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
     has = [
         name
@@ -221,7 +221,7 @@ def holds(run: DryRun, trace: Trace) -> str:
 
 
 def in_flight(run: DryRun, trace: Trace) -> int:
-    """Forward passes of a rank whose backward pass is still to come, at most."""
+    """Return the largest number of forward passes of a rank that wait for their backward pass."""
     live = most = 0
     for action in run.whole_plan[trace.place.get("pp", 0)]:
         live += {"F": 1, "B": -1}.get(action.op, 0)

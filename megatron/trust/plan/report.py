@@ -1,8 +1,8 @@
-"""A plan in words, as JSON, and as one HTML page that needs nothing else.
+"""The report of a plan as text, as JSON, and as one self-contained HTML page.
 
-text(planned)      one screen: the verdict first, then memory by kind of rank, time, traffic, what to change
+text(planned)      one screen: the verdict first, then memory by kind of rank, time, traffic, and what to change
 plain(planned)     the same as plain values
-page(planned, command)  the same, with the memory over the step and the schedule drawn
+page(planned, command)  the same, with drawings of the memory over the step and of the schedule
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import num_stages
 from megatron.trust.plan.cost import FUSED
 from megatron.trust.plan.layout_search import LayoutRanking
 from megatron.trust.plan.planner import RunPlan, holds, why
-from megatron.trust.simulate.trace import KINDS, DryRun, HeldStorage, Trace
+from megatron.trust.simulate.trace import KINDS, DryRun, MemoryByKind, Trace
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -31,10 +31,10 @@ LEFT, BELOW = 70, 36  # room for the axes of a picture
 
 
 def text(planned: RunPlan) -> str:
-    """One screen."""
+    """Return the report as text of one screen."""
     run, time = planned.run, planned.cost.time
     lines = [verdict(planned), "", headline(run), "", *_table(_memory_rows(planned))]
-    worst, summit = run.worst, run.worst.summit
+    worst, summit = run.worst, run.worst.peak_record
     lines += [
         "",
         f"peak of rank {worst.rank}: {summit.name} in {summit.action}"
@@ -63,7 +63,7 @@ def text(planned: RunPlan) -> str:
 
 
 def verdict(planned: RunPlan) -> str:
-    """The one line that matters."""
+    """Return one line: whether the run fits, its step time and throughput."""
     time, worst, hardware = planned.cost.time, planned.run.worst, planned.hardware
     fits = "FITS" if planned.fits else "DOES NOT FIT"
     if not planned.ends:
@@ -75,7 +75,7 @@ def verdict(planned: RunPlan) -> str:
 
 
 def headline(run: DryRun) -> str:
-    """The layout and the batch."""
+    """Return one line about the layout and the batch."""
     parallel, train = run.config.parallel, run.config.train
     sizes = [
         ("tp", parallel.tp),
@@ -98,7 +98,7 @@ def headline(run: DryRun) -> str:
 
 
 def plain(planned: RunPlan) -> dict[str, Any]:
-    """Everything as plain values, in bytes and seconds."""
+    """Return the report as plain values, in bytes and seconds."""
     run, hardware = planned.run, planned.hardware
     ranks = [
         {
@@ -109,7 +109,7 @@ def plain(planned: RunPlan) -> dict[str, Any]:
             "peak": trace.peak,
             "at_peak": asdict(trace.at_peak),
             "steady": asdict(trace.steady),
-            "summit": {name: getattr(trace.summit, name) for name in ("name", "where", "action", "module")},
+            "summit": {name: getattr(trace.peak_record, name) for name in ("name", "where", "action", "module")},
         }
         for trace, members in zip(run.traces, run.stands_for, strict=True)
     ]
@@ -134,13 +134,13 @@ def plain(planned: RunPlan) -> dict[str, Any]:
 
 
 def page(planned: RunPlan, command: Sequence[str]) -> str:
-    """One HTML page. command: the words that asked for it."""
+    """Return the report as one HTML page. command: the words of the command that made it."""
     run, time = planned.run, planned.cost.time
     fullest = sorted(run.traces, key=lambda trace: -trace.peak)
     drawn = [fullest[0], *([fullest[-1]] if fullest[-1].peak < fullest[0].peak else [])]
     figures = "".join(
-        f"<figure><figcaption>Rank {trace.rank}: {bytes_text(trace.peak)} at {html.escape(trace.summit.name)} in "
-        f"{html.escape(trace.summit.action)}</figcaption>{memory_picture(trace, planned.hardware.budget())}</figure>"
+        f"<figure><figcaption>Rank {trace.rank}: {bytes_text(trace.peak)} at {html.escape(trace.peak_record.name)} in "
+        f"{html.escape(trace.peak_record.action)}</figcaption>{memory_picture(trace, planned.hardware.budget())}</figure>"
         for trace in drawn
         if trace.timeline
     )
@@ -181,7 +181,7 @@ def page(planned: RunPlan, command: Sequence[str]) -> str:
 
 
 def memory_picture(trace: Trace, budget: float) -> str:
-    """What a rank holds over its step, as SVG: one band a kind, and the budget as a line."""
+    """Draw a rank's memory over its step as SVG: one band for each kind, and the available memory as a line."""
     points = trace.timeline
     top = 1.05 * max(budget if budget < 2 * trace.peak else 0.0, trace.peak, 1)
     last = max(points[-1][0], 1)
@@ -206,7 +206,7 @@ def memory_picture(trace: Trace, budget: float) -> str:
 
 
 def schedule_picture(planned: RunPlan) -> str:
-    """The plan as it is played, as SVG: a row a pipeline rank; of a long step its beginning."""
+    """Draw the simulated schedule as SVG: a row for each pipeline rank; of a long step the beginning."""
     plan, timeline = planned.run.whole_plan, planned.cost.timeline
     actions = [
         (start, end, rank, action)
@@ -236,14 +236,14 @@ def schedule_picture(planned: RunPlan) -> str:
 
 
 def ticks(top: float, about: int = 5) -> list[float]:
-    """Round numbers from 0 to the top, about so many: steps of 1, 2 or 5 times a power of ten."""
+    """Return about so many round numbers from 0 to the top: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(top / about))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * about >= top * 0.999)
     return [step * count for count in range(math.floor(top / step * 1.000001) + 1)]
 
 
 def _axes(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple[float, str]], name: str) -> str:
-    """Ticks at the side (y, label), and below with their lines (x, label); name: of what lies below."""
+    """Draw tick marks at the side (y, label) and below (x, label). name: of the horizontal axis."""
     drawn = [
         f'<line class="axis" x1="0" x2="0" y1="0" y2="{tall}"/><line class="axis" x1="0" x2="{WIDE}" y1="{tall}" y2="{tall}"/>'
     ]
@@ -259,7 +259,7 @@ def _axes(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple
 
 
 def found_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> str:
-    """A search's result: the best layouts, and why others were rejected. flags: of the layouts that fit, in their order."""
+    """Return the result of a layout search as text: the best layouts, and why others were rejected. flags: of the fitting layouts, in order."""
     if ranking.fits:
         best = ranking.fits[0]
         how = "run dry" if best.planned else "by formulas alone"
@@ -296,7 +296,7 @@ def found_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> 
 
 
 def found_plain(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
-    """A search's result as plain values, with the reason for each layout that was rejected."""
+    """Return the result of a layout search as plain values, with the reason for each rejected layout."""
     return {
         "tried": ranking.tried,
         "complete": ranking.complete,
@@ -315,7 +315,7 @@ def found_plain(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
-    """Peaks by kind of rank: the fullest ones, in the order of ranks. Kinds of one stage that hold the same share a row."""
+    """Return table rows of peak memory by kind of rank: the fullest kinds, in order of ranks. Kinds of one stage with equal memory share a row."""
     run = planned.run
     unit, name = (GIB, "GiB") if run.worst.peak >= GIB else (2**20, "MiB")
     alike: dict[tuple[str, ...], tuple[Trace, int]] = {}
@@ -336,13 +336,13 @@ def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     return rows
 
 
-def _sizes(held: HeldStorage) -> list[int]:
-    """Bytes of every kind."""
+def _sizes(held: MemoryByKind) -> list[int]:
+    """Return the bytes of every kind."""
     return [getattr(held, kind) for kind in KINDS]
 
 
 def notes(run: DryRun) -> list[str]:
-    """What of the dry run is not as on the machine that is planned for."""
+    """Return how the dry run differs from the machine that is planned for."""
     notes_of_run = []
     if run.config.parallel.hybrid_context_parallel:
         notes_of_run.append(
@@ -358,7 +358,7 @@ def notes(run: DryRun) -> list[str]:
 
 
 def _advice(planned: RunPlan) -> list[str]:
-    """What to change, first what makes it fit."""
+    """Return lines of advice; first what makes the run fit."""
     if not planned.advice:
         return ["What to change: no change that was tried saves memory; --search looks at all layouts"]
     lines = ["What to change (each was planned; times by formulas):"]
@@ -375,7 +375,7 @@ def _advice(planned: RunPlan) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Columns: the first `left` to the left, the others to the right."""
+    """Return aligned columns: the first `left` are left-aligned, the others right-aligned."""
     widths = [max(len(row[place].split(" <-")[0]) for row in rows) for place in range(len(rows[0]))]
     return [
         "  ".join(

@@ -1,22 +1,21 @@
-"""Would these ranks hang? Every collective and message of their traces, held against each other without running anything.
+"""Would these ranks hang? Compare the collectives and messages of all ranks' traces, without running anything.
 
-    match(dry_run) -> Matching       what does not fit, the first of it with both lines of source
+    match_collectives(dry_run) -> MatchReport       mismatches; the first of them with both source lines
 
-Three things are asked, by what NCCL and gloo do:
+Three things are checked, by the rules of NCCL and gloo:
 
-    collectives    all ranks of a group come to the same ones in the same order: operation, format, shape, source
-    messages       between two ranks of a group, both ends see the same ones in the same order: direction (of a pipeline, where
-                   they are not begun together), format, shape
-    waiting        played together, no rank waits for another that waits, over however many others, for the first
+    collectives    all ranks of a group call the same ones in the same order: operation, dtype, shape, source
+    messages       both ends of a pair of ranks see the same ones in the same order: direction (for the pipeline, where they are not
+                   started together), dtype, shape
+    waiting        when all ranks are played together, no cycle of ranks waits for each other
 
-Played, a collective holds a rank until all of its group have come; a receive holds it where the action that takes the
-message begins; a send until the action after the one under way ends, or without overlap of messages at once. That is as
-strict as any transport, and stricter than most, so that what passes does not hang for lack of order anywhere.
+In the simulation a collective blocks a rank until its whole group has arrived; a receive blocks where the action that consumes the message
+begins; a send blocks at the end of the next action, or without overlap at once. That is at least as strict as any transport, so
+that a step which passes cannot deadlock by its order.
 
-Groups of one list of ranks are one, except those of the pipeline's gradients and of blocks of sequences. In a large world a
-trace stands for many ranks, which are taken to do the same in their own groups; what one of them would do otherwise is not
-seen. Then groups are compared kind by kind, every kind that meets another in some group with it; and played are the ranks of
-one pipeline and its tensor ranks, the others taken to come when these do.
+Groups with equal rank lists count as one, except those of pipeline gradients and of hybrid context parallelism. In a large world a trace stands
+for many ranks, which are assumed to do the same within their own groups. Groups are then compared kind by kind; played are the ranks
+of one pipeline with its tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
-from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, talks_of
+from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, communication_of
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
@@ -36,7 +35,7 @@ Group = tuple[str, tuple[int, ...]]  # (which of the groups of these ranks, the 
 
 @dataclass(frozen=True, slots=True)
 class MatchedCollective:
-    """A collective or one end of a message, as one rank comes to it. peer: the other end, or the source of a broadcast."""
+    """A collective, or one end of a message, of one rank. peer: rank of the other end, or the source of a broadcast."""
 
     rank: int
     name: str
@@ -62,7 +61,7 @@ class MatchedCollective:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What does not fit. kind: count, operation, shape, dtype, source, direction, or waiting. both: who meets whom; of a circle, all."""
+    """A mismatch. kind: count, operation, shape, dtype, source, direction, or waiting. both: the ranks involved; of a cycle, all of it."""
 
     kind: str
     says: str
@@ -74,7 +73,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """What was held against each other. collectives, messages: pairs that were compared. played: ranks that were played together."""
+    """Result of the comparison. collectives, messages: number of pairs compared. played: number of ranks played together."""
 
     problems: tuple[Problem, ...]
     collectives: int
@@ -83,7 +82,7 @@ class MatchReport:
 
     @property
     def text(self) -> str:
-        """The report."""
+        """Return the report as text."""
         looked = f"{self.collectives:,} collectives and {self.messages:,} messages compared, {self.played} ranks played together"
         if not self.problems:
             return f"no rank waits forever: {looked}"
@@ -93,14 +92,14 @@ class MatchReport:
 
 @dataclass(frozen=True, slots=True)
 class RankTimeline:
-    """One rank's meetings in order, and the beginnings of its actions, which are strings."""
+    """One rank's collectives and messages in order, with the starts of its actions, as strings, between them."""
 
     rank: int
     steps: tuple[MatchedCollective | str, ...]
 
 
 def match_collectives(run: DryRun) -> MatchReport:
-    """Hold the traces of a dry run against each other."""
+    """Compare the traces of a dry run."""
     lists = axis_ranks(run.config.parallel, run.world_size) | hybrid_cp_ranks(run.config.parallel, run.world_size)
     lists["pp_backward"] = lists["pp"]
     kind_of = {rank: place for place, ranks in enumerate(run.stands_for) for rank in ranks}
@@ -108,27 +107,27 @@ def match_collectives(run: DryRun) -> MatchReport:
     stands = [trace.rank for trace in run.traces]
 
     def line(rank: int) -> RankTimeline:
-        return line_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists)
+        return timeline_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists)
 
     known = [rank for rank in range(run.world_size) if rank in kind_of]
     everyone = len(known) <= MOST_PLAYED
-    chosen = known if everyone else [rank for rank in _some(lists, kind_of) if rank in kind_of]
+    chosen = known if everyone else [rank for rank in _covering_ranks(lists, kind_of) if rank in kind_of]
     played = (
         known
         if everyone
         else [rank for rank in (next(group for group in lists["model"] if known[0] in group)) if rank in kind_of]
     )
-    return match_lines(
+    return match_timelines(
         {rank: line(rank) for rank in dict.fromkeys((*chosen, *played))},
         played,
         overlap=run.config.parallel.overlap_p2p_communication,
     )
 
 
-def match_lines(
+def match_timelines(
     lines: Mapping[int, RankTimeline], played: Sequence[int] | None = None, *, overlap: bool = True
 ) -> MatchReport:
-    """Hold lines against each other. played: ranks to play, if not all. overlap: whether messages overlap with actions."""
+    """Compare timelines. played: ranks to play; left out, all. overlap: whether messages overlap with actions."""
     problems, collectives = _compare_collectives(lines)
     others, messages = _compare_messages(lines)
     problems += others
@@ -138,17 +137,17 @@ def match_lines(
     return MatchReport(tuple(problems), collectives, messages, len(chosen))
 
 
-def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> RankTimeline:
-    """What a rank does, when another was traced that stands for it: the same, in its own groups."""
+def timeline_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> RankTimeline:
+    """Return the timeline of a rank from the trace of another that stands for it: the same events, in its own groups."""
     groups = {
         axis: (next((g for g in axis_groups if traced in g), None), next((g for g in axis_groups if rank in g), None))
         for axis, axis_groups in lists.items()
     }
     steps: list[MatchedCollective | str] = []
-    for event in talks_of(events):
+    for event in communication_of(events):
         if event.kind == "action":
             steps.append(event.name)
-        elif event.talks:
+        elif event.is_communication:
             theirs, event_ranks = groups.get(event.axis, (event.ranks, event.ranks))
             ranks = event_ranks if rank != traced and theirs == event.ranks and event_ranks is not None else event.ranks
             peer = _peer(event, traced, rank, ranks)
@@ -169,7 +168,7 @@ def line_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str,
 
 
 def _peer(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
-    """The other end's rank in a group of its own: as far away as that of the traced rank; the source of a broadcast stands still."""
+    """Return the peer of a rank whose trace is another's: at the same distance in its own group; the source of a broadcast is the same member."""
     if event.peer not in event.ranks:
         return event.peer
     place = event.ranks.index(event.peer)
@@ -178,12 +177,12 @@ def _peer(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
 
 
 def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
-    """The process group of an axis: axes of equal ranks share one, but for those that are made apart."""
+    """Return the process group of an axis. Axes with equal ranks share one, except those that are created separately."""
     return axis if axis == "pp_backward" or axis.startswith("block") else "", ranks
 
 
-def _some(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[int]:
-    """Ranks in whose groups every kind meets every other that it meets anywhere: of groups that are alike, the first."""
+def _covering_ranks(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[int]:
+    """Return ranks whose groups cover every pair of kinds that meet anywhere; of equal groups, the first."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     lines: dict[int, None] = {}
     for axis, groups in lists.items():
@@ -200,7 +199,7 @@ def _some(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[in
 
 
 def _compare_collectives(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem], int]:
-    """Members of each group against the first of them."""
+    """Compare the members of each group with its first member."""
     by_group: dict[Group, dict[int, list[MatchedCollective]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
@@ -214,13 +213,13 @@ def _compare_collectives(lines: Mapping[int, RankTimeline]) -> tuple[list[Proble
             other = events.get(rank, [])
             count += min(len(first), len(other))
             problems += _first_difference(
-                first, other, _unlike, (present[0], rank), f"the group of ranks {_short(group[1])}"
+                first, other, _mismatch, (present[0], rank), f"the group of ranks {_short(group[1])}"
             )
     return problems, count
 
 
 def _compare_messages(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem], int]:
-    """Both ends of every pair of ranks that send each other something in a group."""
+    """Compare both ends of every pair of ranks that exchange messages within a group."""
     by_pair: dict[tuple[Group, int, int], dict[int, list[MatchedCollective]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
@@ -241,7 +240,7 @@ def _compare_messages(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem],
                 mine, other = (
                     [one for one in end if name in (None, one.name)] for end, name in zip(ends, way, strict=True)
                 )
-                problems += _first_difference(mine, other, _unanswered, (low, high), where)
+                problems += _first_difference(mine, other, _message_mismatch, (low, high), where)
     return problems, count
 
 
@@ -269,8 +268,8 @@ def _first_difference(
     ]
 
 
-def _unlike(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
-    """Why two ranks do not mean the same collective."""
+def _mismatch(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
+    """Explain why two ranks' collectives do not match; None if they do."""
     if a.name != b.name:
         return "operation", "different operations"
     if a.dtype != b.dtype:
@@ -283,8 +282,8 @@ def _unlike(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | Non
     return None
 
 
-def _unanswered(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
-    """Why two ends are not of one message."""
+def _message_mismatch(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
+    """Explain why two ends do not belong to one message; None if they do."""
     if a.name == b.name:
         return "direction", f"both ends {'send' if a.name == 'send' else 'receive'}"
     if a.dtype != b.dtype:
@@ -308,7 +307,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 @dataclass(slots=True)
 class _Player:
-    """A rank that is played. todo: what it still does: beginnings of messages, and what it waits for."""
+    """A rank that is played. todo: its remaining steps: starts of messages, and what it waits for."""
 
     rank: int
     todo: deque[tuple[str, MatchedCollective, int]]
@@ -319,13 +318,13 @@ class _Player:
 
 
 def _play(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[Problem]:
-    """Let all ranks go on as long as any can; who is left waits in a circle."""
+    """Advance all ranks as long as any can; ranks that remain wait for each other."""
     players = {rank: _Player(rank, deque(_waits(line, overlap=overlap))) for rank, line in lines.items()}
     ready = deque(players.values())
     while ready:
         player, further = ready.popleft(), False
         while player.todo:
-            further |= _come(player)
+            further |= _arrive(player)
             awaited = _awaited(player, players)
             if awaited:
                 players[awaited[0]].followers.append(player)
@@ -336,11 +335,11 @@ def _play(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[Problem]:
             ready.extend(player.followers)
             player.followers.clear()
     stuck = [rank for rank, player in players.items() if player.todo]
-    return [_circle(stuck[0], players)] if stuck else []
+    return [_waiting_cycle(stuck[0], players)] if stuck else []
 
 
 def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedCollective, int]]:
-    """(begin, through or meet, what, its number among those alike): the steps of a rank, with what it waits for put where it does."""
+    """Yield the steps of a rank as (begin, through or meet; what; its number among equal ones), each wait at the place where it blocks."""
     arriving: dict[str, list[tuple[MatchedCollective, int]]] = {}
     leaving: list[list[tuple[MatchedCollective, int]]] = [[], []]  # sends that began during this action, and before it
     together: list[tuple[MatchedCollective, int]] = []  # both ways at once: through before anything else
@@ -376,12 +375,12 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
 
 
 def _through(messages: Iterable[tuple[MatchedCollective, int]]) -> Iterator[tuple[str, MatchedCollective, int]]:
-    """The step that waits for each of these messages."""
+    """Yield the step that waits for each of these messages."""
     return (("through", message, number) for message, number in messages)
 
 
-def _come(player: _Player) -> bool:
-    """Come to the next step: begin a message, or stand where others are to come. Returns whether that is new to others."""
+def _arrive(player: _Player) -> bool:
+    """Arrive at the next step: start a message, or wait for others. Returns whether that changes anything for other ranks."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
         player.began[meeting.group, meeting.peer, meeting.name] = number
@@ -393,7 +392,7 @@ def _come(player: _Player) -> bool:
 
 
 def _awaited(player: _Player, players: Mapping[int, _Player]) -> list[int]:
-    """The ranks without which a rank's next step cannot be done."""
+    """Return the ranks that a rank's next step waits for."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
         return []
@@ -409,8 +408,8 @@ def _awaited(player: _Player, players: Mapping[int, _Player]) -> list[int]:
     return [] if peer is None or peer.began.get(answer, 0) >= number else [meeting.peer]
 
 
-def _circle(start: int, players: Mapping[int, _Player]) -> Problem:
-    """Ranks of which each waits for the next, from one that cannot go on."""
+def _waiting_cycle(start: int, players: Mapping[int, _Player]) -> Problem:
+    """Return a cycle of ranks that wait for each other, found from a rank that cannot continue."""
     path = [start]
     while True:
         following = next(iter(_awaited(players[path[-1]], players)))

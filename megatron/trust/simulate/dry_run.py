@@ -1,10 +1,9 @@
-"""The real training step, on one CPU, for every distinct kind of rank of a cluster of any size.
+"""Run the real training step on one CPU, without data, for every distinct kind of rank of a cluster of any size.
 
-    dry_run(config, 1024) -> DryRun         traces of all kinds of rank: what each computes, sends and holds
+    dry_run(config, 1024) -> DryRun         traces of all kinds of rank: what each computes, sends and allocates
 
-Nothing here knows how a step is made. It is `train_step` on what `build_trainer` built, by the real schedule, with three
-stand-ins below it: tensors without data (torch's FakeTensorMode), process groups that carry nothing (torch's fake
-backend), and text that nobody reads.
+There is no model of a step here: it is `train_step` on what `build_trainer` builds, by the real pipeline schedule, with three
+substitutes: fake tensors (torch's FakeTensorMode), process groups that transfer nothing (torch's fake backend), and fake batches.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from megatron.trust.flags.parameter_counts import mesh_of
 from megatron.trust.simulate.fake_batches import fake_batches, shares_of
-from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeWorld
+from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeTensorCache
 from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.trust.simulate.recorder import Recorder
-from megatron.trust.simulate.trace import DryRun, Events, Trace
+from megatron.trust.simulate.trace import DryRun, EventList, Trace
 
 _MOST_KINDS = 8
 _PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
@@ -55,53 +54,53 @@ _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
 
 class _NoStreams(RandomStreams):
-    """Random streams whose states nobody keeps: they lie in the host's memory, and without data nothing is drawn."""
+    """Random streams without state: without data nothing is drawn."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), {"default": 0})
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """As it was."""
+        """Do nothing."""
         yield
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing."""
+        """Return no state."""
         return {}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-class _Told(FlightRecorder):
-    """A flight recorder that forwards its notes to a recorder."""
+class _ForwardingFlightRecorder(FlightRecorder):
+    """A flight recorder that tells a `Recorder` which action begins, and the axis of the next collective."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def begin(self, activity: str, iteration: int) -> None:
-        """As `FlightRecorder` says."""
+        """As `FlightRecorder.begin`."""
         super().begin(activity, iteration)
-        self.recorder.enter(_BEGIN)
+        self.recorder.begin_action(_BEGIN)
 
     def enter(self, action: object) -> None:
-        """As `FlightRecorder` says. Reading data is a part of the action that wants it."""
+        """As `FlightRecorder.enter`. Reading data belongs to the action that needs it."""
         super().enter(action)
         name = _PHASES.get(str(action), str(action))
         if name and not name.startswith("data of"):
-            self.recorder.enter(name)
+            self.recorder.begin_action(name)
 
     def note(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """As `FlightRecorder` says."""
+        """As `FlightRecorder.note`."""
         super().note(what, axis, ranks, size)
         self.recorder.axis = axis
-        self.recorder.taker = str(what.consumer) if isinstance(what, Transfer) else ""
+        self.recorder.consumer = str(what.consumer) if isinstance(what, Transfer) else ""
 
 
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
-    """A trainer that is built as every run's, on a mesh whose flight recorder tells the recorder where its steps are."""
-    shared: dict[str, Any] = {"flight_recorder": _Told(recorder), "overlap": Overlap()}
+    """Build a trainer as every run does, with a flight recorder that reports to `recorder`."""
+    shared: dict[str, Any] = {"flight_recorder": _ForwardingFlightRecorder(recorder), "overlap": Overlap()}
     axes = {name: replace(mesh.axis(name), **shared) for name in axes_of(mesh)}
     mesh = replace(mesh.with_axes(axes), hybrid_cp=tuple(replace(axis, **shared) for axis in mesh.hybrid_cp))
     if config.parallel.use_torch_fsdp2:
@@ -128,13 +127,13 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
 
 
 def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextManager[None] = nullcontext()) -> Trace:
-    """One step of the trainer, with what it holds before named. around: what stands around it meanwhile."""
-    heap, mesh = recorder.heap, trainer.run.mesh
+    """Record one step of the trainer. around: a context in which the step runs."""
+    memory, mesh = recorder.memory, trainer.run.mesh
     if recorder.shared:
         gc.collect()  # rings of references that cutting weights leaves behind
-    heap.name((segment.grad for segment in trainer.optimizer.segments), "gradients")
-    heap.name((segment.data for segment in trainer.optimizer.segments), "weights")
-    heap.name(
+    memory.label((segment.grad for segment in trainer.optimizer.segments), "gradients")
+    memory.label((segment.data for segment in trainer.optimizer.segments), "weights")
+    memory.label(
         (
             whole
             for parallel in trainer.parallels
@@ -144,14 +143,14 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         "weights",
     )
     held = [_here(param) for stage in trainer.stages for param in stage.parameters()]
-    heap.name((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
-    heap.name(trainer.optimizer.memory(), "optimizer")
-    recorder.events = Events()
-    heap.begin_step()
-    began = heap.clock
-    with recorder.naming(trainer.stages), around:
+    memory.label((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
+    memory.label(trainer.optimizer.memory(), "optimizer")
+    recorder.events = EventList()
+    memory.begin_step()
+    began = memory.clock
+    with recorder.module_names(trainer.stages), around:
         train_step(trainer, fake_batches(trainer))
-    recorder.enter("end")
+    recorder.begin_action("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
     parameters = sum(param.numel() for param in held)
     return Trace(
@@ -159,17 +158,17 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         place,
         parameters,
         recorder.events,
-        heap.peak,
-        heap.peak_event,
-        heap.at(heap.peak_clock),
-        heap.at(heap.clock),
-        heap.timeline(began),
-        heap.left_behind(recorder.begins["reduction"]),
+        memory.peak,
+        memory.peak_event,
+        memory.memory_at(memory.peak_clock),
+        memory.memory_at(memory.clock),
+        memory.timeline(began),
+        memory.kept_per_microbatch(recorder.begins["reduction"]),
     )
 
 
 def _here(param: Tensor) -> Tensor:
-    """What a rank holds of a parameter between steps."""
+    """Return what a rank holds of a parameter between steps."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
@@ -181,10 +180,10 @@ def dry_run(
     whole: bool = False,
     follows: bool = False,
 ) -> DryRun:
-    """Run one step of every distinct kind of rank, or of these ranks. config: resolved, with its vocabulary.
+    """Simulate one step of every distinct kind of rank, or of the given ranks.
 
-    whole: all microbatches of the step; else as many as it takes until the pipeline repeats itself. follows: every operation of each;
-    else what repeats itself in a stage is counted again (memoization.py).
+    config: resolved, with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs to reach its steady state.
+    follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py).
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -195,7 +194,7 @@ def dry_run(
     enough = count if whole else _enough(config, count)
     kinds = kinds_of(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
     short = _with_microbatches(config, world_size, enough)
-    world = FakeWorld()
+    world = FakeTensorCache()
     try:
         traces = tuple(
             _of_more(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count)
@@ -213,19 +212,18 @@ def dry_run(
 
 
 def _of_more(trace: Trace, known: int, count: int) -> Trace:
-    """The trace with the peak of a step of more microbatches, each of which leaves its text and its losses behind."""
-    more = trace.left_behind * (count - known)
+    """Return the trace with the peak of a step of `count` microbatches, each of which keeps its batch and its losses allocated."""
+    more = trace.kept_per_microbatch * (count - known)
     return replace(
         trace, peak=trace.peak + more, at_peak=replace(trace.at_peak, activations=trace.at_peak.activations + more)
     )
 
 
 def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
-    """The ranks of a world, those of a kind together.
+    """Return the ranks of a world, grouped by kind.
 
-    Stages of the pipeline differ, and ranks with other shares of the documents. On the other axes the first rank, the last and
-    those between may, by a few small tensors: where that makes more than a few kinds, ranks of one stage are of one kind, and the
-    first of them stands for all.
+    Pipeline stages differ, and ranks with different shares of the documents. Along the other axes, the first, the last and the ranks between can
+    differ by a few small tensors; where that makes many kinds, all ranks of one stage count as one kind, represented by the first.
     """
     shares = _shares(config, lists, num_microbatches)
     axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
@@ -245,7 +243,7 @@ def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: i
 
 
 def _shares(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> dict[int, tuple[Any, ...]]:
-    """What each rank has to do of a global batch whose documents are divided by their lengths."""
+    """Return each rank's share of a global batch whose documents are divided by length."""
     if not config.parallel.hybrid_context_parallel:
         return {}
     shares = shares_of(config, num_microbatches, len(lists["dp"][0]))
@@ -261,14 +259,14 @@ def _edge(place: int, size: int) -> int:
 
 
 def _microbatches(config: RunConfig, world_size: int) -> int:
-    """Microbatches of a full step."""
+    """Return the number of microbatches of a full step."""
     train, copies = config.train, config.parallel.data_parallel_size(world_size)
     schedule = BatchSchedule.build(train, data_parallel_size=copies, seq_length=train.seq_length)
     return schedule.full // schedule.unit
 
 
 def _enough(config: RunConfig, count: int) -> int:
-    """Microbatches after which a schedule has had its fullest moment on every rank: it has warmed up, and begun to alternate."""
+    """Return after how many microbatches a schedule has reached its highest memory on every rank."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
     if parallel.pipeline_schedule == "gpipe" or parallel.hybrid_context_parallel:
         return count
@@ -296,7 +294,7 @@ def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunCon
 
 
 def plan_of(config: RunConfig, count: int) -> Plan:
-    """The schedule of a step of so many microbatches."""
+    """Return the pipeline schedule of a step of so many microbatches."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
     return with_reduction(
         training_plan(
@@ -310,9 +308,12 @@ def plan_of(config: RunConfig, count: int) -> Plan:
     )
 
 
-def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int = 0) -> Trace:
-    """One rank's step, in a world of tensors without data. copied: of so many microbatches, those that do as others did are counted
-    again; 0: every one is followed.
+def fake_trace(
+    config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int = 0
+) -> Trace:
+    """Simulate one rank's step on fake tensors.
+
+    copied: number of microbatches of the step, of which repeated ones are replayed; 0: simulate every one.
     """
     try:
         with _fake_groups(len(lists["world"][0]), rank):
@@ -322,8 +323,10 @@ def fake_trace(config: RunConfig, lists: dict[str, RankLists], rank: int, world:
     return fake_trace(config, lists, rank, world)
 
 
-def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeWorld, copied: int) -> Trace:
-    """As `fake_trace`; a function of its own, so that nothing of the rank is left when its groups end."""
+def _trace_in_groups(
+    config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int
+) -> Trace:
+    """As `fake_trace`, within the process groups of this rank; a separate function so that nothing outlives them."""
     mesh, ranks = _mesh_of_own_groups(lists, rank)
     recorder = FakeRecorder(
         ranks,
@@ -332,7 +335,7 @@ def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, 
         knows=config.parallel.hybrid_context_parallel,
         masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
     )
-    with world.mode, recorder, recorder.following((world.mode,)):
+    with world.mode, recorder, recorder.patched((world.mode,)):
         trainer = make_trainer(config, mesh, recorder)
         for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
             for one in bucket.main_grads:  # as on the GPUs of the plan
@@ -341,13 +344,15 @@ def _trace_in_groups(config: RunConfig, lists: dict[str, RankLists], rank: int, 
                     torch.bfloat16,
                 )
         around = (
-            MicrobatchMemo(recorder, copied).around(trainer.stages) if copied and _repeats(config) else nullcontext()
+            MicrobatchMemo(recorder, copied).installed_on(trainer.stages)
+            if copied and _repeats(config)
+            else nullcontext()
         )
         return record_step(trainer, recorder, around)
 
 
 def _repeats(config: RunConfig) -> bool:
-    """Whether a stage does the same with all microbatches, one after the other, and all of a backward pass at once."""
+    """Whether a stage runs its microbatches one after the other and each backward pass in one piece, so that it can be replayed."""
     parallel = config.parallel
     return (
         parallel.pipeline_schedule == "1f1b"
@@ -360,22 +365,22 @@ def _repeats(config: RunConfig) -> bool:
 
 
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
-    """This rank's step on real tensors, together with the others: what `fake_trace` must agree with."""
+    """Record this rank's step on real tensors, together with all other ranks; `fake_trace` must agree with it."""
     axes = (*map(mesh.axis, axes_of(mesh)), *mesh.hybrid_cp)
     recorder = Recorder(
         {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config)
     )
-    with _without_collector(), recorder, recorder.following():
+    with _without_collector(), recorder, recorder.patched():
         return record_step(make_trainer(config, mesh, recorder), recorder)
 
 
 def axes_of(mesh: Mesh) -> list[str]:
-    """The names of a mesh's axes, in the order in which their groups are made."""
+    """Return the names of a mesh's axes, in the order in which their groups are made."""
     return [field.name for field in fields(Mesh) if isinstance(getattr(mesh, field.name), Axis)]
 
 
 def choices_of(config: RunConfig) -> tuple[int, int] | None:
-    """(experts, how many of them a token chooses), if there are experts."""
+    """Return (number of experts, experts chosen by a token), or None without experts."""
     moe = config.model.moe
     return (moe.num_experts, moe.moe_router_topk) if moe.num_experts else None
 
@@ -394,7 +399,7 @@ def _fake_groups(world_size: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """What is alive must not depend on when Python looks for rings of references."""
+    """Disable Python's garbage collector, so that memory does not depend on when it runs."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -405,7 +410,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    """A rank's mesh with fake groups for its own axes only; and the ranks of each group, by its name."""
+    """Return a rank's mesh with fake process groups for its own axes only, and the ranks of each group by name."""
     mesh, ranks, axes = mesh_of(lists, rank), {}, {}
     made: dict[tuple[int, ...], Any] = {}
 

@@ -1,8 +1,8 @@
-"""Microbatches of a dry run: shaped as the run's, and nothing in them.
+"""Microbatches of a dry run: the shapes of the run's, filled with ones.
 
-Under --hybrid-context-parallel the shapes follow from the lengths of documents, of which a dry run knows none. So it makes them
-up: one microbatch is rows of one document each, the next rows of two, then of four, until documents fit on one rank; then it
-begins again. So blocks of all sizes have work, and every rank's share is as large as it can become.
+Under --hybrid-context-parallel, shapes follow from the lengths of documents, which a dry run does not know. It makes them up: a microbatch
+with one document per row, the next with two, then four, until a document fits on one rank; then it starts again. So groups of
+all sizes have work, and every rank gets the largest share possible.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _TEXT = ("tokens", "labels", "loss_mask", "positions", "documents")
 
 
 def fake_batches(trainer: Trainer) -> Iterator[Batch]:
-    """Microbatches as a rank of this run reads them, all of whose numbers are one."""
+    """Yield microbatches as a rank of this run reads them."""
     rows = _rows(trainer)
     hybrid = trainer.run.config.parallel.hybrid_context_parallel
     return RebalancedBatches(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
 
 
 def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:
-    """For each data-parallel rank, in order: with how many it shares documents, its place among them, and how long these are.
+    """Return for each data-parallel rank, in order: (number of ranks it shares documents with, its index among them, length of these documents).
 
-    num_microbatches: of a rank, before they are regrouped.
+    num_microbatches: of a rank, before documents are divided.
     """
     lengths = [
         length
@@ -56,13 +56,13 @@ def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list
 
 
 def document_lengths(config: RunConfig, number: int) -> Sequence[int]:
-    """Lengths of the documents of every row of a microbatch."""
+    """Return the lengths of the documents in each row of a microbatch."""
     length, size = config.train.seq_length, _document(config, number)
     return [min(size, length - start) for start in range(0, length, size)]
 
 
 def _document(config: RunConfig, number: int) -> int:
-    """How long the documents of a microbatch are, but for the last of a row."""
+    """Return the length of a microbatch's documents, except the last one of a row."""
     length, limit = config.train.seq_length, config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
     sizes = deserved(length, limit).bit_length()
@@ -92,12 +92,12 @@ def _rows(trainer: Trainer) -> Generator[Batch]:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A tensor like this one, that is made here and now."""
+    """Return a new tensor with the shape, dtype and device of this one."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
-    """What a dataset of this kind gives for so many samples."""
+    """Return what a dataset of this kind gives for so many samples."""
     length, short = config.train.seq_length, config.train.decoder_seq_length
     sample = {name: np.ones((rows, length), np.int64) for name in ("tokens", "labels", "position_ids")}
     if config.model.architecture == "gpt":

@@ -1,12 +1,12 @@
-"""Tensors without data for a recorder: quick, and with answers where a step asks for numbers.
+"""A recorder over fake tensors: tensors with a shape and no data.
 
-Torch's FakeTensorMode works out what an operation gives from shapes alone. A step repeats the same operations on the same
-shapes thousands of times; so what it found is kept, and the next time a tensor is made from it directly.
+Torch's FakeTensorMode derives the result of an operation from shapes. A step repeats the same operations on the same shapes thousands of
+times, so results are cached, and the next fake tensor is made from the cache.
 
-Numbers are asked for in few places. Which expert has how many tokens follows from the choice of experts, which is made in
-turn (see recorder.py), and which ranks share a document from its length: the true values of that choice and of texts, and of
-all that is made of whole numbers from them, are kept beside the tensors. Of anything else a step may ask only whether a number
-is finite, or small enough: it is.
+A step reads numbers from tensors in few places. How many tokens an expert has follows from the choice of experts, which is made in turn
+(recorder.py); which ranks share a document follows from its length. So the true values of that choice, of texts, and of all integer
+tensors computed from them are kept beside the fake tensors (`tensor.known`). Of any other tensor, a step may only ask whether
+a number is finite, or small enough; the answer is yes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ ROUNDS = 3  # what is repeated until a number is small enough is done so often
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """How a tensor is made. of: the input that it is, or that it looks into, or -1; shift: where it begins, from there."""
+    """How to make a result from the inputs.
+
+    of: index of the input that it is (same), or whose storage it views, or -1 for new storage. shift: offset into that storage.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,7 +49,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What an operation on such shapes gives. kind: None for one output, else the type of their sequence."""
+    """A cached result of an operation on such shapes. kind: None for a single output, else the type of the sequence of outputs."""
 
     kind: type | None
     outputs: tuple[_Output | None, ...]
@@ -54,23 +57,25 @@ class _Plan:
 
 
 @dataclass(slots=True)
-class FakeWorld:
-    """What the recorders of one dry run share."""
+class FakeTensorCache:
+    """The fake tensor mode and the cached results that all recorders of a dry run share."""
 
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     plans: dict[Any, _Plan | None] = field(default_factory=dict)
 
 
 class FakeRecorder(Recorder):
-    """A recorder over tensors without data. world: its FakeTensorMode must be active below. knows: whole numbers matter, even without
-    routers; masks: and numbers that say what counts, where shapes follow from these.
+    """A recorder over fake tensors.
+
+    world: its FakeTensorMode must be active below this mode. knows: track integer values, even without routers. masks: track fp32 masks too,
+    where shapes follow from them.
     """
 
     def __init__(
         self,
         ranks: dict[str, tuple[int, ...]],
         choices: tuple[int, int] | None,
-        world: FakeWorld,
+        world: FakeTensorCache,
         *,
         knows: bool = False,
         masks: bool = False,
@@ -80,7 +85,7 @@ class FakeRecorder(Recorder):
         self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
-        """As `Recorder` says."""
+        """Derive the result of an operation from shapes; see `Recorder.perform`."""
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0], where), facts_of(func, args, kwargs, None)
         if func is aten.randint.default:  # a seed, of which one is as good as another
@@ -101,8 +106,8 @@ class FakeRecorder(Recorder):
         return result, facts
 
     def _attach_values(self, func: Any, args: tuple, result: Any, known: Any) -> None:
-        """Give the results of an operation the numbers that are known of them, and take old ones from what it changed."""
-        if self._chooses(func, args):
+        """Attach the known values of results, and drop those of tensors that the operation changed in place."""
+        if self._is_router_choice(func, args):
             with torch._C._DisableTorchDispatch():
                 result[1].known = self._choice(result[1])
         elif func is aten.sort.stable and args[0].dim() == 1 and args[0].dtype.is_floating_point:
@@ -116,7 +121,7 @@ class FakeRecorder(Recorder):
                 _set_known(tensor, None)
 
     def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """As `Recorder` says. All ranks choose alike, so what they gather is this rank's, again and again."""
+        """As `Recorder.communicate`. All ranks make the same choices, so a gathered tensor repeats this rank's values."""
         result = func(*args, **kwargs)
         if self.knows:
             for tensor in tensors_of((args[0],)):
@@ -130,7 +135,7 @@ class FakeRecorder(Recorder):
         return result
 
     def _answer(self, tensor: Tensor, where: str) -> Any:
-        """The number that a step asks for."""
+        """Return the number that the step reads from a tensor. Raises `RuntimeError` if it depends on data."""
         known = getattr(tensor, "known", None)
         known = _constant(tensor) if known is None else known
         if known is not None:
@@ -144,7 +149,7 @@ class FakeRecorder(Recorder):
         raise RuntimeError(f"{where} asks for a number that depends on data, of which a dry run has none")
 
     def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What the operation gives on values that are known; None if they are not, or are no whole numbers."""
+        """Compute an operation on the known values of its inputs; None if some are unknown or no integers."""
         inputs = list(tensors_of((*args, *kwargs.values())))
         if not inputs and not (
             func in _FROM_NOTHING and kwargs.get("dtype", torch.int64 if func in _COUNTING else None) in self._kept
@@ -162,7 +167,7 @@ class FakeRecorder(Recorder):
             return func(*_values(args), **{name: _values((value,))[0] for name, value in kwargs.items()})
 
     def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, OpFacts]:
-        """What the operation gives, from what it gave before on such shapes."""
+        """Derive the result of an operation from shapes, from the cache where possible."""
         if func is aten.set_.source_Storage_storage_offset:  # remembered, it would keep the storage
             self.world.mode.cache_enabled = False
             try:
@@ -198,7 +203,7 @@ class FakeRecorder(Recorder):
 
 
 def _key(values: Any, inputs: list[Tensor]) -> tuple:
-    """What decides about the shapes that an operation gives. inputs: all tensors among the values are added to it."""
+    """Return what the shapes of a result depend on. inputs: all tensors among the values are appended to it."""
     key: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -214,7 +219,7 @@ def _key(values: Any, inputs: list[Tensor]) -> tuple:
 
 
 def _planned(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:
-    """How to make such a result again; None if that is not known."""
+    """Return how to make such a result again; None if it cannot be cached."""
     several = isinstance(result, (list, tuple))
     values, outputs = tuple(result) if several else (result,), []
     behind = list(reversed(list(enumerate(inputs))))
@@ -228,7 +233,7 @@ def _planned(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:
 
 
 def _output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]) -> _Output:
-    """alike: an input -> its place; places: its storage -> its place."""
+    """Describe one result. alike: id of an input -> its index; places: storage of an input -> its index."""
     shape = tuple(value.shape), value.stride(), value.dtype
     if id(value) in alike:
         return _Output(*shape, alike[id(value)], same=True)
@@ -237,17 +242,17 @@ def _output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], plac
 
 
 def _set_known(tensor: Any, value: Tensor | None) -> None:
-    """Attach the numbers of a fake tensor, None for unknown ones."""
+    """Attach the known values of a fake tensor; None: unknown."""
     tensor.known = value
 
 
 def _constant(tensor: Any) -> Tensor | None:
-    """The numbers that torch itself knows of a fake tensor."""
+    """Return the values that torch itself knows of a fake tensor."""
     return tensor.constant
 
 
 def _values(args: Any) -> list[Any]:
-    """Arguments with known values in the place of tensors."""
+    """Return arguments with known values in the place of tensors."""
     return [
         getattr(value, "known")
         if isinstance(value, Tensor)

@@ -1,16 +1,15 @@
-"""What a stage does with one microbatch, followed a few times and then counted again.
+"""Simulate the first microbatches of each pipeline stage, and replay them for the others.
 
-A step sends many microbatches through the same stages, and of all but a few of them a dry run learns nothing new. So it follows
-them only until it has seen what there is to see:
+A training step sends many microbatches through the same stages; after a few of them a dry run learns nothing new. So:
 
-    the first ones         op by op, until two forward passes of a stage in a row, and the two backward passes that belong to
-                           them, made the same events and took and gave back the same memory at the same moments
-    those between          counted again: the events and storages of the one before. A stage gives tensors like those that it
-                           gave; one autograd node stands for its graph, and counts the backward pass again when its turn comes
-    the last one           op by op again, as sums of gradients may begin in it
+    the first ones    are simulated op by op, until two consecutive forward passes of a stage, and their two backward passes, have produced the
+                      same events, with the same allocations and releases at the same moments
+    those between     are replayed: their events and storages are those of the recorded pass. The stage returns fake tensors of the recorded
+                      layouts; one autograd node stands for its graph and replays the backward pass in its turn
+    the last one      is simulated op by op again, since gradient reduction can begin in it
 
-What goes on around stages (text, messages, losses, the schedule) runs as it always does. Where two passes differ, or one leaves
-something behind where nobody would find it again, `TraceMismatch` is raised, and the dry run follows all of the step.
+Everything around the stages (batches, messages, losses, the schedule) runs as usual. If two passes differ, or one leaves something allocated
+that the replay could not account for, `TraceMismatch` is raised, and the dry run simulates the whole step.
 """
 
 from __future__ import annotations
@@ -30,20 +29,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.trust.simulate.fake_tensors import ROUNDS, FakeRecorder
-from megatron.trust.simulate.memory import LifetimeDelta, StorageLifetime
+from megatron.trust.simulate.memory import AllocationTrace, StorageLifetime
 from megatron.trust.simulate.trace import Event
 
 _SILENT = MicrobatchContext(0.0, training=False)  # of stages whose layers say nothing
 
 
 class TraceMismatch(Exception):
-    """Passes that would have to be alike are not. The message says how; who follows all of a step needs no more."""
+    """Two passes of a stage that should be equal are not. The caller simulates the whole step instead."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """A tensor that others see. birth: which of its pass's births its storage is. asks: whether it has a gradient; plain: whose
-    autograd node is none of Python's, which torch holds in another way.
+class _TensorLayout:
+    """The layout of a tensor that a pass hands to its caller.
+
+    birth: index of its storage among those that the pass leaves allocated. plain: its autograd node is a C++ one; torch holds Python nodes differently.
     """
 
     birth: int
@@ -51,57 +51,60 @@ class _Shape:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    asks: bool
+    requires_grad: bool
     plain: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedPass:
-    """One pass that was followed, told from its beginning but for its events. live: bytes alive before it.
+    """One simulated forward or backward pass of a stage. All numbers count from its start.
 
-    last: event under way at its end. given: what it gave: outputs, or gradients of its inputs. ended: who from before ended in it, in
-    order: (note, its name), and of a backward pass (saved, which birth of the forward pass), (gradient, of which output) or (given,
-    which tensor of what the stage was given). before: names of notes that were there; notes: what it noted. Of a forward pass, kept:
-    births that serve until the step ends. Of a backward pass, flags: what became of its births: kind, travels, sent.
+    live: bytes allocated before it. last: the event under way at its end. given: layouts of the outputs, or of the gradients of the inputs. ended: which earlier
+    storages it released, in order: ("note", name of a metric), and for a backward pass ("saved", index among the forward pass's births),
+    ("gradient", index of an output) or ("given", index of an input). before: names of the metrics that existed; notes: the metrics that it
+    added. kept, of a forward pass: births that stay allocated until the step ends. flags, of a backward pass: final (kind, travels, sent) of the forward
+    pass's births.
     """
 
-    stretch: LifetimeDelta
+    trace: AllocationTrace
     events: tuple[Event, ...]
     live: int
     last: int
-    given: tuple[_Shape | None, ...]
+    given: tuple[_TensorLayout | None, ...]
     ended: tuple[Any, ...]
     before: tuple[str, ...] = ()
-    notes: tuple[tuple[str, _Shape], ...] = ()
+    notes: tuple[tuple[str, _TensorLayout], ...] = ()
     kept: frozenset[int] = frozenset()
     flags: tuple[tuple[str, bool, bool], ...] = ()
 
     @property
     def visible(self) -> frozenset[int]:
-        """Births of a forward pass that others see."""
+        """Births of a forward pass that its caller can see: outputs and metrics."""
         return frozenset(
             shape.birth for shape in (*self.given, *(shape for _, shape in self.notes)) if shape is not None
         )
 
     def held(self, gone: frozenset[int]) -> list[int]:
-        """Births of a forward pass that end with its graph, if these do in its backward pass."""
-        return sorted(set(range(len(self.stretch.births))) - gone - self.visible - self.kept)
+        """Return the births of a forward pass that are freed with its graph. gone: those that the backward pass itself frees."""
+        return sorted(set(range(len(self.trace.births))) - gone - self.visible - self.kept)
 
     def like(self, other: _RecordedPass) -> bool:
-        """Whether both did the same."""
+        """Whether both passes produced the same events and allocations."""
         named = ("last", "given", "ended", "before", "notes", "kept", "flags")
         return (
-            self.stretch.like(other.stretch)
+            self.trace.like(other.trace)
             and all(getattr(self, name) == getattr(other, name) for name in named)
-            and [_alike(event, self.live) for event in self.events]
-            == [_alike(event, other.live) for event in other.events]
+            and [_comparable(event, self.live) for event in self.events]
+            == [_comparable(event, other.live) for event in other.events]
         )
 
 
 @dataclass(slots=True)
-class _Stage:
-    """What is known of one stage. settled: number of the second of two followed passes that were alike, or -1. output: what its
-    outputs come in. lasting: which tensors of what it was given were still there when the next pass began.
+class _StageRecord:
+    """The recorded passes of one stage.
+
+    settled: number of the second of two equal passes, or -1. output: the structure of its outputs, with `...` for tensors. lasting:
+    indices of the inputs that were still allocated when the next pass began.
     """
 
     count: int = 0
@@ -113,7 +116,7 @@ class _Stage:
     backwards: dict[int, _RecordedPass] = field(default_factory=dict)
 
     def add_backward(self, number: int, recorded: _RecordedPass) -> None:
-        """Keep the backward pass of a microbatch that was followed, and compare the two that must be alike."""
+        """Record the backward pass of a microbatch, and compare the two that must be equal. Raises `TraceMismatch`."""
         if number == self.settled:
             if (former := self.backwards.pop(number - 1, None)) is None or not former.like(recorded):
                 raise TraceMismatch("two backward passes of a stage are not alike")
@@ -125,8 +128,8 @@ class _Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """A moment."""
+class _StartState:
+    """Counters at the start of a pass: events, clock, allocated bytes, and numbers read from tensors."""
 
     event: int
     clock: int
@@ -135,16 +138,17 @@ class _Mark:
 
 
 @dataclass(slots=True)
-class _Pass:
-    """A pass whose backward pass is still to come. microbatch_context: of its microbatch. asking: what it was given that asks for gradients. lives:
-    what it left, as its births.
+class _PendingBackward:
+    """A forward pass whose backward pass is still to come.
 
-    Of one that was followed, given: the lives of what it was given; gradients: id of the life of an output's gradient -> which output;
-    before, mark: the notes that were there when its backward pass began, and when that was. Of one that was counted, held: what it was
-    given that lasts; copied: its outputs, until they are given away.
+    microbatch_context: of its microbatch. asking: inputs that require gradients. lives: storages that it left, in the order of its births.
+
+    If it was simulated: given: lifetimes of its inputs. gradients: id of the lifetime of an output's gradient -> index of the output. before, start: metrics
+    and counters when its backward pass began. If it was replayed: held: inputs that stay allocated. copied: its outputs, until they are
+    returned.
     """
 
-    stage: _Stage
+    stage: _StageRecord
     number: int
     microbatch_context: MicrobatchContext
     asking: tuple[weakref.ref[Tensor], ...]
@@ -154,10 +158,10 @@ class _Pass:
     copied: tuple[tuple[Tensor, bool], ...] = ()
     gradients: dict[int, int] = field(default_factory=dict)
     before: dict[int, tuple[str, str]] = field(default_factory=dict)
-    mark: _Mark | None = None
+    start: _StartState | None = None
 
-    def names_of_lives(self) -> dict[int, Any]:
-        """id of a storage's life -> what it is to this pass: saved by it, a metric, an output's gradient, or an input."""
+    def roles_of_lives(self) -> dict[int, Any]:
+        """Map the id of a lifetime to its role in this pass: saved by it, a metric, an output's gradient, or an input."""
         names: dict[int, Any] = {id(life): ("saved", birth) for birth, life in enumerate(self.lives)} | self.before
         for life, which in self.gradients.items():
             names.setdefault(life, ("gradient", which))
@@ -168,10 +172,10 @@ class _Pass:
 
 
 class _ReplayedPass(Function):
-    """Stands for the graph of a stage."""
+    """The autograd node of a replayed forward pass."""
 
     @staticmethod
-    def forward(context: Any, copier: MicrobatchMemo, waiting: _Pass, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(context: Any, copier: MicrobatchMemo, waiting: _PendingBackward, *inputs: Tensor) -> tuple[Tensor, ...]:
         context.copier, context.waiting, context.number = copier, waiting, len(inputs)
         context.set_materialize_grads(False)
         context.mark_non_differentiable(*(tensor for tensor, asks in waiting.copied if not asks))
@@ -180,46 +184,50 @@ class _ReplayedPass(Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        context.held = context.copier.count_backward(context.waiting, gradients)
+        context.held = context.copier.replay_backward(context.waiting, gradients)
         return (None,) * (2 + context.number)
 
 
 class MicrobatchMemo:
-    """Stands around the stages of one rank for one step. microbatches: of the step."""
+    """Records and replays the stages of one rank in one step. microbatches: of the step."""
 
     def __init__(self, recorder: FakeRecorder, microbatches: int) -> None:
         self.recorder, self.last = recorder, microbatches - 1
-        self._left: list[StorageLifetime] = []  # what serves until the step ends, of passes that were not followed
+        self._until_step_end: list[
+            StorageLifetime
+        ] = []  # what serves until the step ends, of passes that were not followed
         self._graph: list[StorageLifetime] = []  # what has to end with a graph, before the next pass
-        self._former: _Pass | None = None  # the forward pass that was followed last, until the next pass begins
+        self._former: _PendingBackward | None = (
+            None  # the forward pass that was followed last, until the next pass begins
+        )
 
     @contextmanager
-    def around(self, stages: Sequence[nn.Module]) -> Iterator[None]:
-        """Follow these stages, or count them again."""
+    def installed_on(self, stages: Sequence[nn.Module]) -> Iterator[None]:
+        """Replace the forward methods of these stages by ones that record or replay."""
         with ExitStack() as stack:
             for stage in stages:
-                stage.forward = partial(self._forward, _Stage(), stage.forward)
+                stage.forward = partial(self._forward, _StageRecord(), stage.forward)
                 stack.callback(delattr, stage, "forward")
             yield
             self._check()
-        self.recorder.heap.end(self._left)
+        self.recorder.memory.end_all(self._until_step_end)
 
-    def _forward(self, stage: _Stage, plain: Any, **given: Any) -> Any:
+    def _forward(self, stage: _StageRecord, plain: Any, **given: Any) -> Any:
         self._check()
         number, stage.count = stage.count, stage.count + 1
         if stage.settled < 0 or number == self.last:
-            return self._follow(stage, number, plain, given)
-        return self._count(stage, number, given)
+            return self._record_forward(stage, number, plain, given)
+        return self._replay_forward(stage, number, given)
 
     # Following.
 
-    def _mark(self) -> _Mark:
+    def _start_state(self) -> _StartState:
         self._check()
-        heap = self.recorder.heap
-        return _Mark(len(self.recorder.events), heap.clock, heap.live, self.recorder.num_questions)
+        memory = self.recorder.memory
+        return _StartState(len(self.recorder.events), memory.clock, memory.live, self.recorder.num_questions)
 
     def _check(self) -> None:
-        """Another pass begins: what had to end with a graph has ended, and what a forward pass was given and still lasts will last."""
+        """A new pass begins: check that what had to be freed with a graph has been, and note which inputs of the last pass are still allocated."""
         if any(life.lasts for life in self._graph):
             raise TraceMismatch("something that a backward pass left does not end with its graph")
         self._graph.clear()
@@ -229,33 +237,37 @@ class MicrobatchMemo:
             )
             self._former = None
 
-    def _follow(self, stage: _Stage, number: int, plain: Any, given: dict[str, Any]) -> Any:
-        heap, mark, microbatch_context = self.recorder.heap, self._mark(), given.get("microbatch_context") or _SILENT
-        before = self._notes(microbatch_context)
+    def _record_forward(self, stage: _StageRecord, number: int, plain: Any, given: dict[str, Any]) -> Any:
+        memory, mark, microbatch_context = (
+            self.recorder.memory,
+            self._start_state(),
+            given.get("microbatch_context") or _SILENT,
+        )
+        before = self._metric_lives(microbatch_context)
         output = plain(**given)
-        stretch, births, deaths = heap.stretch(mark.clock, mark.event, mark.live)
+        trace, births, deaths = memory.trace_since(mark.clock, mark.event, mark.live)
         place = {id(life): birth for birth, life in enumerate(births)}
         outputs = tuple(_tensors(output))
-        shapes = tuple(self._shape(tensor, place) for tensor in outputs)
-        retained = {id(heap.known(tensor)) for tensor in _tensors(microbatch_context.retained)}
+        shapes = tuple(self._layout(tensor, place) for tensor in outputs)
+        retained = {id(memory.find(tensor)) for tensor in _tensors(microbatch_context.retained)}
         seen = replace(
-            self._seen(mark, stretch, shapes, tuple(_known(before, life, "a forward pass") for life in deaths)),
-            before=_names(before),
-            notes=self._noted(microbatch_context, place),
+            self._recorded(mark, trace, shapes, tuple(_identified(before, life, "a forward pass") for life in deaths)),
+            before=_metric_names(before),
+            notes=self._new_metrics(microbatch_context, place),
             kept=frozenset(birth for life, birth in place.items() if life in retained),
         )
-        waiting = _Pass(
+        waiting = _PendingBackward(
             stage,
             number,
             microbatch_context,
-            _asking(given),
+            _requiring_gradients(given),
             births,
-            [heap.known(tensor) for tensor in _tensors(tuple(given.values()))],
+            [memory.find(tensor) for tensor in _tensors(tuple(given.values()))],
         )
         self._former = waiting
         for which, tensor in enumerate(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._comes_back, waiting, seen, which))
+                tensor.register_hook(partial(self._gradient_arrived, waiting, seen, which))
         if stage.settled >= 0 and (stage.forward is None or not seen.like(stage.forward)):
             raise TraceMismatch("the last forward pass of a stage is another than those before")
         if stage.forward is not None and seen.like(stage.forward) and stage.settled < 0:
@@ -263,60 +275,62 @@ class MicrobatchMemo:
         stage.forward = seen
         return output
 
-    def _comes_back(self, waiting: _Pass, forward: _RecordedPass, which: int, gradient: Tensor) -> None:
-        """The backward pass of a stage that was followed begins, or one more of its gradients is there."""
-        life = self.recorder.heap.known(gradient)
+    def _gradient_arrived(
+        self, waiting: _PendingBackward, forward: _RecordedPass, which: int, gradient: Tensor
+    ) -> None:
+        """Autograd hook: runs when a recorded stage's backward pass starts, and once for each output gradient that arrives."""
+        life = self.recorder.memory.find(gradient)
         if life is not None:
             waiting.gradients[id(life)] = which
-        if waiting.mark is None:
-            waiting.mark, waiting.before = self._mark(), self._notes(waiting.microbatch_context)
-            Variable._execution_engine.queue_callback(partial(self._came_back, waiting, forward))
+        if waiting.start is None:
+            waiting.start, waiting.before = self._start_state(), self._metric_lives(waiting.microbatch_context)
+            Variable._execution_engine.queue_callback(partial(self._backward_ended, waiting, forward))
 
-    def _came_back(self, waiting: _Pass, forward: _RecordedPass) -> None:
-        """The backward pass of a stage that was followed has ended."""
-        heap, mark = self.recorder.heap, waiting.mark
+    def _backward_ended(self, waiting: _PendingBackward, forward: _RecordedPass) -> None:
+        """Autograd callback at the end of a recorded stage's backward pass."""
+        memory, mark = self.recorder.memory, waiting.start
         assert mark is not None, "the beginning of a backward pass was marked"
-        stretch, births, deaths = heap.stretch(mark.clock, mark.event, mark.live)
+        trace, births, deaths = memory.trace_since(mark.clock, mark.event, mark.live)
         place = {id(life): birth for birth, life in enumerate(births)}
         gradients = tuple(
-            None if (tensor := reference()) is None or tensor.grad is None else self._shape(tensor.grad, place)
+            None if (tensor := reference()) is None or tensor.grad is None else self._layout(tensor.grad, place)
             for reference in waiting.asking
         )
-        noted = self._noted(waiting.microbatch_context, place)
+        noted = self._new_metrics(waiting.microbatch_context, place)
         accounted = {shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}
         if len(births) != len(accounted):
             raise TraceMismatch("a backward pass leaves something behind")
-        names = waiting.names_of_lives()
-        ended = tuple(_known(names, life, "a backward pass") for life in deaths)
-        if not _gone(ended).isdisjoint(forward.visible):
+        names = waiting.roles_of_lives()
+        ended = tuple(_identified(names, life, "a backward pass") for life in deaths)
+        if not _ended_births(ended).isdisjoint(forward.visible):
             raise TraceMismatch("a backward pass ends what others see")
-        rest = [waiting.lives[birth] for birth in forward.held(_gone(ended))]
+        rest = [waiting.lives[birth] for birth in forward.held(_ended_births(ended))]
         if not all(life.lasts for life in rest):
             raise TraceMismatch("what a forward pass left ends before its backward pass")
         self._graph += rest
         seen = replace(
-            self._seen(mark, stretch, gradients, ended),
-            before=_names(waiting.before),
+            self._recorded(mark, trace, gradients, ended),
+            before=_metric_names(waiting.before),
             notes=noted,
             flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives),
         )
         waiting.stage.add_backward(waiting.number, seen)
 
-    def _seen(
-        self, mark: _Mark, stretch: LifetimeDelta, given: tuple[_Shape | None, ...], ended: tuple[Any, ...]
+    def _recorded(
+        self, mark: _StartState, trace: AllocationTrace, given: tuple[_TensorLayout | None, ...], ended: tuple[Any, ...]
     ) -> _RecordedPass:
         recorder, events = self.recorder, self.recorder.events[mark.event :]
         if (recorder.num_questions - mark.num_questions) % ROUNDS:
             raise TraceMismatch("a pass asks for numbers whose answers change")
         if any(event.action != recorder.action or event.kind == "action" for event in events):
             raise TraceMismatch("another action begins in a pass")
-        return _RecordedPass(stretch, events, mark.live, recorder.heap.event - mark.event, given, ended)
+        return _RecordedPass(trace, events, mark.live, recorder.memory.event - mark.event, given, ended)
 
-    def _shape(self, tensor: Tensor, place: dict[int, int]) -> _Shape:
-        life = self.recorder.heap.known(tensor)
+    def _layout(self, tensor: Tensor, place: dict[int, int]) -> _TensorLayout:
+        life = self.recorder.memory.find(tensor)
         if life is None or id(life) not in place:
             raise TraceMismatch("a stage gives what it was given")
-        return _Shape(
+        return _TensorLayout(
             place[id(life)],
             tuple(tensor.size()),
             tensor.stride(),
@@ -326,103 +340,111 @@ class MicrobatchMemo:
             not isinstance(tensor.grad_fn, torch._C._FunctionBase),
         )
 
-    def _notes(self, microbatch_context: MicrobatchContext) -> dict[int, tuple[str, str]]:
-        """Who the lives of the notes are."""
-        return {id(self.recorder.heap.known(note)): ("note", name) for name, note in microbatch_context.metrics.items()}
+    def _metric_lives(self, microbatch_context: MicrobatchContext) -> dict[int, tuple[str, str]]:
+        """Map the ids of the metrics' lifetimes to ("note", name)."""
+        return {
+            id(self.recorder.memory.find(note)): ("note", name) for name, note in microbatch_context.metrics.items()
+        }
 
-    def _noted(self, microbatch_context: MicrobatchContext, place: dict[int, int]) -> tuple[tuple[str, _Shape], ...]:
-        """The notes that were made in a pass."""
+    def _new_metrics(
+        self, microbatch_context: MicrobatchContext, place: dict[int, int]
+    ) -> tuple[tuple[str, _TensorLayout], ...]:
+        """Return the metrics that a pass added, with their layouts."""
         return tuple(
-            (name, self._shape(note, place))
+            (name, self._layout(note, place))
             for name, note in microbatch_context.metrics.items()
-            if id(self.recorder.heap.known(note)) in place
+            if id(self.recorder.memory.find(note)) in place
         )
 
     # Counting again.
 
-    def _same_notes(self, microbatch_context: MicrobatchContext, seen: _RecordedPass) -> None:
+    def _check_metrics(self, microbatch_context: MicrobatchContext, seen: _RecordedPass) -> None:
         if tuple(microbatch_context.metrics) != seen.before:
             raise TraceMismatch("other notes were made before a pass")
 
-    def _count(self, stage: _Stage, number: int, given: dict[str, Any]) -> Any:
-        heap, seen, microbatch_context = self.recorder.heap, stage.forward, given.get("microbatch_context") or _SILENT
+    def _replay_forward(self, stage: _StageRecord, number: int, given: dict[str, Any]) -> Any:
+        memory, seen, microbatch_context = (
+            self.recorder.memory,
+            stage.forward,
+            given.get("microbatch_context") or _SILENT,
+        )
         assert seen is not None, "a pass is counted once two alike were followed"
-        self._same_notes(microbatch_context, seen)
-        lives = self._again(seen, [heap.release(microbatch_context.metrics[name]) for _, name in seen.ended])
+        self._check_metrics(microbatch_context, seen)
+        lives = self._replay(seen, [memory.detach(microbatch_context.metrics[name]) for _, name in seen.ended])
         shapes = [shape for shape in seen.given if shape is not None]  # all outputs of a forward pass have one
-        made = tuple((self._made(shape, lives), shape.asks) for shape in shapes)
-        microbatch_context.metrics |= {name: self._made(shape, lives) for name, shape in seen.notes}
-        asking = _asking(given)
+        made = tuple((self._tensor_like(shape, lives), shape.requires_grad) for shape in shapes)
+        microbatch_context.metrics |= {name: self._tensor_like(shape, lives) for name, shape in seen.notes}
+        asking = _requiring_gradients(given)
         held = {place: tensor for place, tensor in enumerate(_tensors(tuple(given.values()))) if place in stage.lasting}
-        waiting = _Pass(stage, number, microbatch_context, asking, lives, held=held, copied=made)
+        waiting = _PendingBackward(stage, number, microbatch_context, asking, lives, held=held, copied=made)
         del made
         outputs = _ReplayedPass.apply(self, waiting, self._anchor(), *(reference() for reference in asking))
         with _disable_current_modes():
             forwarded = [
-                torch.ops.aten.alias(tensor) if shape.asks and shape.plain else tensor
+                torch.ops.aten.alias(tensor) if shape.requires_grad and shape.plain else tensor
                 for tensor, shape in zip(outputs, shapes)
             ]
-        return _filled(stage.output, iter(forwarded))
+        return _with_tensors(stage.output, iter(forwarded))
 
-    def count_backward(self, waiting: _Pass, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The turn of a pass that was counted has come. Returns what ends with its graph."""
-        heap, seen, forward = self.recorder.heap, waiting.stage.backward, waiting.stage.forward
+    def replay_backward(self, waiting: _PendingBackward, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Replay the backward pass of a replayed forward pass. Returns tensors that are freed with its graph."""
+        memory, seen, forward = self.recorder.memory, waiting.stage.backward, waiting.stage.forward
         if seen is None or forward is None:
             raise TraceMismatch("a pass comes back before one that was followed")
         for life, flags in zip(waiting.lives, seen.flags, strict=True):
             life.kind, life.travels, life.sent = flags
         if not all(kind != "given" or place in waiting.held for kind, place in seen.ended):
             raise TraceMismatch("a graph keeps what it was given, which did not last before")
-        self._same_notes(waiting.microbatch_context, seen)
+        self._check_metrics(waiting.microbatch_context, seen)
         held: dict[str, Any] = {
             "gradient": gradients,
             "given": waiting.held,
             "note": waiting.microbatch_context.metrics,
         }
         ending = [
-            waiting.lives[place] if kind == "saved" else heap.release(held[kind][place]) for kind, place in seen.ended
+            waiting.lives[place] if kind == "saved" else memory.detach(held[kind][place]) for kind, place in seen.ended
         ]
-        lives = self._again(seen, ending)
-        waiting.microbatch_context.metrics |= {name: self._made(shape, lives) for name, shape in seen.notes}
+        lives = self._replay(seen, ending)
+        waiting.microbatch_context.metrics |= {name: self._tensor_like(shape, lives) for name, shape in seen.notes}
         for reference, shape in zip(waiting.asking, seen.given, strict=True):
             if shape is not None and (tensor := reference()) is not None:
-                tensor.grad = self._made(shape, lives)
-        self._left += [waiting.lives[birth] for birth in forward.kept]
+                tensor.grad = self._tensor_like(shape, lives)
+        self._until_step_end += [waiting.lives[birth] for birth in forward.kept]
         return [
-            self._in(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)
-            for birth in forward.held(_gone(seen.ended))
+            self._tensor_in(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)
+            for birth in forward.held(_ended_births(seen.ended))
         ]
 
-    def _again(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
+    def _replay(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
         recorder, begin = self.recorder, len(self.recorder.events)
-        recorder.events.repeat(seen.events, recorder.action, recorder.heap.live - seen.live)
-        recorder.heap.event = begin + seen.last
-        return recorder.heap.again(seen.stretch, begin, ending)
+        recorder.events.repeat(seen.events, recorder.action, recorder.memory.live - seen.live)
+        recorder.memory.event = begin + seen.last
+        return recorder.memory.replay(seen.trace, begin, ending)
 
-    def _made(self, shape: _Shape, lives: Sequence[StorageLifetime]) -> Tensor:
-        """A tensor like one that was seen, in the storage of one of these lives."""
-        return self._in(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
+    def _tensor_like(self, shape: _TensorLayout, lives: Sequence[StorageLifetime]) -> Tensor:
+        """Return a fake tensor of a recorded layout, in the storage of one of these lifetimes."""
+        return self._tensor_in(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
 
-    def _in(
+    def _tensor_in(
         self, life: StorageLifetime, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
     ) -> Tensor:
-        """A tensor in the storage of a life, which ends with it."""
+        """Return a fake tensor in the storage of a lifetime, which ends when the tensor is freed."""
         with torch._C._DisableTorchDispatch():
             memory = torch.empty(life.size, dtype=torch.uint8, device="meta").untyped_storage()
             tensor = torch.empty(0, dtype=dtype, device="meta").set_(memory, offset, size, stride)
         made = FakeTensor(self.recorder.world.mode, tensor, torch.device("cpu"))
-        self.recorder.heap.embody(life, made)
+        self.recorder.memory.attach(life, made)
         return made
 
     def _anchor(self) -> Tensor:
-        """What makes the graph of a first stage ask for gradients, though nothing that it is given does."""
+        """Return a tensor that makes the graph of a first stage require gradients although none of its inputs does."""
         with torch._C._DisableTorchDispatch():
             tensor = torch.empty((), device="meta")
         return FakeTensor(self.recorder.world.mode, tensor, torch.device("cpu")).requires_grad_()
 
 
-def _alike(event: Event, live: int) -> tuple[Any, ...]:
-    """What is to be the same of an event in two passes. live: bytes alive before the pass."""
+def _comparable(event: Event, live: int) -> tuple[Any, ...]:
+    """Return what must be equal of an event in two passes. live: bytes allocated before the pass."""
     return (
         event.kind,
         event.name,
@@ -441,29 +463,29 @@ def _alike(event: Event, live: int) -> tuple[Any, ...]:
     )
 
 
-def _gone(ended: tuple[Any, ...]) -> frozenset[int]:
-    """Births of a forward pass that end in its backward pass."""
+def _ended_births(ended: tuple[Any, ...]) -> frozenset[int]:
+    """Return the births of a forward pass that its backward pass frees."""
     return frozenset(birth for kind, birth in ended if kind == "saved")
 
 
-def _names(notes: dict[int, tuple[str, str]]) -> tuple[str, ...]:
+def _metric_names(notes: dict[int, tuple[str, str]]) -> tuple[str, ...]:
     return tuple(name for _, name in notes.values())
 
 
-def _known(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
-    """Who a life that ended is."""
+def _identified(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
+    """Return the role of a lifetime that ended. Raises `TraceMismatch` for an unknown one."""
     if id(life) not in who:
         raise TraceMismatch(f"something from before ends in {where}")
     return who[id(life)]
 
 
-def _asking(given: dict[str, Any]) -> tuple[weakref.ref[Tensor], ...]:
-    """The tensors among arguments that ask for gradients."""
+def _requiring_gradients(given: dict[str, Any]) -> tuple[weakref.ref[Tensor], ...]:
+    """Return weak references to the tensors among the arguments that require gradients."""
     return tuple(weakref.ref(tensor) for tensor in _tensors(tuple(given.values())) if tensor.requires_grad)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in a value: in sequences, and in records."""
+    """Yield all tensors in a value, through sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -475,17 +497,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _without_tensors(value: Any) -> Any:
-    """What tensors come in, with dots in their places."""
-    return ... if isinstance(value, Tensor) else _each(value, _without_tensors)
+    """Return a value's structure, with `...` for each tensor."""
+    return ... if isinstance(value, Tensor) else _map_tuple(value, _without_tensors)
 
 
-def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The value with tensors in the places of dots."""
-    return next(tensors) if value is ... else _each(value, lambda one: _filled(one, tensors))
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a structure with tensors in the places of `...`."""
+    return next(tensors) if value is ... else _map_tuple(value, lambda one: _with_tensors(one, tensors))
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tuple, named or not, of what was made of its parts; anything else as it is."""
+def _map_tuple(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to the elements of a tuple or named tuple; return any other value unchanged."""
     if not isinstance(value, tuple):
         return value
     return type(value)(*map(change, value)) if hasattr(value, "_fields") else tuple(map(change, value))

@@ -1,14 +1,15 @@
-"""What lives when: every storage of a step from its birth to its end, by kind.
+"""Memory of a simulated training step: the lifetime of every storage, by kind.
 
-A storage is counted once, by its own size, however many tensors look into it; so the counts are those of an allocator
-that never rounds. What allocators add (rounding, splitting) and what kernels take inside an operation is not seen.
+A storage is counted once, by its own size, however many tensors view it. So the totals are those of an allocator that never rounds;
+fragmentation, and workspace that a kernel allocates internally, are not included.
 
-    weights, gradients, optimizer   known by name, once the trainer is built; weights also as FSDP2 gathers them, while they are whole
-    activations     made or received by a forward pass, and still there when it ended
-    communication   of the rest, what a collective or message read or wrote
-    temporaries     of the rest, everything: what an operation made and a later one of the same action let go
+    weights, gradients, optimizer   known by name once the trainer is built; weights also while FSDP2 has them gathered
+    activations     created or received by a forward pass, and still allocated when it ended
+    communication   of the rest, inputs and outputs of collectives and messages
+    temporaries     everything else: created and freed within one action
 
-What happened before may happen once more (memoization.py): a `LifetimeDelta` says what came and went in it, and `Heap.again` counts it.
+Repeated microbatches need not be simulated again (memoization.py): an `AllocationTrace` records the allocations of a stretch of the step, and
+`StorageTracker.replay` counts it once more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, UntypedStorage
 
-from megatron.trust.simulate.trace import KINDS, TOGETHER, DryRun, HeldStorage, Trace
+from megatron.trust.simulate.trace import KINDS, TOGETHER, DryRun, MemoryByKind, Trace
 
 _FOREVER = 1 << 62
 _POINTS = 1000  # of a thinned timeline
@@ -29,8 +30,10 @@ _POINTS = 1000  # of a thinned timeline
 
 @dataclass(slots=True)
 class StorageLifetime:
-    """One storage. born, died: numbers of the heap's clock. forward: number of the forward pass that it belongs to, or -1.
-    travels: a collective or message touched it; sent: it left. elsewhere: it lies in the host's memory, and takes nothing of this one.
+    """One storage from its allocation to its release.
+
+    born, died: ticks of the tracker's clock. forward: number of the forward pass that created it, or -1. travels: a collective or message used
+    it; sent: it was sent to another rank. elsewhere: it is in host memory and takes no device memory.
     """
 
     size: int
@@ -44,17 +47,17 @@ class StorageLifetime:
 
     @property
     def lasts(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is still allocated."""
         return self.died == _FOREVER
 
 
 @dataclass(frozen=True, slots=True)
-class LifetimeDelta:
-    """What a heap saw between two moments, told from the first: live bytes, ticks of the clock and events count from there.
+class AllocationTrace:
+    """Allocations and releases between two moments. Bytes, ticks and event numbers count from the first moment.
 
-    events: of every tick. sizes, born, died, kinds: of the storages that came and went in it (kinds: places in KINDS). births:
-    (tick, size, kind, travels, sent) of those that stayed. deaths: ticks of those that were there before. live: bytes at its end.
-    top: most bytes, and the tick and the event of it.
+    events: the event of every tick. sizes, born, died, kinds: of storages allocated and released within (kinds are indices into KINDS). births:
+    (tick, size, kind, travels, sent) of storages that stay allocated. deaths: ticks at which earlier storages were released. live:
+    change in allocated bytes. top: (highest change in bytes, its tick, its event).
     """
 
     events: np.ndarray
@@ -67,8 +70,8 @@ class LifetimeDelta:
     live: int
     top: tuple[int, int, int]
 
-    def like(self, other: LifetimeDelta) -> bool:
-        """Whether the same came and went at the same moments."""
+    def like(self, other: AllocationTrace) -> bool:
+        """Whether both traces have the same allocations and releases at the same ticks."""
         return (self.births, self.deaths, self.live, self.top) == (
             other.births,
             other.deaths,
@@ -80,8 +83,8 @@ class LifetimeDelta:
         )
 
 
-class Heap:
-    """All storages that were seen. Its clock ticks at every birth and death."""
+class StorageTracker:
+    """All storages of a simulated step. Its clock ticks at every allocation and every release."""
 
     def __init__(self) -> None:
         self.live = self.peak = self.clock = self.peak_clock = self.peak_event = 0
@@ -91,23 +94,23 @@ class Heap:
         self._moves: list[
             StorageLifetime | None
         ] = []  # who came or went at it; nobody's name is known in what is counted again
-        self._again: list[tuple[int, LifetimeDelta]] = []  # (clock before it, what was counted again)
+        self._again: list[tuple[int, AllocationTrace]] = []  # (clock before it, what was counted again)
         self._open: dict[int, tuple[StorageLifetime, weakref.ref]] = {}
         self._forward = -1  # the number of the pass under way
         self._forward_ends: list[int] = []  # the clock at the end of each
         self._forwards: dict[str, int] = {}  # action -> number
         self._microbatches: list[str] = []  # of each forward pass
 
-    def see(self, tensor: Tensor, *, elsewhere: bool = False) -> None:
-        """Count the tensor's storage, if it is new. elsewhere: it lies in another memory, and takes nothing of this one."""
+    def track(self, tensor: Tensor, *, elsewhere: bool = False) -> None:
+        """Count a tensor's storage, if it is new. elsewhere: it is in host memory, and counts as 0 bytes."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._open:
             self._hold(self._begin(0 if elsewhere else storage.nbytes()), storage)
             if elsewhere:
                 self._open[storage._cdata][0].elsewhere = True
 
-    def resized(self, storage: UntypedStorage) -> None:
-        """FSDP2 let go of what it had gathered, or takes the room for it again: weights that end, and weights that begin."""
+    def track_resize(self, storage: UntypedStorage) -> None:
+        """Note that FSDP2 has freed or reallocated a storage of gathered weights."""
         if storage._cdata not in self._open:
             return
         life, reference = self._open[storage._cdata]
@@ -118,23 +121,23 @@ class Heap:
             life.kind = "weights"
             self._open[storage._cdata] = life, reference
 
-    def of(self, tensor: Tensor) -> StorageLifetime:
-        """The life of a tensor's storage."""
-        self.see(tensor)
+    def lifetime_of(self, tensor: Tensor) -> StorageLifetime:
+        """Return the lifetime of a tensor's storage."""
+        self.track(tensor)
         return self._open[tensor.untyped_storage()._cdata][0]
 
-    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """These are of this kind; what has a kind keeps it."""
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Set the kind of these tensors' storages, unless they have one."""
         for tensor in tensors:
-            life = self.of(tensor)
+            life = self.lifetime_of(tensor)
             life.kind = life.kind or kind
 
     def begin_step(self) -> None:
-        """From here on the peak counts."""
+        """Start to measure the peak."""
         self.peak, self.peak_clock, self.peak_event = self.live, self.clock, self.event
 
-    def enter(self, action: str) -> None:
-        """Another action begins, or one goes on; what is born in a forward pass (F0.3) belongs to it."""
+    def begin_action(self, action: str) -> None:
+        """Start or resume an action of the schedule. Storages allocated in a forward pass (such as F0.3) belong to it."""
         if self._forward >= 0:
             self._forward_ends[self._forward] = self.clock
         self._forward = -1
@@ -146,29 +149,30 @@ class Heap:
             self._microbatches.append(action.partition(".")[2])
 
     def kind_of(self, life: StorageLifetime) -> str:
-        """What a storage turned out to be."""
+        """Return the kind of a storage, which for unlabelled ones follows from its lifetime."""
         if life.kind:
             return life.kind
         if life.forward >= 0 and life.died > self._forward_ends[life.forward] and not life.sent:
             return "activations"
         return "communication" if life.travels else "temporaries"
 
-    def at(self, clock: int) -> HeldStorage:
-        """What was alive right after this tick."""
+    def memory_at(self, clock: int) -> MemoryByKind:
+        """Return the bytes allocated right after a tick, by kind."""
         held = dict.fromkeys(KINDS, 0)
         for life in self.lives:
             if life.born <= clock < life.died:
                 held[self.kind_of(life)] += life.size
-        for began, stretch in self._again:
-            if began <= clock < began + len(stretch.events):
-                alive = (stretch.born <= clock - began) & (clock - began < stretch.died)
-                for kind, size in zip(stretch.kinds[alive], stretch.sizes[alive], strict=True):
+        for began, trace in self._again:
+            if began <= clock < began + len(trace.events):
+                alive = (trace.born <= clock - began) & (clock - began < trace.died)
+                for kind, size in zip(trace.kinds[alive], trace.sizes[alive], strict=True):
                     held[KINDS[kind]] += int(size)
-        return HeldStorage(**held)
+        return MemoryByKind(**held)
 
-    def left_behind(self, clock: int) -> int:
-        """Bytes that the forward passes of a microbatch made and that are still there at this tick: of the one that leaves least, as
-        the first may leave what serves all, and the last what nobody has thrown away yet.
+    def kept_per_microbatch(self, clock: int) -> int:
+        """Return the bytes that the forward passes of a microbatch leave allocated at a tick.
+
+        That of the microbatch with the least: the first one can leave what serves all, and the last one what is still to be freed.
         """
         sizes = dict.fromkeys(self._microbatches, 0)
         for life in self.lives:
@@ -176,8 +180,8 @@ class Heap:
                 sizes[self._microbatches[life.forward]] += life.size
         return min(sizes.values(), default=0)
 
-    def timeline(self, begin: int) -> tuple[tuple[int, HeldStorage], ...]:
-        """(event, what was alive) from a tick on, the highest moment of every stretch."""
+    def timeline(self, begin: int) -> tuple[tuple[int, MemoryByKind], ...]:
+        """Return (event, bytes by kind) from a tick on, subsampled: the highest moment of every stretch."""
         places, held = {kind: place for place, kind in enumerate(KINDS)}, np.zeros(len(KINDS), np.int64)
         changes: list[tuple[int, int, int]] = []  # tick, kind, bytes
         for life in self.lives:
@@ -196,21 +200,21 @@ class Heap:
             ]
         moves = np.concatenate(parts)
         moves = moves[np.argsort(moves[:, 0])]
-        totals, stretch = held.sum() + np.cumsum(moves[:, 2]), max(1, len(moves) // _POINTS)
-        best = [low + int(np.argmax(totals[low : low + stretch])) for low in range(0, len(moves), stretch)]
+        totals, trace = held.sum() + np.cumsum(moves[:, 2]), max(1, len(moves) // _POINTS)
+        best = [low + int(np.argmax(totals[low : low + trace])) for low in range(0, len(moves), trace)]
         by_kind = [
             held[place] + np.cumsum(np.where(moves[:, 1] == place, moves[:, 2], 0)) for place in range(len(KINDS))
         ]
-        return tuple((self.ticks[moves[at, 0]], HeldStorage(*(int(one[at]) for one in by_kind))) for at in best)
+        return tuple((self.ticks[moves[at, 0]], MemoryByKind(*(int(one[at]) for one in by_kind))) for at in best)
 
     # What happened before, once more.
 
-    def stretch(
+    def trace_since(
         self, clock: int, event: int, live: int
-    ) -> tuple[LifetimeDelta, list[StorageLifetime], list[StorageLifetime]]:
-        """What came and went since this moment, when so much was alive and so many events were known; nothing of it was counted again.
+    ) -> tuple[AllocationTrace, list[StorageLifetime], list[StorageLifetime]]:
+        """Return the allocations since a moment (clock, number of events and allocated bytes then), none of which were replayed.
 
-        Also the lives that began since then and go on, and those from before that ended, as `births` and `deaths` tell of them.
+        Returns also the lifetimes that began since then and continue, and the earlier ones that ended, in the order of `births` and `deaths`.
         """
         births, began, deaths, ended, inner = [], [], [], [], []
         now, top = 0, (0, -1, -1)
@@ -231,48 +235,48 @@ class Heap:
         assert now == self.live - live, "every byte comes and goes at a tick"
         sizes, born, died, kinds = np.array(inner, np.int64).reshape(-1, 4).T
         events = np.array(self.ticks[clock:], np.int64) - event
-        return LifetimeDelta(events, sizes, born, died, kinds, tuple(births), tuple(deaths), now, top), began, ended
+        return AllocationTrace(events, sizes, born, died, kinds, tuple(births), tuple(deaths), now, top), began, ended
 
-    def again(self, stretch: LifetimeDelta, event: int, ending: Iterable[StorageLifetime]) -> list[StorageLifetime]:
-        """Count a stretch once more, from the event of this number on. ending: the lives that end in it, as `deaths` tells of them.
+    def replay(self, trace: AllocationTrace, event: int, ending: Iterable[StorageLifetime]) -> list[StorageLifetime]:
+        """Count a recorded trace once more, from an event number on. ending: the earlier storages that end in it, in the order of `deaths`.
 
-        Returns the lives that begin in it and go on, as `births` tells of them: nobody holds a storage for these.
+        Returns the lifetimes of the storages that stay allocated, in the order of `births`; no tensor has them yet (see `attach`).
         """
         clock = self.clock
-        for tick, life in zip(stretch.deaths, ending, strict=True):
+        for tick, life in zip(trace.deaths, ending, strict=True):
             life.died = clock + tick
         lives = [
             StorageLifetime(size, clock + tick, self._forward, kind=kind, travels=travels, sent=sent)
-            for tick, size, kind, travels, sent in stretch.births
+            for tick, size, kind, travels, sent in trace.births
         ]
         self.lives += lives
-        if self.live + stretch.top[0] > self.peak:
+        if self.live + trace.top[0] > self.peak:
             self.peak, self.peak_clock, self.peak_event = (
-                self.live + stretch.top[0],
-                clock + stretch.top[1],
-                event + stretch.top[2],
+                self.live + trace.top[0],
+                clock + trace.top[1],
+                event + trace.top[2],
             )
-        self._again.append((clock, stretch))
-        self.ticks.frombytes((stretch.events + event).tobytes())
-        self._moves += [None] * len(stretch.events)
-        self.clock += len(stretch.events)
-        self.live += stretch.live
+        self._again.append((clock, trace))
+        self.ticks.frombytes((trace.events + event).tobytes())
+        self._moves += [None] * len(trace.events)
+        self.clock += len(trace.events)
+        self.live += trace.live
         return lives
 
-    def known(self, tensor: Tensor) -> StorageLifetime | None:
-        """The life of a tensor's storage, if it was seen."""
+    def find(self, tensor: Tensor) -> StorageLifetime | None:
+        """Return the lifetime of a tensor's storage; None if it was never counted."""
         return self._open.get(tensor.untyped_storage()._cdata, (None,))[0]
 
-    def embody(self, life: StorageLifetime, tensor: Tensor) -> None:
-        """This tensor's storage is what lives: it ends when the storage does."""
+    def attach(self, life: StorageLifetime, tensor: Tensor) -> None:
+        """Let a replayed lifetime end when this tensor's storage is freed."""
         self._hold(life, tensor.untyped_storage())
 
-    def release(self, tensor: Tensor) -> StorageLifetime:
-        """The life of a tensor's storage, which from now on ends when somebody says so."""
+    def detach(self, tensor: Tensor) -> StorageLifetime:
+        """Stop following the storage's reference count; the caller ends the returned lifetime explicitly."""
         return self._open.pop(tensor.untyped_storage()._cdata)[0]
 
-    def end(self, lives: Iterable[StorageLifetime]) -> None:
-        """These lives, of which nobody holds a storage, end now."""
+    def end_all(self, lives: Iterable[StorageLifetime]) -> None:
+        """End lifetimes that no storage is attached to."""
         for life in lives:
             self._end(life)
 
@@ -301,7 +305,7 @@ class Heap:
 
 
 def forwards_waiting(trace: Trace) -> int:
-    """Forward passes at the peak whose backward pass had not ended."""
+    """Return how many forward passes at the peak still waited for their backward pass."""
     passes = [
         name[0]
         for event in trace.events[: trace.peak_event + 1]
@@ -313,7 +317,7 @@ def forwards_waiting(trace: Trace) -> int:
 
 
 def why_worst(run: DryRun) -> str:
-    """What the rank with the highest peak holds more of than the one with the lowest, in words."""
+    """Explain in words what the rank with the highest peak holds more of than the rank with the lowest."""
     worst, least = run.worst, min(run.traces, key=lambda trace: trace.peak)
     name = f"rank {worst.rank} ({_place(worst)}) needs {worst.peak / 2**30:.2f} GiB"
     if worst.peak == least.peak:

@@ -1,8 +1,8 @@
-"""Every operation of a step as an event, on tensors with or without data.
+"""Record every operation of a training step as an event; works on fake tensors and on real ones.
 
-A `Recorder` stands between torch's autograd and its kernels (a dispatch mode), and so sees what a rank computes in the
-forward and in the backward pass, what it sends, and every storage that comes and goes. It only looks on, with one
-exception: which experts tokens choose is not known without data, so under a recorder they choose evenly, in turn.
+A `Recorder` is a torch dispatch mode: it sees each operation between autograd and the kernels, in forward and backward passes, each
+collective and message, and each storage that is allocated or freed. It does not change what is computed, with one exception: without
+data nobody knows which experts tokens choose, so under a recorder they choose all experts equally often, in turn.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.core.optimizer import optimizer
 from megatron.core.parallel.overlap import DualBatch
-from megatron.trust.simulate.memory import Heap
-from megatron.trust.simulate.trace import TOGETHER, Event, Events
+from megatron.trust.simulate.memory import StorageTracker
+from megatron.trust.simulate.trace import TOGETHER, Event, EventList
 
 _ROOT = Path(__file__).parents[3]  # as the frames of this package name it: not resolved
 _OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
-_LOOKS_ON = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/flight_recorder.py")
+_OBSERVERS = ("megatron/trust/", "megatron/core/parallel/collectives.py", "megatron/core/parallel/flight_recorder.py")
 _HOST = "megatron/core/parallel/device.py:"  # where room in the host's memory is asked for
 _FSDP = "/torch/distributed/fsdp/"
 # Where a backward pass is started: what runs then belongs to the line of the forward pass that it goes back to.
 _STARTS_BACKWARD = ("megatron/core/pipeline_parallel/executor.py", "megatron/core/parallel/recompute.py")
 
 # c10d's operations: our name, place of the group among the arguments, of what is sent, and of what comes.
-_TALK = {
+_COLLECTIVES = {
     "allreduce_": ("all_reduce", 1, 0, 0),
     "_allgather_base_": ("all_gather", 2, 1, 0),
     "_reduce_scatter_base_": ("reduce_scatter", 2, 1, 0),
@@ -55,7 +55,7 @@ Place = tuple[str, str]  # (file and line, module)
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What an event says of an operation; `Event` explains."""
+    """The fields of an `Event` that follow from the shapes of an operation."""
 
     name: str
     flops: int
@@ -66,7 +66,7 @@ class OpFacts:
 
 
 def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpFacts:
-    """What follows from the shapes of what an operation took and gave."""
+    """Compute FLOPs, bytes moved, shape and dtypes of an operation from its arguments and its result."""
     made = tuple(tensors_of((result,)))
     count = flop_registry.get(func._overloadpacket)
     shaped = [
@@ -80,80 +80,80 @@ def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpF
         flops,
         moved,
         () if first is None else tuple(first.shape),
-        "" if first is None else _word(first.dtype),
-        _factors(args) if flops else "",
+        "" if first is None else _dtype_name(first.dtype),
+        _factor_dtype(args) if flops else "",
     )
 
 
-def _factors(args: tuple) -> str:
-    """The format of what a product multiplies: the narrowest that it takes, as what it adds to, biases and scales are as wide or wider."""
+def _factor_dtype(args: tuple) -> str:
+    """Return the dtype that a product multiplies: the narrowest of its arguments, since accumulators, biases and scales are as wide or wider."""
     formats = {tensor.dtype for tensor in tensors_of(args) if tensor.is_floating_point()}
-    return _word(min(formats, key=lambda dtype: dtype.itemsize)) if formats else ""
+    return _dtype_name(min(formats, key=lambda dtype: dtype.itemsize)) if formats else ""
 
 
-def _word(dtype: torch.dtype) -> str:
-    """torch.float32 -> float32."""
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name without its prefix: torch.float32 -> float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def chosen_in_turn(tokens: int, each: int, experts: int) -> Tensor:
-    """The choice of so many tokens, each of so many experts, that gives all experts alike to do: int64 [t, k]."""
+    """Return a choice of experts that loads all of them equally: int64 [t, k], of `tokens` tokens with `each` experts."""
     return (torch.arange(tokens * each) % experts).view(tokens, each)
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what passes. ranks: name of a process group -> its global ranks. axis: of the mesh, of the next collective; taker:
-    the action that the next message is for.
+    """Records the operations of a step. It is used as a context manager.
 
-    choices: (experts, how many a token chooses), if there are routers. heap: where storages are counted.
+    ranks: name of a process group -> its global ranks. choices: (experts, experts chosen by a token) of a network with routers. axis: mesh axis of the
+    next collective; consumer: the action that the next message is for. memory: counts storages. events: what was recorded.
     """
 
     def __init__(self, ranks: Mapping[str, tuple[int, ...]], choices: tuple[int, int] | None = None) -> None:
         super().__init__()
-        self.ranks, self.choices, self.axis, self.taker = ranks, choices, "", ""
-        self.heap, self.events = Heap(), Events()
+        self.ranks, self.choices, self.axis, self.consumer = ranks, choices, "", ""
+        self.memory, self.events = StorageTracker(), EventList()
         self.action, self._entered, self.module = "setup", "setup", ""
         self._offloads = False  # something lies in the host's memory
         self.shared: Mapping[
             str, str
         ] = {}  # name of a process group -> its axis, of those over which FSDP2 cuts weights
-        self.begins: dict[str, int] = {}  # action -> when it began, by the heap's clock
+        self.begins: dict[str, int] = {}  # action -> when it began, by the memory's clock
         self._seen: dict[CodeType, str] = {}
         self._lines: dict[tuple[CodeType, int], str] = {}
-        self._makers: dict[int, Place] = {}  # number of an autograd node -> where the forward pass made it
+        self._node_locations: dict[int, Place] = {}  # number of an autograd node -> where the forward pass made it
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and the wrapper that torch would put around costs more than the rest
 
-    def enter(self, action: str) -> None:
-        """Another action or phase begins."""
+    def begin_action(self, action: str) -> None:
+        """Start another action of the schedule, or another phase."""
         if action != self._entered:  # and not back in it, after data was read
             self.action = self._entered = action
-            self.begins[action] = self.heap.clock
-            self.heap.enter(action)
-            self.heap.event = len(self.events)
-            self.events.append(Event("action", action, action=action, live=self.heap.live))
+            self.begins[action] = self.memory.clock
+            self.memory.begin_action(action)
+            self.memory.event = len(self.events)
+            self.events.append(Event("action", action, action=action, live=self.memory.live))
 
     def resume(self, action: str, module: str = "") -> None:
-        """Go on with one of the two actions that are done in turns."""
+        """Continue one of the two actions of a dual-batch overlap."""
         self.action, self.module = action, module
-        self.heap.enter(action)
+        self.memory.begin_action(action)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if DTensor in types:  # its local tensor comes by itself
             return NotImplemented
         if func is torch.ops.prim.device.default:  # a question, which only a tensor without data asks here
             return args[0].fake_device
-        heap, kwargs = self.heap, kwargs or {}
-        heap.event = len(self.events)
+        memory, kwargs = self.memory, kwargs or {}
+        memory.event = len(self.events)
         if func.namespace == "c10d":
-            return self._talk(func, args, kwargs)
-        where, module = self._place()
+            return self._communication(func, args, kwargs)
+        where, module = self._source_location()
         result, facts = self.perform(func, args, kwargs, where)
-        elsewhere = self._elsewhere(func, args, kwargs, where)
+        elsewhere = self._is_in_host_memory(func, args, kwargs, where)
         for tensor in tensors_of((result,)):
-            heap.see(tensor, elsewhere=elsewhere)
+            memory.track(tensor, elsewhere=elsewhere)
         self.events.append(
             Event(
                 "op",
@@ -165,35 +165,35 @@ class Recorder(TorchDispatchMode):
                 facts.moved,
                 shape=facts.shape,
                 dtype=facts.dtype,
-                live=heap.live,
+                live=memory.live,
                 factors=facts.factors,
             )
         )
         return result
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
-        """What an operation gives, and what is to be said of it."""
+        """Run an operation; return its result and the facts of its event."""
         result = func(*args, **kwargs)
-        if self._chooses(func, args):
+        if self._is_router_choice(func, args):
             result[1].copy_(self._choice(result[1]))
         return result, facts_of(func, args, kwargs, result)
 
-    def _elsewhere(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
-        """Whether what an operation makes lies in the host's memory: room that was asked for there, and what is computed of that alone."""
+    def _is_in_host_memory(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
+        """Whether the result of an operation is in host memory: allocated there, or computed only from tensors there."""
         if where.startswith(_HOST) and func is torch.ops.aten.empty.memory_format:
             self._offloads = True
         elif not self._offloads or "device" in kwargs:
             return False
         else:
-            lives = [self.heap.known(tensor) for tensor in tensors_of(args)]
+            lives = [self.memory.find(tensor) for tensor in tensors_of(args)]
             return bool(lives) and all(life is not None and life.elsewhere for life in lives)
         return True
 
     def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a collective or message gives.
+        """Run a collective or message and return its result.
 
-        A transport has copies of its own, and threads that hold tensors for some time after the work is done. Neither is the
-        step's; so it is given copies, and its work is waited for at once. Messages have no threads, and no time to wait.
+        The backend gets copies and is waited for at once, since it keeps temporary buffers, and threads that hold tensors for some time after the
+        work is done, which are not part of the step. Point-to-point messages have no such threads.
         """
         if func._overloadpacket.__name__ in ("send", "recv_"):
             return func(*args, **kwargs)
@@ -207,13 +207,13 @@ class Recorder(TorchDispatchMode):
         return (args[0], done) if isinstance(result, tuple) else done
 
     def _choice(self, chosen: Tensor) -> Tensor:
-        """What a router chooses: [t, k] like `chosen`."""
+        """Return a router's choice, shaped [t, k] as `chosen`."""
         assert self.choices is not None, "only a router chooses"
         tokens, each = chosen.shape
         return chosen_in_turn(tokens, each, self.choices[0])
 
-    def _chooses(self, func: Any, args: tuple) -> bool:
-        """Whether the operation is a router's choice of experts."""
+    def _is_router_choice(self, func: Any, args: tuple) -> bool:
+        """Whether the operation is the top-k of a router."""
         return (
             self.choices is not None
             and func is torch.ops.aten.topk.default
@@ -221,17 +221,17 @@ class Recorder(TorchDispatchMode):
             and (args[0].shape[-1], args[1]) == self.choices
         )
 
-    def _talk(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A collective or a message."""
-        where, module = self._place()
-        name, group_at, input_at, output_at = _TALK[func._overloadpacket.__name__]
+    def _communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Record a collective or message."""
+        where, module = self._source_location()
+        name, group_at, input_at, output_at = _COLLECTIVES[func._overloadpacket.__name__]
         group = dist.ProcessGroup.unbox(args[group_at])
         axis, ranks = self.axis, self.ranks.get(group.group_name) or tuple(range(group.size()))
-        if group.group_name in self.shared and _asked_by_fsdp(sys._getframe(2)):  # of which no trail is told
+        if group.group_name in self.shared and _called_by_fsdp(sys._getframe(2)):  # of which no trail is told
             axis = self.shared[group.group_name]
         given, got = tuple(tensors_of((args[input_at],))), tuple(tensors_of((args[output_at],)))
         for tensor in (*given, *got):
-            life = self.heap.of(tensor)
+            life = self.memory.lifetime_of(tensor)
             life.travels = True
             life.sent = life.sent or name == "send"
             if name == "receive" and axis.startswith("pp"):
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
                 kind,
                 name,
                 where,
-                self.taker if name == "receive" and self.taker else self.action,
+                self.consumer if name == "receive" and self.consumer else self.action,
                 module,
                 moved=sum(t.numel() * t.itemsize for t in (*given, *got)),
                 axis=axis,
@@ -257,14 +257,14 @@ class Recorder(TorchDispatchMode):
                 peer=peer,
                 shape=tuple(larger[0].shape),
                 received=tuple((got if name == "all_to_all" else larger)[0].shape),
-                dtype=_word(larger[0].dtype),
-                live=self.heap.live,
+                dtype=_dtype_name(larger[0].dtype),
+                live=self.memory.live,
             )
         )
         return result
 
-    def _place(self) -> Place:
-        """The innermost line of ours, and the module at work. Of an operation of autograd, those of the forward pass."""
+    def _source_location(self) -> Place:
+        """Return the innermost source line of this project and the module under way; for an operation of autograd, those of its forward pass."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file = self._file(frame.f_code)
@@ -275,31 +275,32 @@ class Recorder(TorchDispatchMode):
             return "", self.module
         if file.endswith(_STARTS_BACKWARD):
             node = torch._C._current_autograd_node()
-            if node is not None and (made := self._makers.get(node._sequence_nr())) is not None:
+            if node is not None and (made := self._node_locations.get(node._sequence_nr())) is not None:
                 return made
         key = frame.f_code, frame.f_lineno
         if key not in self._lines:
             self._lines[key] = f"{file}:{frame.f_lineno}"
         place = self._lines[key], self.module
         if torch.is_grad_enabled():
-            self._makers[torch.autograd._get_sequence_nr() - 1] = place
+            self._node_locations[torch.autograd._get_sequence_nr() - 1] = place
         return place
 
     def _file(self, code: CodeType) -> str:
-        """The file of a line of ours, or nothing."""
+        """Return the path of a code object's file within the project; "" for other code and for code that only observes."""
         if code not in self._seen:
             path = Path(code.co_filename)
             file = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else ""
-            self._seen[code] = file if file.startswith(_OURS) and not file.startswith(_LOOKS_ON) else ""
+            self._seen[code] = file if file.startswith(_OURS) and not file.startswith(_OBSERVERS) else ""
         return self._seen[code]
 
     @contextmanager
-    def following(self, below: Sequence[AbstractContextManager[Any]] = ()) -> Iterator[None]:
-        """Go along with the second of two passes in turns, on its own thread; below: the modes under this one. And know what FSDP2
-        does beside operations: it takes room for whole layers, and lets go of it.
+    def patched(self, below: Sequence[AbstractContextManager[Any]] = ()) -> Iterator[None]:
+        """While this is open, follow what happens beside operations. below: the modes under this one.
 
-        It also asks for numbers: for its ranks, which are true ones; and whether a share still lies where it did, as it does. And an
-        optimizer that keeps its state in the host's memory is told that there is one, though the step runs on a CPU.
+        - The second pass of a dual-batch overlap runs in a thread of its own, where the modes are entered too.
+        - FSDP2 resizes storages when it gathers and frees layers.
+        - FSDP2 compares device meshes and sharded parameters on real ranks; both comparisons are answered here.
+        - An optimizer that offloads its state sees host memory separate from device memory, although the step runs on a CPU.
         """
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
         run, switch = DualBatch.run, DualBatch.switch
@@ -330,7 +331,7 @@ class Recorder(TorchDispatchMode):
         def resized(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if self.shared:
-                self.heap.resized(storage)
+                self.memory.track_resize(storage)
 
         def unseen(*args: Any, **options: Any) -> DeviceMesh:
             with _disable_current_modes():
@@ -347,8 +348,8 @@ class Recorder(TorchDispatchMode):
             yield
 
     @contextmanager
-    def naming(self, stages: Sequence[nn.Module]) -> Iterator[None]:
-        """Know inside which module of these stages an operation runs."""
+    def module_names(self, stages: Sequence[nn.Module]) -> Iterator[None]:
+        """While this is open, know the innermost module of these stages that is under way."""
         with ExitStack() as stack:
             for stage in stages:
                 for name, module in stage.named_modules():
@@ -375,7 +376,7 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def _replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
-    """A method of a class, or a function that a module uses, replaced for a while."""
+    """Replace an attribute of a class or module while this is open."""
     plain, is_own = owner.__dict__.get(name), name in owner.__dict__
     setattr(owner, name, value)
     try:
@@ -387,8 +388,8 @@ def _replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]
             delattr(owner, name)
 
 
-def _asked_by_fsdp(frame: FrameType | None) -> bool:
-    """Whether FSDP2 stands between this frame and the first of ours."""
+def _called_by_fsdp(frame: FrameType | None) -> bool:
+    """Whether FSDP2 is on the call stack between this frame and the first frame of this project."""
     while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_ROOT / "megatron"):
         if _FSDP in frame.f_code.co_filename:
             return True
@@ -397,7 +398,7 @@ def _asked_by_fsdp(frame: FrameType | None) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A value with copies of its tensors."""
+    """Return a value with copies of its tensors."""
     return (
         value.clone()
         if isinstance(value, Tensor)
@@ -408,7 +409,7 @@ def _copied(value: Any) -> Any:
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
-    """All tensors among values, also in lists."""
+    """Yield all tensors among values, and in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

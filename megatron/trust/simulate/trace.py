@@ -1,12 +1,12 @@
-"""What one rank does in a training step, as records: the dry run writes them; cost, matching and reports read them.
+"""Records of what one rank does in a training step. The dry run writes them; cost model, collective matching and reports read them.
 
-    Event   one thing that happened: an operation on tensors, a collective, a message, the beginning of a phase
-    Events  many of them, of which stretches may repeat earlier ones
-    Held    bytes alive at one moment, by kind
-    Trace   one rank's step: its events in order, the peak and what was alive then
-    DryRun  the traces of all distinct kinds of rank, and which ranks each stands for
+    Event         one operation on tensors, one collective, one message, or the start of a phase
+    EventList     events in order; repeated stretches are stored once
+    MemoryByKind  bytes allocated at one moment, by kind
+    Trace         one rank's step: its events in order, its peak memory and what was allocated then
+    DryRun        the traces of all distinct kinds of rank, and which ranks each trace stands for
 
-Sizes are bytes of storages: what tensors really occupy, each storage once however many views it has.
+Sizes are bytes of storages: what tensors really occupy, each storage counted once however many views it has.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "t
 class Event:
     """One thing that a rank did.
 
-    kind: `action` is the beginning of an action of the schedule or of a phase, and does nothing itself. name: `aten.mm`,
-    `all_reduce`, `F0.3`; `F0.3 and B0.1` of two in turns. where: file and line of the innermost line of the framework that asked for it. action: what the
-    schedule was at: `F0.3`, `B0.3`, `R0`; of a receive, what it is for; or the phase `setup`, `begin`, `reduction`, `optimizer`, `end`. module: the
-    innermost module at work in a forward pass, by its name in the stage; in a backward pass, that which the
-    recomputation runs, or nothing. flops: multiplications and additions of matrix products and attention, else 0. factors: the
-    format of the numbers that these multiply, which the result may be summed in a wider one than. moved: bytes read and written, each
-    tensor once.
+    kind: an operation, a collective, a message sent or received, or `action`: the start of an action of the pipeline schedule or of a
+    phase, which does nothing itself. name: `aten.mm`, `all_reduce`, `F0.3` (forward pass of stage 0, microbatch 3), or `F0.3 and B0.1` under
+    dual-batch overlap. where: file and line of the innermost frame of this project. action: the schedule's action under way (`F0.3`,
+    `B0.3`, `R0`), for a receive the action that consumes the message, or the phase: `setup`, `begin`, `reduction`, `optimizer`, `end`.
+    module: name of the innermost module of the stage in a forward pass; in a backward pass the module that is recomputed, or "".
+    flops: of matrix products and attention, else 0. factors: the dtype that a product multiplies, which can be narrower than
+    its accumulator. moved: bytes read and written, each tensor once.
 
-    Of a collective or message: axis of the mesh; ranks: global ranks of the group, in its order; peer: the other end's
-    global rank, or the source of a broadcast, else -1; shape, dtype: of the larger tensor (what an all-gather makes, what
-    a reduce-scatter takes), of an all-to-all of what is sent; received: shape of what an all-to-all brings, else equal to
-    shape. live: bytes alive when it was done.
+    For collectives and messages: axis of the mesh. ranks: global ranks of the group, in its order. peer: global rank of the other end, or the
+    source of a broadcast, else -1. shape, dtype: of the larger tensor (the result of an all-gather, the input of a reduce-scatter, what an
+    all-to-all sends). received: shape of what an all-to-all receives, else equal to shape. live: bytes allocated afterwards.
     """
 
     kind: EventKind
@@ -59,38 +58,41 @@ class Event:
     factors: str = ""
 
     @property
-    def talks(self) -> bool:
+    def is_communication(self) -> bool:
         """Whether other ranks take part."""
         return self.kind in ("collective", "send", "receive")
 
 
 @dataclass(slots=True)
 class EventSpan:
-    """A stretch of events. again: these are of an earlier one, and happened once more in this action, with so many more bytes alive."""
+    """Consecutive events.
+
+    again: the events were recorded earlier and are repeated here, under `action` and with `live` more bytes allocated than then.
+    """
 
     events: list[Event] | tuple[Event, ...]
     again: bool = False
     action: str = ""
     live: int = 0
 
-    def as_happened(self, event: Event) -> Event:
-        """One of the events, as it was here."""
+    def resolved(self, event: Event) -> Event:
+        """Return an event of the span with the action and the allocated bytes that it has here."""
         return replace(event, action=self.action, live=event.live + self.live) if self.again else event
 
     def __iter__(self) -> Iterator[Event]:
-        return map(self.as_happened, self.events) if self.again else iter(self.events)
+        return map(self.resolved, self.events) if self.again else iter(self.events)
 
 
 @dataclass(slots=True)
-class Events(Sequence[Event]):
-    """Events in order, told once where they repeat. begins: of each part, its first event's index."""
+class EventList(Sequence[Event]):
+    """Events in order; a repeated span refers to the events of its first occurrence. begins: index of the first event of each span."""
 
     parts: list[EventSpan] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     _count: int = 0
 
     def append(self, event: Event) -> None:
-        """One more event."""
+        """Add an event."""
         if not self.parts or self.parts[-1].again:
             self._add(EventSpan([]))
         events = self.parts[-1].events
@@ -99,7 +101,7 @@ class Events(Sequence[Event]):
         self._count += 1
 
     def repeat(self, events: tuple[Event, ...], action: str, live: int) -> None:
-        """These events once more, in this action. live: bytes that are alive more than were then."""
+        """Add recorded events once more, under another action. live: bytes allocated beyond what was allocated then."""
         self._add(EventSpan(events, True, action, live))
         self._count += len(events)
 
@@ -128,30 +130,30 @@ class Events(Sequence[Event]):
             inside = (
                 (part, part.events[max(0, low - begin) : max(0, high - begin)]) for begin, part in parts if begin < high
             )
-            return tuple(part.as_happened(event) for part, events in inside for event in events)
+            return tuple(part.resolved(event) for part, events in inside for event in events)
         place = range(self._count)[place]
         at = bisect_right(self.begins, place) - 1
-        return self.parts[at].as_happened(self.parts[at].events[place - self.begins[at]])
+        return self.parts[at].resolved(self.parts[at].events[place - self.begins[at]])
 
 
-def parts_of(events: Sequence[Event]) -> Sequence[EventSpan]:
-    """The stretches that events come in."""
-    return events.parts if isinstance(events, Events) else (EventSpan(tuple(events)),)
+def spans_of(events: Sequence[Event]) -> Sequence[EventSpan]:
+    """Return the spans of a sequence of events."""
+    return events.parts if isinstance(events, EventList) else (EventSpan(tuple(events)),)
 
 
-def talks_of(events: Sequence[Event]) -> Iterator[Event]:
-    """Collectives, messages and the beginnings of actions alone."""
-    for part in parts_of(events):
-        yield from (part.as_happened(event) for event in part.events if event.kind != "op")
+def communication_of(events: Sequence[Event]) -> Iterator[Event]:
+    """Yield collectives, messages and the starts of actions."""
+    for part in spans_of(events):
+        yield from (part.resolved(event) for event in part.events if event.kind != "op")
 
 
 @dataclass(frozen=True, slots=True)
-class HeldStorage:
-    """Bytes alive at one moment.
+class MemoryByKind:
+    """Bytes allocated at one moment.
 
-    weights: in the format of the forward pass, with buffers of modules, and layers that FSDP2 has gathered. gradients: the buffers that autograd adds to.
-    optimizer: moments and fp32 copies of weights. activations: what forward passes made and a later action still needs.
-    communication: what collectives and messages read or wrote and that is neither of the above. temporaries: the rest.
+    weights: in the format of the forward pass, with module buffers and layers that FSDP2 has gathered. gradients: the buffers that autograd
+    accumulates into. optimizer: moments and fp32 main weights. activations: results of forward passes that a later action still needs.
+    communication: inputs and outputs of collectives and messages that are none of the above. temporaries: everything else.
     """
 
     weights: int = 0
@@ -163,7 +165,7 @@ class HeldStorage:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The sum over all kinds."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -171,10 +173,10 @@ class HeldStorage:
 class Trace:
     """One rank's training step.
 
-    place: axis -> this rank's place on it (tp, cp, dp, pp, ep). parameters: numbers that it holds. peak: most bytes alive
-    at once; peak_event: index of the event at which they were; at_peak: of what kinds. steady: what is alive between
-    steps. timeline: (index of an event, what was alive after it), thinned. left_behind: bytes of a microbatch that stay
-    until the end of the step. Of a dry run that was cut short, peak and at_peak are those of the whole step.
+    place: axis -> this rank's index on it (tp, cp, dp, pp, ep). parameters: number of elements that it holds. peak: most bytes
+    allocated at once; peak_event: index of the event at which; at_peak: by kind. steady: allocated between steps. timeline: (index of an event,
+    bytes after it), subsampled. kept_per_microbatch: bytes that each microbatch leaves allocated until the end of the step. If the dry run was cut
+    short, peak and at_peak are those of the whole step.
     """
 
     rank: int
@@ -183,25 +185,24 @@ class Trace:
     events: Sequence[Event]
     peak: int
     peak_event: int
-    at_peak: HeldStorage
-    steady: HeldStorage
-    timeline: tuple[tuple[int, HeldStorage], ...] = ()
-    left_behind: int = 0
+    at_peak: MemoryByKind
+    steady: MemoryByKind
+    timeline: tuple[tuple[int, MemoryByKind], ...] = ()
+    kept_per_microbatch: int = 0
 
     @property
-    def summit(self) -> Event:
+    def peak_record(self) -> Event:
         """The event at the peak."""
         return self.events[self.peak_event]
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The step of every distinct kind of rank.
+    """The training step of every distinct kind of rank.
 
-    stands_for: for each trace, the ranks that do the same with the same sizes. plan: the schedule that was run, of
-    num_microbatches a rank; whole_plan: that of the run's own full step, of whole_microbatches, which differs where the
-    dry run was cut short after the state of the pipeline began to repeat. Where documents are divided by their lengths, these are
-    the microbatches of the rank that has most.
+    stands_for: for each trace, the ranks that do the same with the same sizes. plan: the pipeline schedule that was run, with num_microbatches for
+    each rank. whole_plan: the schedule of a full step of the run, with whole_microbatches; it differs where the dry run stopped
+    after the pipeline had reached its steady state. If documents are divided by length, these are the microbatches of the busiest rank.
     """
 
     config: RunConfig
@@ -215,11 +216,11 @@ class DryRun:
 
     @property
     def worst(self) -> Trace:
-        """The trace with the highest peak, the first of equals."""
+        """The trace with the highest peak; the first one of several."""
         return max(self.traces, key=lambda trace: trace.peak)
 
     def trace_of(self, rank: int) -> Trace:
-        """The trace that stands for a global rank."""
+        """Return the trace that stands for a global rank. Raises `KeyError` if the rank was not simulated."""
         for trace, ranks in zip(self.traces, self.stands_for, strict=True):
             if rank in ranks:
                 return trace

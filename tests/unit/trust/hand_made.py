@@ -12,7 +12,7 @@ from megatron.trust.flags.command import read_command
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_vocabulary
 from megatron.trust.plan.hardware import Hardware, Link
-from megatron.trust.simulate.trace import DryRun, Event, HeldStorage, Trace
+from megatron.trust.simulate.trace import DryRun, Event, MemoryByKind, Trace
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
@@ -94,7 +94,7 @@ def run_of(
         events = tuple(replace(event, action=str(action)) for action in row for event in does(action, place))
         events += tuple(after(place))
         peak = peaks[place] if peaks else 1000 * (place + 1)
-        held = HeldStorage(weights=peak // 2, activations=peak - peak // 2)
+        held = MemoryByKind(weights=peak // 2, activations=peak - peak // 2)
         traces.append(
             Trace(
                 place * (world_size // pp),

@@ -11,9 +11,9 @@ from megatron.core.parallel.grid import axis_ranks
 from megatron.trust.simulate.collective_matching import (
     MatchReport,
     RankTimeline,
-    line_of,
     match_collectives,
-    match_lines,
+    match_timelines,
+    timeline_of,
 )
 from megatron.trust.simulate.dry_run import dry_run
 from megatron.trust.simulate.trace import DryRun, Event, Trace
@@ -79,8 +79,8 @@ def takes(
 
 def judged(*ranks: list[Event], overlap: bool = True) -> MatchReport:
     """What is said of ranks that do this."""
-    lines = {rank: line_of(rank, rank, events, {}) for rank, events in enumerate(ranks)}
-    return match_lines(lines, overlap=overlap)
+    lines = {rank: timeline_of(rank, rank, events, {}) for rank, events in enumerate(ranks)}
+    return match_timelines(lines, overlap=overlap)
 
 
 PAIR = (0, 1)
@@ -187,7 +187,7 @@ def test_groups_of_one_list_of_ranks_are_one_but_for_those_made_apart() -> None:
 
 def test_a_trace_stands_for_ranks_in_their_own_groups() -> None:
     lists = axis_ranks(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).parallel, 8)
-    line = line_of(3, 0, [meets((0, 1)), sends(4, ranks=(0, 4)), begins("F0.1")], lists)
+    line = timeline_of(3, 0, [meets((0, 1)), sends(4, ranks=(0, 4)), begins("F0.1")], lists)
     assert isinstance(line, RankTimeline) and [getattr(step, "group", step) for step in line.steps] == [
         ("", (2, 3)),
         ("", (3, 7)),
@@ -243,7 +243,7 @@ def test_what_a_pass_takes_holds_it_where_it_begins() -> None:
 def with_events(run: DryRun, place: int, change: str, where: int) -> DryRun:
     """The run with a mistake in one trace, at one of its collectives or messages."""
     trace = run.traces[place]
-    events, talks = list(trace.events), [number for number, event in enumerate(trace.events) if event.talks]
+    events, talks = list(trace.events), [number for number, event in enumerate(trace.events) if event.is_communication]
     at, after = talks[where], talks[where + 1]
     if change == "skip":
         del events[at]
@@ -259,7 +259,7 @@ def with_events(run: DryRun, place: int, change: str, where: int) -> DryRun:
 
 def test_any_collective_or_message_that_one_rank_leaves_out_or_changes_is_noticed() -> None:
     run = traced(*ROW)
-    count = min(sum(event.talks for event in trace.events) for trace in run.traces)
+    count = min(sum(event.is_communication for event in trace.events) for trace in run.traces)
     for where in range(0, count - 1, 5):
         for change in ("skip", "shape", "dtype"):
             place = where % len(run.traces)

@@ -156,7 +156,7 @@ def facts(trace: Trace) -> tuple[Any, ...]:
             event.live,
         )
         for event in trace.events
-        if event.talks
+        if event.is_communication
     ]
     return trace.peak, trace.at_peak, trace.steady, trace.parameters, trace.place, talks
 
@@ -376,7 +376,7 @@ def test_events_name_lines_of_the_tree_and_the_actions_of_the_schedule():
             if event.kind != "action":
                 file, line = event.where.split(":")
                 assert 0 < int(line) <= len((ROOT / file).read_text().splitlines()), event.where
-        assert trace.summit.live == max(event.live for event in trace.events)
+        assert trace.peak_record.live == max(event.live for event in trace.events)
         products = [
             event for event in trace.events if event.name in ("aten.mm", "aten.addmm") and event.action == "F0.0"
         ]

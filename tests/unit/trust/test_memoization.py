@@ -18,7 +18,7 @@ from megatron.trust.plan.cost import cost
 from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
-from megatron.trust.simulate.trace import DryRun, Events, Trace
+from megatron.trust.simulate.trace import DryRun, EventList, Trace
 from tests.helpers import tiny
 from tests.unit.trust.test_dry_run import CHANGES, SMALL
 
@@ -33,12 +33,12 @@ EXPERTS = {
 }
 SHARED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bf16": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-NAMES = ("peak", "peak_event", "at_peak", "steady", "left_behind", "parameters", "place")
+NAMES = ("peak", "peak_event", "at_peak", "steady", "kept_per_microbatch", "parameters", "place")
 
 
 def again(trace: Trace) -> int:
-    """Events that were not followed."""
-    assert isinstance(trace.events, Events)
+    """EventList that were not followed."""
+    assert isinstance(trace.events, EventList)
     return sum(len(part.events) for part in trace.events.parts if part.again)
 
 
