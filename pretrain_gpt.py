@@ -19,7 +19,7 @@ import torch
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import Losses
+from megatron.core.models.mtp import MTPLosses
 from megatron.inference.samples import continuations, read_prompts
 from megatron.training.data.batch import Batch, Loss, LossFunction, language_loss
 from megatron.training.entry import entry
@@ -62,7 +62,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
         ahead=batch.ahead,
     )
 
-    def loss(losses: torch.Tensor | Losses) -> Loss:
+    def loss(losses: torch.Tensor | MTPLosses) -> Loss:
         return language_loss(losses, batch, run.config.model.mtp)
 
     return output, loss

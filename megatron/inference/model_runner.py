@@ -155,7 +155,7 @@ class CachedNetwork:
             assert not stage.stage.has_output, "the stage that predicts has what predicts ahead"
             return []
         step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
-        _, logits = stage.look(depth, step.cache.states(), step.ids, step.positions, step.cache)
+        _, logits = stage.predict_depth(depth, step.cache.states(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
             step.sample(self, logits)
         return step.outputs

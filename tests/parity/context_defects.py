@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.core.context_parallel import attention as transports
 from megatron.core.context_parallel import ring
-from megatron.core.context_parallel.attention import Travelling
-from megatron.core.context_parallel.ring import Pair, Ring
+from megatron.core.context_parallel.attention import UlyssesRingAttention
+from megatron.core.context_parallel.ring import ChunkPair, RingSettings
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.distributed import ddp
 from megatron.core.kernels import blockwise_attention
@@ -28,7 +28,7 @@ from tests.parity.defect import Defect, collectives_with
 # The ring.
 
 _merge, _forward, _backward = blockwise_attention.merge, blockwise_attention.forward, blockwise_attention.backward
-_kind, _pairs, _seen = ring._kind, ring.pairs, Ring._seen
+_kind, _pairs, _seen = ring._visibility, ring.chunk_pairs, RingSettings._seen
 
 
 def _merge_by_sums(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def _keep_gradients_where_they_were_found(arriving: Tensor, tensor: Tensor, axis
     return []
 
 
-def _own_chunk_only(queries: tuple[range, range], keys: tuple[range, range], mask: MaskSpec) -> list[Pair]:
+def _own_chunk_only(queries: tuple[range, range], keys: tuple[range, range], mask: MaskSpec) -> list[ChunkPair]:
     return [pair for pair in _pairs(queries, keys, mask) if queries == keys or pair.queries.start == 0]
 
 
@@ -63,7 +63,7 @@ def _future_between_chunks(queries: range, keys: range, mask: MaskSpec) -> str:
     )
 
 
-def _documents_of_the_own_piece(self: Ring, source: int, pair: Pair, device: torch.device) -> Tensor:
+def _documents_of_the_own_piece(self: RingSettings, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
     documents = self.mask.documents
     if documents is not None:
         own = self.cut.piece(documents, self.axis.rank, dim=1).repeat(1, self.axis.size)
@@ -71,7 +71,7 @@ def _documents_of_the_own_piece(self: Ring, source: int, pair: Pair, device: tor
     return _seen(self, source, pair, device)
 
 
-def _window_short_across_the_border(self: Ring, source: int, pair: Pair, device: torch.device) -> Tensor:
+def _window_short_across_the_border(self: RingSettings, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
     if self.mask.window is not None and (source != self.axis.rank or pair.queries != pair.keys):
         left, right = self.mask.window
         self = dataclasses.replace(self, mask=dataclasses.replace(self.mask, window=(left - 1, right)))
@@ -85,7 +85,7 @@ def _sum_on_no_rank(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     return collectives.gather_then_split(tensor, axis)
 
 
-def _heads_of_the_next_rank(self: Travelling, *arguments: Any, **keywords: Any) -> Tensor:
+def _heads_of_the_next_rank(self: UlyssesRingAttention, *arguments: Any, **keywords: Any) -> Tensor:
     return _call(
         dataclasses.replace(self, inner=dataclasses.replace(self.inner, rank=(self.inner.rank + 1) % self.inner.size)),
         *arguments,
@@ -93,7 +93,7 @@ def _heads_of_the_next_rank(self: Travelling, *arguments: Any, **keywords: Any) 
     )
 
 
-_call = Travelling.__call__
+_call = UlyssesRingAttention.__call__
 
 
 # What a rank knows of the whole.
@@ -165,18 +165,20 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "a window is one place short across the border of two chunks",
         (("cp2 mb4", "windows"),),
-        ((Ring, "_seen", _window_short_across_the_border),),
+        ((RingSettings, "_seen", _window_short_across_the_border),),
     ),
-    Defect("late chunks do not look at other ranks' keys", (("cp2", "gpt"),), ((ring, "pairs", _own_chunk_only),)),
+    Defect(
+        "late chunks do not look at other ranks' keys", (("cp2", "gpt"),), ((ring, "chunk_pairs", _own_chunk_only),)
+    ),
     Defect(
         "chunks of other ranks are seen whatever their place",
         (("cp2", "gpt"),),
-        ((ring, "_kind", _future_between_chunks),),
+        ((ring, "_visibility", _future_between_chunks),),
     ),
     Defect(
         "documents are those of the rank's own piece",
         (("cp2 mb2", "packed"), ("cp2 pp2 vpp2 mb2", "packed-rope")),
-        ((Ring, "_seen", _documents_of_the_own_piece),),
+        ((RingSettings, "_seen", _documents_of_the_own_piece),),
     ),
     Defect(
         "gathered keys keep the gradient of one rank",
@@ -186,7 +188,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "a rank takes the sinks of the next rank's heads",
         (("cp2 a2a mb4", "sinks-mqa"),),
-        ((Travelling, "__call__", _heads_of_the_next_rank),),
+        ((UlyssesRingAttention, "__call__", _heads_of_the_next_rank),),
     ),
     Defect(
         "gathered places stay in the order of the ranks",

@@ -14,7 +14,7 @@ from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import Segment
 from megatron.core.models import gpt
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import Losses, MultiTokenPrediction
+from megatron.core.models.mtp import MTPLosses, MultiTokenPrediction
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -67,9 +67,9 @@ def _keys_beside_values(input_size: int, parts: tuple[FusedSegment, ...], **keyw
 # Tokens ahead.
 
 
-def _count_each_depth_where_it_is(output: Tensor | Losses, batch: Batch, config: MTPConfig) -> Loss:
+def _count_each_depth_where_it_is(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
     total, count, report = language_loss(output, batch, config)
-    if isinstance(output, Losses):
+    if isinstance(output, MTPLosses):
         total, _, _ = masked_loss(output.next, batch.loss_mask)
         for depth, losses in enumerate(output.ahead, start=1):
             further, own, _ = masked_loss(losses, batch.extras[f"mtp_{depth}_loss_mask"])

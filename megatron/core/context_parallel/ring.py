@@ -1,11 +1,12 @@
-"""Attention over keys and values that travel round a ring of ranks (Liu et al., 2023).
+"""Ring attention: keys and values circulate through a ring of ranks (Liu et al., 2023).
 
-Every rank keeps its queries. In as many steps as there are ranks it meets the keys and values of every rank, which it hands
-on while it computes, and merges what it finds by the log-sum-exp of the scores (`kernels/blockwise_attention.py`). On the way back keys
-and values travel again, and their gradients behind them, one step later, until they are home.
+Every rank keeps its queries. In as many steps as there are ranks it receives the keys and values of every rank, sends
+them on while it computes, and merges the partial results by the log-sum-exp of the scores
+(`kernels/blockwise_attention.py`). In the backward pass keys and values circulate again, followed by their gradients
+one step later, until these are back at their owners.
 
-Chunks are compared by the places where they begin and end, so that a pair of which the mask shows nothing costs nothing, and
-one of which it shows everything needs no mask.
+Chunks are compared by their first and last positions, so a pair of chunks that the mask hides costs nothing, and a pair
+that it shows entirely needs no mask.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from megatron.core.parallel.mesh import Axis
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Some chunks of a rank's queries and of another's keys, as slices of their pieces.
+class ChunkPair:
+    """Chunks of a rank's queries and of another rank's keys, as slices of their shards.
 
-    kind: all (every query sees every key), causal (the same places on both sides), some (the mask must be asked).
+    kind: all (every query sees every key), causal (the same positions on both sides), some (needs the explicit mask).
     """
 
     queries: slice
@@ -40,8 +41,10 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """How queries meet keys. mask: of the whole sequence. seed: of the dropout. fused: torch's own kernels may serve."""
+class RingSettings:
+    """Settings of one ring attention. mask: of the whole sequence. seed: of the dropout. fused: torch's own kernels may
+    be used.
+    """
 
     axis: Axis
     cut: Zigzag
@@ -53,9 +56,11 @@ class Ring:
     fused: bool
 
     def blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, Block]]:
-        """What there is to compute with the keys of the rank `source`. q: [b, n, queries, d]."""
+        """Yield (query slice, key slice, block settings) of each visible pair with the keys of rank `source`. q: [b, n,
+        queries, d].
+        """
         rank = self.axis.rank
-        for number, pair in enumerate(pairs(self.cut.chunks(rank), self.cut.chunks(source), self.mask)):
+        for number, pair in enumerate(chunk_pairs(self.cut.chunks(rank), self.cut.chunks(source), self.mask)):
             block = Block(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
             rows, columns = _length(pair.queries), _length(pair.keys)
             if pair.kind == "some":
@@ -68,7 +73,7 @@ class Ring:
                 block = replace(block, kept=(drawn >= self.dropout) / (1 - self.dropout))
             yield pair.queries, pair.keys, block
 
-    def _seen(self, source: int, pair: Pair, device: torch.device) -> Tensor:
+    def _seen(self, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
         queries = self.cut.places(self.axis.rank, device)[pair.queries]
         keys = self.cut.places(source, device)[pair.keys]
         documents, padding = self.mask.documents, self.mask.padding
@@ -83,7 +88,7 @@ class Ring:
         return part.visible(len(queries), len(keys), device)
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: RingSettings) -> Tensor:
     """Attention of this rank's queries over all ranks' keys.
 
     q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]; sink: [n], as in `Scores`. Returns [s/cp, b, n * dv].
@@ -91,34 +96,34 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: R
     return _Ring.apply(q, k, v, sink, ring)
 
 
-def pairs(queries: tuple[range, range], keys: tuple[range, range], mask: MaskSpec) -> list[Pair]:
-    """The pairs of chunks of which the mask may show something, neighbours that are seen alike taken together."""
-    rows: list[list[Pair]] = []
-    for own, mine in zip(queries, _slices(queries), strict=True):
-        row: list[Pair] = []
-        for other, theirs in zip(keys, _slices(keys), strict=True):
-            kind = _kind(own, other, mask)
+def chunk_pairs(queries: tuple[range, range], keys: tuple[range, range], mask: MaskSpec) -> list[ChunkPair]:
+    """Return the pairs of chunks that the mask does not hide; adjacent chunks of the same kind are merged."""
+    rows: list[list[ChunkPair]] = []
+    for query_chunk, query_slice in zip(queries, _slices(queries), strict=True):
+        row: list[ChunkPair] = []
+        for key_chunk, key_slice in zip(keys, _slices(keys), strict=True):
+            kind = _visibility(query_chunk, key_chunk, mask)
             if row and kind == row[-1].kind != "causal":
-                row[-1] = Pair(mine, slice(row[-1].keys.start, theirs.stop), kind)
+                row[-1] = ChunkPair(query_slice, slice(row[-1].keys.start, key_slice.stop), kind)
             elif kind != "none":
-                row.append(Pair(mine, theirs, kind))
+                row.append(ChunkPair(query_slice, key_slice, kind))
         rows.append(row)
     first, second = rows
-    alike = [(pair.keys, pair.kind) for pair in first] == [(pair.keys, pair.kind) for pair in second]
-    if alike and not any(pair.kind == "causal" for pair in first):
+    same_keys = [(pair.keys, pair.kind) for pair in first] == [(pair.keys, pair.kind) for pair in second]
+    if same_keys and not any(pair.kind == "causal" for pair in first):
         return [replace(pair, queries=slice(0, sum(map(len, queries)))) for pair in first]
     return first + second
 
 
-def _kind(queries: range, keys: range, mask: MaskSpec) -> str:
-    """What the mask shows these queries of these keys: all, causal, some or none."""
+def _visibility(queries: range, keys: range, mask: MaskSpec) -> str:
+    """Return how much of these keys the mask shows to these queries: all, causal, some or none."""
     if not queries or not keys:
         return "none"
     left, right = mask.window or (-1, -1)
     low = -left if left >= 0 else float("-inf")
     high = right if right >= 0 else float("inf")
     high = min(high, 0) if mask.causal else high
-    nearest, farthest = keys.start - queries[-1], keys[-1] - queries.start  # places that keys are ahead of queries
+    nearest, farthest = keys.start - queries[-1], keys[-1] - queries.start  # distance from query to key
     if farthest < low or nearest > high:
         return "none"
     if mask.documents is not None or mask.padding is not None or nearest < low:
@@ -138,23 +143,25 @@ def _length(part: slice) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
-    """Keys and values, or their gradients, as one flat tensor: one message instead of two."""
+class _PackedKeyValue:
+    """Packs keys and values, or their gradients, into one flat tensor: one message instead of two. key, value: their
+    shapes.
+    """
 
     key: tuple[int, ...]
     value: tuple[int, ...]
 
     def sizes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a piece of `count` places."""
+        """Return the shapes of keys and values for a shard of `count` positions."""
         return (*self.key[:2], count, self.key[3]), (*self.value[:2], count, self.value[3])
 
     def empty(self, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """Room for a piece of `count` places."""
+        """Return an empty flat tensor for a shard of `count` positions."""
         key, value = self.sizes(count)
         return like.new_empty(torch.Size(key).numel() + torch.Size(value).numel(), dtype=dtype)
 
     def open(self, flat: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Views of the two parts."""
+        """Return views of the keys and the values in a flat tensor."""
         key, value = self.sizes(count)
         split = torch.Size(key).numel()
         return flat[:split].view(key), flat[split:].view(value)
@@ -162,20 +169,20 @@ class _Parcel:
 
 class _Ring(Function):
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> Tensor:
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: RingSettings) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))
         rows = q.shape[:3]
         output = q.new_zeros((*rows, v.shape[-1]), dtype=wide(q.dtype))
         lse = output.new_full(rows, float("-inf"))
-        for source, key, value in _around(k, v, ring):
-            for own, theirs, block in ring.blocks(source, q):
-                result = blockwise_attention.forward(q[:, :, own], key[:, :, theirs], value[:, :, theirs], block)
-                output[:, :, own], lse[:, :, own] = blockwise_attention.merge(
-                    output[:, :, own], lse[:, :, own], *result
+        for source, key, value in _ring_steps(k, v, ring):
+            for query_slice, key_slice, block in ring.blocks(source, q):
+                result = blockwise_attention.forward(
+                    q[:, :, query_slice], key[:, :, key_slice], value[:, :, key_slice], block
                 )
-        if (
-            sink is not None
-        ):  # one more score, which takes weight and gives nothing; those who see nothing keep their zero
+                output[:, :, query_slice], lse[:, :, query_slice] = blockwise_attention.merge(
+                    output[:, :, query_slice], lse[:, :, query_slice], *result
+                )
+        if sink is not None:  # the sink adds a score without a value; queries that see no key keep their zero
             with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
             output = output * (lse - with_sink).exp()[..., None]
             lse = with_sink
@@ -187,39 +194,39 @@ class _Ring(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         q, k, v, output, lse, sink = context.saved_tensors
-        ring: Ring = context.ring
+        ring: RingSettings = context.ring
         gradient = gradient.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3).contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        parcel, counts = _Parcel(k.shape, v.shape), ring.cut.counts()
+        packed, counts = _PackedKeyValue(k.shape, v.shape), ring.cut.counts()
         works: list[Any] = []
-        arriving: Tensor | None = None
-        for step, (source, key, value) in enumerate(_around(k, v, ring)):
+        received: Tensor | None = None
+        for step, (source, key, value) in enumerate(_ring_steps(k, v, ring)):
             count = counts[source]
-            flat = parcel.empty(k, count, lse.dtype).zero_()
-            dk, dv = parcel.open(flat, count)
-            for own, theirs, block in ring.blocks(source, q):
+            flat = packed.empty(k, count, lse.dtype).zero_()
+            dk, dv = packed.open(flat, count)
+            for query_slice, key_slice, block in ring.blocks(source, q):
                 gradients = blockwise_attention.backward(
-                    gradient[:, :, own],
-                    q[:, :, own],
-                    key[:, :, theirs],
-                    value[:, :, theirs],
-                    output[:, :, own],
-                    lse[:, :, own],
+                    gradient[:, :, query_slice],
+                    q[:, :, query_slice],
+                    key[:, :, key_slice],
+                    value[:, :, key_slice],
+                    output[:, :, query_slice],
+                    lse[:, :, query_slice],
                     block,
                 )
-                dq[:, :, own] += gradients[0]
-                dk[:, :, theirs] += gradients[1]
-                dv[:, :, theirs] += gradients[2]
+                dq[:, :, query_slice] += gradients[0]
+                dk[:, :, key_slice] += gradients[1]
+                dv[:, :, key_slice] += gradients[2]
             _wait(works)
-            if arriving is not None:  # what the ranks before found for these keys
-                flat += arriving
-            sent = flat  # must stay as it is until it has arrived
-            following = counts[(ring.axis.rank - step - 1) % ring.axis.size]
-            arriving = parcel.empty(k, following, lse.dtype)
-            works = collectives.start_ring_shift(arriving, sent, ring.axis)
+            if received is not None:  # gradients of these keys from the previous ranks
+                flat += received
+            sent = flat  # must not change until the message is complete
+            next_count = counts[(ring.axis.rank - step - 1) % ring.axis.size]
+            received = packed.empty(k, next_count, lse.dtype)
+            works = collectives.start_ring_shift(received, sent, ring.axis)
         _wait(works)
-        assert arriving is not None, "a ring has at least one rank"
-        dk, dv = parcel.open(arriving, k.shape[2])
+        assert received is not None, "a ring has at least one rank"
+        dk, dv = packed.open(received, k.shape[2])
         dsink = None
         if sink is not None:
             mean = (gradient.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
@@ -228,21 +235,21 @@ class _Ring(Function):
         return dq, dk, dv, dsink, None
 
 
-def _around(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(rank, its keys, its values) of every rank, this one first. The next are on their way while these are used."""
-    axis, counts, parcel = ring.axis, ring.cut.counts(), _Parcel(k.shape, v.shape)
+def _ring_steps(k: Tensor, v: Tensor, ring: RingSettings) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (rank, its keys, its values) of every rank, this one first; the next are in flight while these are used."""
+    axis, counts, packed = ring.axis, ring.cut.counts(), _PackedKeyValue(k.shape, v.shape)
     flat = torch.cat((k.flatten(), v.flatten()))
     for step in range(axis.size):
-        source, following = (axis.rank - step) % axis.size, (axis.rank - step - 1) % axis.size
-        arriving, works = flat, []
+        source, next_source = (axis.rank - step) % axis.size, (axis.rank - step - 1) % axis.size
+        received, works = flat, []
         if step < axis.size - 1:
-            arriving = parcel.empty(k, counts[following], k.dtype)
-            works = collectives.start_ring_shift(arriving, flat, axis)
-        yield source, *parcel.open(flat, counts[source])
+            received = packed.empty(k, counts[next_source], k.dtype)
+            works = collectives.start_ring_shift(received, flat, axis)
+        yield source, *packed.open(flat, counts[source])
         _wait(works)
-        flat = arriving
+        flat = received
 
 
 def _wait(works: list[Any]) -> None:
-    while works:  # a work that is done still holds its tensors
+    while works:  # a completed work still references its tensors
         collectives.wait(works.pop())

@@ -1,9 +1,9 @@
-"""Encoders of text with hidden words (Devlin et al., 2018).
+"""BERT: bidirectional encoders trained to predict masked words (Devlin et al., 2018).
 
-    ids, types -> embedding -> layers, each seeing the whole text -> ... -> final norm -> masked-word head -> loss
+    ids, types -> embedding -> layers, bidirectional attention -> ... -> final norm -> masked-word head -> loss
                                                                                       \\-> first token -> pooler -> pair head
 
-A `BERTModel` is one pipeline stage. Norms stand before each sublayer, as in Megatron; with --norm-after-residual and
+A `BERTModel` is one pipeline stage. Norms precede each sublayer, as in Megatron; with --norm-after-residual and
 --embedding-layernorm it is the published BERT, which has no final norm.
 """
 
@@ -33,14 +33,18 @@ TOKEN_TYPES = 2
 
 
 class BERTOutput(NamedTuple):
-    """words: the loss of every token [b, s], or logits [s, b, v/tp] without labels. pairs: logits [b, 2], or None."""
+    """Output of the last stage.
+
+    words: the loss of every token [b, s], or logits [s, b, v/tp] without labels. pairs: sentence-pair logits [b, 2], or
+    None.
+    """
 
     words: Tensor
     pairs: Tensor | None
 
 
 class BERTModel(nn.Module):
-    """One stage of an encoder with a head for hidden words and one for pairs of texts."""
+    """One pipeline stage of BERT, with the masked-word head and the sentence-pair head on the last stage."""
 
     def __init__(self, stage: StageSpec, build: Build) -> None:
         super().__init__()
@@ -66,12 +70,12 @@ class BERTModel(nn.Module):
         name_all(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> BERTModel:
-        """Give the parameters memory and their initial values. Returns the model."""
+        """Allocate the parameters and set their initial values. Returns the model."""
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
     def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and format of each tensor that a stage takes from the one before."""
+        """Return shape and dtype of each tensor that a stage receives from the previous one."""
         length = self.build.region.length(train.seq_length)
         return (((length, train.micro_batch_size, self.build.model.hidden_size), self.build.residual_dtype),)
 
@@ -86,9 +90,9 @@ class BERTModel(nn.Module):
     ) -> Tensor | BERTOutput:
         """Run this stage.
 
-        padding: bool [b, s], False where there is no token; None: all are. ids, types: [b, s], read by the first stage.
-        hidden: the message of the stage before, [s or s/tp, b, h]. labels: [b, s]. Returns the message to the next stage;
-        on the last, what the heads say.
+        padding: bool [b, s], False where there is no token; None: all are tokens. ids, types: [b, s], used by the first
+        stage. hidden: the output of the previous stage, [s or s/tp, b, h]. labels: [b, s]. Returns the input of the
+        next stage, [s or s/tp, b, h]; the last stage returns the outputs of the heads.
         """
         x = self.encode(padding=padding, ids=ids, types=types, hidden=hidden)
         if self.output_layer is None or self.lm_head is None:
@@ -104,15 +108,15 @@ class BERTModel(nn.Module):
         types: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """The hidden states after this stage's layers, [s or s/tp, b, h]; see `forward`."""
+        """Return the hidden states after this stage's layers, [s or s/tp, b, h]; see `forward`."""
         if self.embedding is not None:
             assert ids is not None, "the first stage reads ids"
             hidden = self.embedding(ids, positions_of(ids), torch.zeros_like(ids) if types is None else types)
-        assert hidden is not None, "a later stage reads the message of the stage before"
+        assert hidden is not None, "a later stage receives the output of the previous stage"
         return self.encoder(
             hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden))
         )
 
     def output_weight(self) -> Tensor:
-        """The matrix of the output layer: its own, or the embedding's."""
+        """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_matrix(self.output_layer, self.embedding)

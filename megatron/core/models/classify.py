@@ -1,9 +1,9 @@
-"""An encoder that judges whole texts: which class one is of, or which of several fits.
+"""An encoder with a classification head: the class of a text, or which of several texts fits.
 
     ids, types -> embedding -> layers -> final norm -> pooler (first token) -> dropout -> scores of the classes
 
-The same stages and names as `BERTModel`, with one small head in the place of its two; a pretrained BERT's weights load into
-all but the head. With `choices`, that many texts in turn belong to one sample, and each has one score.
+The same stages and names as `BERTModel`, with one small head instead of its two; a pretrained BERT's weights load into
+everything but the head. With `choices`, each sample has that many consecutive texts, and each text one score.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from megatron.core.transformer.stack import Stack
 
 
 class ClassifierModel(nn.Module):
-    """One stage. classes: scores of a text; choices: texts of a sample, whose single scores are compared (classes: 1)."""
+    """One pipeline stage of a classifier. classes: scores of a text; choices: texts of a sample, whose single scores
+    are compared.
+    """
 
     def __init__(self, stage: StageSpec, build: Build, *, classes: int, choices: int = 1) -> None:
         super().__init__()
@@ -48,12 +50,12 @@ class ClassifierModel(nn.Module):
         name_all(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> ClassifierModel:
-        """Give the parameters memory and their initial values. Returns the model."""
+        """Allocate the parameters and set their initial values. Returns the model."""
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
     def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and format of each tensor that a stage takes from the one before."""
+        """Return shape and dtype of each tensor that a stage receives from the previous one."""
         length, texts = self.build.region.length(train.seq_length), train.micro_batch_size * self.choices
         return (((length, texts, self.build.model.hidden_size), self.build.residual_dtype),)
 
@@ -62,13 +64,14 @@ class ClassifierModel(nn.Module):
     ) -> Tensor:
         """Run this stage on b samples of c texts.
 
-        padding: bool [b * c, s], False where there is no token. ids, types: [b * c, s], read by the first stage. hidden: the
-        message of the stage before. Returns the message to the next stage; on the last, scores: [b, classes], or [b, c].
+        padding: bool [b * c, s], False where there is no token. ids, types: [b * c, s], used by the first stage.
+        hidden: the output of the previous stage, [s or s/tp, b * c, h]. Returns the input of the next stage; on the
+        last, scores: [b, classes], or [b, c].
         """
         if self.embedding is not None:
             assert ids is not None and types is not None, "the first stage reads ids and types"
             hidden = self.embedding(ids, positions_of(ids), types)
-        assert hidden is not None, "a later stage reads the message of the stage before"
+        assert hidden is not None, "a later stage receives the output of the previous stage"
         x = self.encoder(hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
         if self.pooler is None or self.dropout is None:
             return x

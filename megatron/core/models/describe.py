@@ -1,10 +1,11 @@
-"""What a network holds, told by the network itself: its stages are built on the meta device (on_meta.py), where nothing takes memory.
+"""Names, shapes and counts of parameters, from the network built on the meta device (on_meta.py), where nothing takes
+memory.
 
-    parameter_shapes   names and whole shapes, which converting and exporting compare with what files hold
-    count_parameters   how many there are, by where they are
-    rank_parameters    how many one rank holds under a layout
+    parameter_shapes   names and global shapes, which conversion and export compare with files
+    count_parameters   number of parameters, by part of the network
+    rank_parameters    number of parameters of one rank under a layout
 
-A network of hundreds of layers has few kinds of them: each is built once.
+Networks of hundreds of layers have few kinds of them: each kind is built once.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ _EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """How many ranks share a matrix (tensor), the experts of a layer (experts), and each expert's matrices (widths)."""
+class ShardCounts:
+    """Number of shards: of a matrix over tensor ranks (tensor), of a layer's experts (experts), of each expert's
+    matrices (widths).
+    """
 
     tensor: int = 1
     experts: int = 1
     widths: int = 1
 
     @staticmethod
-    def of(parallel: ParallelConfig) -> Split:
-        """The division that a layout makes."""
-        return Split(
+    def of(parallel: ParallelConfig) -> ShardCounts:
+        """Return the shard counts of a parallel layout."""
+        return ShardCounts(
             parallel.tp, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or parallel.tp
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Parameters of the whole network, the vocabulary padded. A tied output layer counts once, in the embedding.
+    """Number of parameters of the whole network, with padded vocabulary. A tied output layer counts once, in the
+    embedding.
 
-    ahead: those of multi-token prediction.
+    block: layers. ahead: layers of multi-token prediction.
     """
 
     embedding: int
@@ -55,13 +59,13 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.embedding + self.block + self.final_norm + self.head + self.ahead
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Parameters of one rank: of its layers (layers), of the experts in them (experts), and of everything else (rest)."""
+class RankParameters:
+    """Number of parameters of one rank: of its layers, of the experts among them, and of everything else (rest)."""
 
     layers: int
     experts: int
@@ -69,74 +73,77 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.layers + self.rest
 
-    def __sub__(self, other: Held) -> Held:
+    def __sub__(self, other: RankParameters) -> RankParameters:
         """What is left without others."""
-        return Held(self.layers - other.layers, self.experts - other.experts, self.rest - other.rest)
+        return RankParameters(self.layers - other.layers, self.experts - other.experts, self.rest - other.rest)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Global name -> whole shape of every parameter. model: resolved, with its vocabulary; rows of padding do not count.
+    """Return global name -> global shape of every parameter. model: resolved, with its vocabulary; padding rows are not
+    included.
 
-    Of a BERT these are all its heads; a checkpoint may lack some. A tied output layer is the embedding.
+    For BERT all heads are included; a checkpoint may lack some. A tied output layer is the embedding.
     """
     return dict(_shapes(replace(model, padded_vocab_size=model.true_vocab_size)))
 
 
 def mtp_depths(model: ModelConfig) -> int:
-    """Layers of multi-token prediction that are stored: one may serve all depths."""
+    """Return the number of stored layers of multi-token prediction: one layer may serve all depths."""
     depths = model.mtp.mtp_num_layers or 0
     return min(depths, 1) if model.mtp.mtp_use_repeated_layer else depths
 
 
 @lru_cache(maxsize=64)
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """The parameters of the whole network."""
+    """Count the parameters of the whole network."""
     counts: Counter[str] = Counter()
     for name, shape in _shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
-        counts[_place(name)] += math.prod(shape)
+        counts[_component(name)] += math.prod(shape)
     return ParameterCount(**{place: counts[place] for place in ("embedding", "block", "final_norm", "head", "ahead")})
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Parameters that one token uses: all but those of experts that it does not choose."""
-    idle = 0
+    """Count the parameters that one token uses: all except those of experts that it is not routed to."""
+    inactive = 0
     for name, shape in _shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
         if _EXPERTS in name:
             depths = (
                 model.mtp.mtp_num_layers or 0 if name.startswith("mtp.") and model.mtp.mtp_use_repeated_layer else 1
             )
-            idle += depths * math.prod(shape) // shape[0] * (shape[0] - model.moe.moe_router_topk)
-    return count_parameters(model).total - idle
+            inactive += depths * math.prod(shape) // shape[0] * (shape[0] - model.moe.moe_router_topk)
+    return count_parameters(model).total - inactive
 
 
-def layer_parameters(model: ModelConfig, split: Split = Split(), plan: LayerPlan | None = None) -> int:
-    """One layer's parameters on each rank of a division. plan: which layer; the first, where it is left out."""
+def layer_parameters(model: ModelConfig, split: ShardCounts = ShardCounts(), plan: LayerPlan | None = None) -> int:
+    """Count one layer's parameters on each rank. plan: which layer; by default the first."""
     return _layer(model, split, replace(plan or layer_rows(model)[0], index=0), False)[0]
 
 
 def rank_parameters(
-    model: ModelConfig, stages: Sequence[StageSpec], split: Split = Split(), *, trained: bool = False
-) -> Held:
-    """Parameters on one rank that holds these pipeline stages; trained: only those that are not frozen.
+    model: ModelConfig, stages: Sequence[StageSpec], split: ShardCounts = ShardCounts(), *, trained: bool = False
+) -> RankParameters:
+    """Count the parameters of a rank that holds these pipeline stages.
 
-    A tied output layer that sits on another stage than the embedding is a second copy, and so is the embedding of a stage that looks
-    ahead.
+    A tied output layer on another stage than the embedding is a second copy, as is the embedding of a stage with
+    multi-token prediction.
     """
     adapter = model.adapter
     trained = trained and (adapter.has_adapters or bool(adapter.freeze))
     alike = not trained or not (adapter.freeze or adapter.lora_modules_to_save)  # whose patterns may name layers
     plans = [replace(plan, index=0) if alike else plan for stage in stages for plan in stage.layers]
     layers = [_layer(model, split, plan, trained) for plan in plans]
-    rest = sum(_around(model, split, _thinned(model, stage), trained) for stage in stages)
-    return Held(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
+    rest = sum(_parameters_outside_layers(model, split, _without_layers(model, stage), trained) for stage in stages)
+    return RankParameters(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
 
 
-def _thinned(model: ModelConfig, stage: StageSpec) -> StageSpec:
-    """A stage without layers that change nothing around them, so that stages which differ in those alone are built once."""
-    if model.architecture == "t5":  # a stage that ends the encoder has its norm
+def _without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
+    """Return the stage without its layers where these do not affect the rest, so that stages that differ only in layers
+    are built once.
+    """
+    if model.architecture == "t5":  # the stage that ends the encoder has the final norm
         return stage
     return replace(stage, index=0, count=1, rank=0, chunk=0, layers=())
 
@@ -144,40 +151,40 @@ def _thinned(model: ModelConfig, stage: StageSpec) -> StageSpec:
 @lru_cache(maxsize=16)
 def _shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     (stage,) = partition(layer_rows(model), pp=1)
-    return tuple((name, shape) for name, shape, _ in _held(model, Split(), stage))
+    return tuple((name, shape) for name, shape, _ in _parameters_on_meta(model, ShardCounts(), stage))
 
 
 @lru_cache(maxsize=1024)
-def _layer(model: ModelConfig, split: Split, plan: LayerPlan, trained: bool) -> tuple[int, int]:
-    """Parameters of a layer on a rank, and those of its experts among them."""
+def _layer(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: bool) -> tuple[int, int]:
+    """Return the number of parameters of a layer on a rank, and how many of them belong to experts."""
     sizes = dict(_sizes(model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained))
-    inside = {name: size for name, size in sizes.items() if ".layers." in name}
-    return sum(inside.values()), sum(size for name, size in inside.items() if _EXPERTS in name)
+    layer_sizes = {name: size for name, size in sizes.items() if ".layers." in name}
+    return sum(layer_sizes.values()), sum(size for name, size in layer_sizes.items() if _EXPERTS in name)
 
 
 @lru_cache(maxsize=1024)
-def _around(model: ModelConfig, split: Split, stage: StageSpec, trained: bool) -> int:
-    """Parameters of a stage on a rank, those of its layers left out."""
-    here = ("decoder.layers.", "encoder.layers.")
-    return sum(size for name, size in _sizes(model, split, stage, trained) if not name.startswith(here))
+def _parameters_outside_layers(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> int:
+    """Count the parameters of a stage on a rank, without those of its layers."""
+    layer_prefixes = ("decoder.layers.", "encoder.layers.")
+    return sum(size for name, size in _sizes(model, split, stage, trained) if not name.startswith(layer_prefixes))
 
 
-def _sizes(model: ModelConfig, split: Split, stage: StageSpec, trained: bool) -> Iterator[tuple[str, int]]:
-    """Name and size of what a rank holds of each parameter of a stage, or of each that is trained."""
-    held = _held(model, split, stage)
+def _sizes(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> Iterator[tuple[str, int]]:
+    """Yield name and local size of each parameter of a stage."""
+    held = _parameters_on_meta(model, split, stage)
     return ((name, size) for name, _, size in held if not trained or is_trained(name, model.adapter))
 
 
-def _held(model: ModelConfig, split: Split, stage: StageSpec) -> list[tuple[str, Shape, int]]:
+def _parameters_on_meta(model: ModelConfig, split: ShardCounts, stage: StageSpec) -> list[tuple[str, Shape, int]]:
     from megatron.core.models.on_meta import (
-        held_parameters,
+        rank_parameter_sizes,
     )  # needs torch, which a tool's help and refusals do not wait for
 
-    return held_parameters(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
+    return rank_parameter_sizes(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
 
 
-def _place(name: str) -> str:
-    """The part of a network that a parameter belongs to, as `ParameterCount` names it."""
+def _component(name: str) -> str:
+    """Return the part of the network that a parameter belongs to, as named in `ParameterCount`."""
     if name.startswith("mtp."):
         return "ahead"
     if name.startswith(("decoder.layers.", "encoder.layers.")):

@@ -1,4 +1,4 @@
-"""What goes into a network: ids, positions and types of tokens, as vectors."""
+"""The input embedding: ids, positions and types of tokens to vectors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron.core.transformer.dropout import Dropout
 
 
 class Embedding(nn.Module):
-    """The sum of a vector for each id, for its position if those are learned, and for its type if there are types; scaled if so.
+    """The sum of word, learned position and token type embeddings, optionally scaled and normalized.
 
-    tied: another stage predicts by the words' matrix. again: another stage embeds too, for multi-token prediction.
+    tied: another stage has the output layer with the same matrix. has_mtp_copy: another stage has a copy for
+    multi-token prediction.
     """
 
-    def __init__(self, build: Build, *, tied: bool, token_types: int = 0, again: bool = False) -> None:
+    def __init__(self, build: Build, *, tied: bool, token_types: int = 0, has_mtp_copy: bool = False) -> None:
         super().__init__()
         model = build.model
         spec = vocabulary_spec(
@@ -27,7 +28,7 @@ class Embedding(nn.Module):
             model.padded_vocab_size,
             model.hidden_size,
             build.initial_embedding(),
-            tied=tied or again,
+            tied=tied or has_mtp_copy,
         )
         spec = replace(spec, tied_over="embed" if tied else "mtp_embed")
         shared: dict[str, Any] = {
@@ -41,7 +42,7 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if model.rope.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(
-                model.max_position_embeddings, model.hidden_size, tied=again, **shared
+                model.max_position_embeddings, model.hidden_size, tied=has_mtp_copy, **shared
             )
         self.tokentype_embeddings = PositionEmbedding(token_types, model.hidden_size, **shared) if token_types else None
         self.layernorm = build.norm(model.hidden_size) if model.embedding_layernorm else None
@@ -54,12 +55,15 @@ class Embedding(nn.Module):
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
-        """ids: [b, s]; positions: [b or 1, s]; types: [b, s]. Returns [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
+        """Embed tokens.
+
+        ids: [b, s]; positions: [b or 1, s]; types: [b, s]. Returns [s, b, h] ([s/tp, b, h] with sequence parallelism).
+        """
         x = self.word_embeddings(ids)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions)
         if self.tokentype_embeddings is not None:
-            assert types is not None, "a network that tells types of tokens apart is told them"
+            assert types is not None, "a network with token types needs them as input"
             x = x + self.tokentype_embeddings(types)
         if self.scale is not None:
             x = x * self.scale

@@ -1,15 +1,14 @@
 """Model FLOPs and memory of a network, from its config.
 
-Model FLOPs are what the mathematics needs for one training step, so they do not grow with recomputation: a matrix
-element costs 2 in the forward pass and 4 in the backward pass. Attention's scores are counted in two ways that both are
-in use, and every number says which one it is:
+Model FLOPs are those of the mathematics of one training step, without recomputation: a matrix element costs 2 per token in the
+forward pass and 4 in the backward pass. Two ways to count attention scores are in use, and every number states its own:
 
-    square   each query meets all s keys                        12 * s * (query width) a token and layer
-    causal   each query meets half of them, the work there is    6 * s * (query width), or less where a window hides keys
+    square   each query sees all s keys                        12 * s * (query width) a token and layer
+    causal   each query sees half of them on average             6 * s * (query width), or less where a window hides keys
 
-An encoder's queries, and those of cross attention, meet all keys: there both counts are the first.
+Queries of an encoder and of cross attention see all keys: both counts are the first there.
 
-Memory is an estimate of what a rank must hold: weights, gradients and optimizer state exactly; activations as the tensors
+Memory is an estimate for one rank: weights, gradients and optimizer state exactly; activations as the tensors
 that the backward pass of each layer needs. Temporaries and the allocator's waste come on top.
 
 Letters: s sequence, b micro batch, h hidden, f feed-forward, q and k query and key widths, v padded vocabulary, t tensor
@@ -26,23 +25,25 @@ from typing import Literal
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.describe import Split, rank_parameters
+from megatron.core.models.describe import ShardCounts, rank_parameters
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-NARROW = {
+STATE_BYTES = {
     "fp32": 4,
     "bf16": 2,
     "fp16": 2 + 4 / 128,
     "fp8": 1 + 4 / 128,
-}  # of optimizer state, with a scale for every 128 numbers
+}  # bytes of an optimizer state element, with a scale for every 128 elements
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank must hold: between steps, of activations at the peak of a step, and of what the update takes.
+    """Bytes of one rank: of weights and optimizer state, of activations at the peak of a step, and of temporaries of
+    the update.
 
-    update: fp32 copies of gradients that are not, made when the last activations are gone.
+    parameters: their number. update: fp32 copies of half-precision gradients, allocated after the activations are
+    freed.
     """
 
     parameters: int
@@ -52,33 +53,35 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All bytes at the peak of a step."""
+        """Bytes at the peak of a step."""
         return self.weights_and_optimizer + max(self.activations, self.update)
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
-    """Forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
+    """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
     h, v, depths = model.hidden_size, model.padded_vocab_size, model.mtp.mtp_num_layers or 0
-    scores = [6 * sum(_head_widths(model)) * met for met in _keys_met(model, seq_length, count)]
+    scores = [6 * sum(_head_widths(model)) * met for met in _mean_visible_keys(model, seq_length, count)]
     transform = h * h if model.architecture == "bert" else 0
-    layers = sum(6 * _layer_matrices(model, mlp) for mlp in _mlps(model)) + sum(scores)
+    layers = sum(6 * _layer_elements(model, mlp) for mlp in _mlp_kinds(model)) + sum(scores)
     return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
 
 
 def flops_per_sample(
     model: ModelConfig, seq_length: int, count: AttentionCount = "causal", *, decoder_length: int | None = None
 ) -> float:
-    """Forward and backward FLOPs of one sequence; of T5 of one text and the `decoder_length` tokens made of it."""
+    """Return the forward and backward FLOPs of one sequence; for T5, of one text and its `decoder_length` target
+    tokens.
+    """
     if model.architecture != "t5":
         return seq_length * flops_per_token(model, seq_length, count)
     assert decoder_length is not None, "a decoder has a length of its own"
     h, q, k, s, t = model.hidden_size, model.query_size, model.key_size, seq_length, decoder_length
-    encoder = s * (6 * _layer_matrices(model) + 12 * s * q)
-    own = t * (6 * _layer_matrices(model) + 12 * t * q * (0.5 if count == "causal" else 1.0))
+    encoder = s * (6 * _layer_elements(model) + 12 * s * q)
+    decoder = t * (6 * _layer_elements(model) + 12 * t * q * (0.5 if count == "causal" else 1.0))
     cross = 6 * (t * 2 * h * q + s * 2 * h * k) + 12 * t * s * q
     return (
         model.encoder_num_layers * encoder
-        + model.decoder_num_layers * (own + cross)
+        + model.decoder_num_layers * (decoder + cross)
         + t * 6 * h * model.padded_vocab_size
     )
 
@@ -90,38 +93,40 @@ def weight_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
 
 
 def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Bytes of weight, gradient and optimizer state per parameter of a rank that is trained, between steps.
+    """Return the bytes of weight, gradient and optimizer state per parameter of a rank, between steps.
 
-    Weights and gradients lie on every data-parallel rank; the distributed optimizer cuts the rest, which for half
-    precision includes an fp32 copy of the weights. FSDP2 cuts all of it, and has fp32 weights and gradients only; what is whole
-    while it works is not counted. Nor is what the update takes (`update_bytes`).
+    Every data-parallel rank holds weights and gradients; the distributed optimizer shards the rest, which for half
+    precision includes fp32 main weights. FSDP2 shards everything, in fp32; gathered layers are not counted, nor are
+    temporaries (`update_bytes`).
     """
     weight, gradient = BYTES[config.precision.dtype], BYTES[config.precision.gradient_dtype]
     if config.parallel.use_torch_fsdp2:
-        return (2 * max(4, weight) + kept_bytes(config)) / data_parallel_size
+        return (2 * max(4, weight) + owned_state_bytes(config)) / data_parallel_size
     return (
         weight
         + gradient
-        + kept_bytes(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
+        + owned_state_bytes(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
     )
 
 
-def kept_bytes(config: RunConfig) -> float:
-    """Bytes of main weights and moments per parameter that a rank owns; with Muon or Adafactor, per element of a large matrix.
+def owned_state_bytes(config: RunConfig) -> float:
+    """Return the bytes of main weights and moments per owned parameter; with Muon or Adafactor, per element of a large
+    matrix.
 
-    What --optimizer-cpu-offload moves is counted as well: it is there, in another memory.
+    State that --optimizer-cpu-offload moves to the CPU is included.
     """
     precision, rule, weight = config.precision, config.optimizer, BYTES[config.precision.dtype]
     has_master = weight < 4 and not config.parallel.use_torch_fsdp2
     if precision.use_precision_aware_optimizer:
-        master = NARROW["fp16"] if precision.main_params_dtype == "fp16" else 2 if precision.bf16 else 4
-        return master * has_master + NARROW[precision.exp_avg_dtype] + NARROW[precision.exp_avg_sq_dtype]
+        master = STATE_BYTES["fp16"] if precision.main_params_dtype == "fp16" else 2 if precision.bf16 else 4
+        return master * has_master + STATE_BYTES[precision.exp_avg_dtype] + STATE_BYTES[precision.exp_avg_sq_dtype]
     moments = {"adam": 2, "lion": 1, "adafactor": 0, "sgd": int(rule.sgd_momentum > 0)}[rule.elementwise]
     return max(4, weight) * ((1 if rule.is_muon else moments) + has_master)
 
 
 def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Bytes per parameter of a rank that are there during the update only: half-precision gradients in the format of the main weights.
+    """Return the bytes per parameter of a rank that exist during the update only: fp32 copies of half-precision
+    gradients.
 
     Megatron keeps them from step to step; its published table counts them as state (20, or 4 + 16/d, for fp16).
     """
@@ -134,89 +139,100 @@ def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
     return 4 / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
 
 
-def away_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Bytes of `state_bytes` that --optimizer-cpu-offload keeps in the CPU's memory instead."""
+def offloaded_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
+    """Return the part of `state_bytes` that --optimizer-cpu-offload keeps in CPU memory."""
     if not config.optimizer.optimizer_cpu_offload:
         return 0.0
-    cut = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
-    return config.optimizer.optimizer_offload_fraction * kept_bytes(config) / (data_parallel_size if cut else 1)
+    sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
+    return (
+        config.optimizer.optimizer_offload_fraction * owned_state_bytes(config) / (data_parallel_size if sharded else 1)
+    )
 
 
 def rank_memory(
     config: RunConfig, stages: Sequence[StageSpec], *, data_parallel_size: int, num_microbatches: int
 ) -> tuple[RankMemory, ...]:
-    """What the ranks of each pipeline position hold; `stages` are those of all positions."""
+    """Estimate the memory of the ranks at each pipeline position; `stages` are those of all positions."""
     parallel, stages_memory = config.parallel, []
     for position in range(parallel.pp):
         local_stages = [stage for stage in stages if stage.rank == position]
-        split, copies = Split.of(parallel), parallel.context_parallel_size * data_parallel_size
+        split, replicas = ShardCounts.of(parallel), parallel.context_parallel_size * data_parallel_size
         held, trained = (rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
-        alike = max(1, copies * parallel.tp // (split.experts * split.widths))  # ranks with the same experts
-        state, update, away, frozen = (
-            (those.total - those.experts) * count(config, copies) + those.experts * count(config, alike)
+        expert_replicas = max(
+            1, replicas * parallel.tp // (split.experts * split.widths)
+        )  # ranks with the same experts
+        state, update, offloaded, frozen = (
+            (those.total - those.experts) * count(config, replicas) + those.experts * count(config, expert_replicas)
             for count, those in (
                 (state_bytes, trained),
                 (update_bytes, trained),
-                (away_bytes, trained),
+                (offloaded_bytes, trained),
                 (weight_bytes, held - trained),
             )
         )
         state += frozen
-        if config.optimizer.is_muon and config.optimizer.elementwise == "adam":  # what is no matrix has two moments
-            cut = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
-            state += trained.rest * max(4, BYTES[config.precision.dtype]) / (copies if cut else 1)
+        if (
+            config.optimizer.is_muon and config.optimizer.elementwise == "adam"
+        ):  # other parameters than matrices have two moments
+            sharded = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
+            state += trained.rest * max(4, BYTES[config.precision.dtype]) / (replicas if sharded else 1)
         stages_memory.append(
             RankMemory(
-                held.total, state - away, _activation_bytes(config, local_stages, position, num_microbatches), update
+                held.total,
+                state - offloaded,
+                _activation_bytes(config, local_stages, position, num_microbatches),
+                update,
             )
         )
     return tuple(stages_memory)
 
 
 def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: str = "dense") -> float:
-    """Bytes per token that the backward pass of one layer needs on a rank.
+    """Return the bytes per token that the backward pass of one layer needs on a rank.
 
-    recomputes: False leaves out what --recompute-granularity full changes, as for layers that it does not reach. mlp: dense
-    or moe, with even loads.
+    recomputes: False ignores full recomputation, as for layers that it does not cover. mlp: dense or moe, with even
+    expert loads.
     """
     model, t = config.model, config.parallel.tp
     size, h, s = BYTES[config.precision.dtype], model.hidden_size, config.train.seq_length
     q, k, f = model.query_size // t, _key_size(model, t), model.ffn_hidden_size // t
     recompute = config.recompute
-    saved_cut = t if config.parallel.sequence_parallel else 1
+    sequence_shards = t if config.parallel.sequence_parallel else 1
     if recomputes and recompute.recompute_granularity == "full":
-        return size * h / (t if recompute.distribute_saved_activations else saved_cut)
-    again = _recomputed_modules(config)
-    between = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
-    between += 0 if "layernorm" in again else 2 * size * h  # their outputs: the inputs of both sublayers
+        return size * h / (t if recompute.distribute_saved_activations else sequence_shards)
+    recomputed = _recomputed_modules(config)
+    layer_inputs = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
+    layer_inputs += 0 if "layernorm" in recomputed else 2 * size * h  # their outputs: the inputs of both sublayers
     attention = _latent_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
-    if model.attention_backend in ("unfused", "local") and "core_attn" not in again:
+    if model.attention_backend in ("unfused", "local") and "core_attn" not in recomputed:
         attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
-    mlp_bytes: float = 0 if "mlp" in again else size * f * (3 if model.gated else 2)
+    mlp_bytes: float = 0 if "mlp" in recomputed else size * f * (3 if model.gated else 2)
     if mlp == "moe":
-        mlp_bytes = size * _kept_numbers(model, Split.of(config.parallel), again)
-    return between / saved_cut + attention + mlp_bytes
+        mlp_bytes = size * _moe_activation_numbers(model, ShardCounts.of(config.parallel), recomputed)
+    return layer_inputs / sequence_shards + attention + mlp_bytes
 
 
 def _recomputed_modules(config: RunConfig) -> frozenset[str]:
-    """What --recompute-granularity selective computes again in the backward pass."""
+    """Return the modules that selective recomputation recomputes in the backward pass."""
     selective = config.recompute.recompute_granularity == "selective"
     return frozenset(config.recompute.recompute_modules or ()) if selective else frozenset()
 
 
 def _latent_bytes(config: RunConfig) -> float:
-    """Bytes per token that the backward pass of latent attention needs on a rank, beside its input."""
-    mla, t, again = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
+    """Return the bytes per token that the backward pass of multi-head latent attention needs on a rank, beside its
+    input.
+    """
+    mla, t, recomputed = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
     latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (
         2 if config.model.qk_layernorm else 1
     )  # before and after their norms
-    # Values are a part of what keys are made of, and keep it alive.
+    # Values are views of the projection that keys come from, and keep it alive.
     query, query_bytes = (width // t for width in _head_widths(config.model))
-    made = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
+    projections = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
     saved = (
         latents / (t if config.parallel.sequence_parallel else 1)
         + query_bytes
-        + (0 if "mla_up_proj" in again else made)
+        + (0 if "mla_up_proj" in recomputed else projections)
     )
     return BYTES[config.precision.dtype] * saved
 
@@ -224,51 +240,64 @@ def _latent_bytes(config: RunConfig) -> float:
 def _activation_bytes(
     config: RunConfig, local_stages: Sequence[StageSpec], position: int, num_microbatches: int
 ) -> float:
-    """Activations at the peak of a step on a rank at this pipeline position."""
+    """Return the bytes of activations at the peak of a step on a rank at this pipeline position."""
     model, parallel, train = config.model, config.parallel, config.train
     tokens, t = train.seq_length * train.micro_batch_size // parallel.context_parallel_size, parallel.tp
-    saved_cut = t if parallel.sequence_parallel else 1
-    alive = _chunks_alive(config, position, len(local_stages), num_microbatches)
-    chunk, at_work = _chunk_bytes(config, local_stages)
-    held = alive * chunk + at_work
+    sequence_shards = t if parallel.sequence_parallel else 1
+    chunks_alive = _chunks_alive(config, position, len(local_stages), num_microbatches)
+    chunk, recomputed = _chunk_bytes(config, local_stages)
+    per_token = chunks_alive * chunk + recomputed
     if any(stage.has_embedding for stage in local_stages):
-        held += alive / len(local_stages) * (8 + (model.hidden_size / saved_cut if model.hidden_dropout > 0 else 0))
+        per_token += (
+            chunks_alive
+            / len(local_stages)
+            * (8 + (model.hidden_size / sequence_shards if model.hidden_dropout > 0 else 0))
+        )
     depths = model.mtp.mtp_num_layers or 0
     if depths and any(stage.has_mtp for stage in local_stages):
-        joined = (
-            4 * BYTES[config.precision.dtype] * model.hidden_size / saved_cut
+        mtp_inputs = (
+            4 * BYTES[config.precision.dtype] * model.hidden_size / sequence_shards
         )  # both norms' inputs, and what they made
-        held += alive / len(local_stages) * depths * (layer_activation_bytes(config) + joined)
+        per_token += chunks_alive / len(local_stages) * depths * (layer_activation_bytes(config) + mtp_inputs)
     if any(stage.has_output for stage in local_stages):
-        held += 4 * (1 + depths) * model.hidden_size / saved_cut + _logit_bytes(model, t, tokens, 1 + depths)
-    return held * tokens
+        per_token += 4 * (1 + depths) * model.hidden_size / sequence_shards + _logit_bytes(model, t, tokens, 1 + depths)
+    return per_token * tokens
 
 
-def _chunk_bytes(config: RunConfig, own: Sequence[StageSpec]) -> tuple[float, float]:
-    """Bytes per token of a chunk's layers between forward and backward, and of what is recomputed at one time."""
-    plans = [plan for stage in own for plan in stage.layers]
-    layers = sum(_weight(config, plan) for plan in plans) / len(own)
+def _chunk_bytes(config: RunConfig, local_stages: Sequence[StageSpec]) -> tuple[float, float]:
+    """Return the bytes per token of a chunk's layers between forward and backward, and of layers being recomputed at
+    one time.
+    """
+    plans = [plan for stage in local_stages for plan in stage.layers]
+    layers = sum(_relative_activation_memory(config, plan) for plan in plans) / len(local_stages)
     if config.recompute.recompute_granularity != "full":
         return layers * layer_activation_bytes(config), 0.0
     group = config.recompute.recompute_num_layers or 1
-    most = max((plan.mlp for plan in plans), default="dense")  # "moe" if any layer is
-    input_bytes, whole = layer_activation_bytes(config), layer_activation_bytes(config, recomputes=False, mlp=most)
+    mlp_kind = max((plan.mlp for plan in plans), default="dense")  # "moe" if any layer is
+    input_bytes, full_layer = (
+        layer_activation_bytes(config),
+        layer_activation_bytes(config, recomputes=False, mlp=mlp_kind),
+    )
     if config.recompute.recompute_method == "block":
-        again = min(group, layers)
-        return again * input_bytes + (layers - again) * layer_activation_bytes(config, recomputes=False), whole
-    return math.ceil(layers / group) * input_bytes, min(group, layers) * whole
+        recomputed_layers = min(group, layers)
+        return recomputed_layers * input_bytes + (layers - recomputed_layers) * layer_activation_bytes(
+            config, recomputes=False
+        ), full_layer
+    return math.ceil(layers / group) * input_bytes, min(group, layers) * full_layer
 
 
 def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
-    """Bytes per token of the logits in fp32, or of a block of them and what it takes in their stead: a gradient of the words a head."""
+    """Return the bytes per token of the fp32 logits; with the linear loss, of a block of logits and the weight
+    gradients.
+    """
     words = model.padded_vocab_size / t
     if model.kernels.cross_entropy_fusion_impl != "linear":
         return 4 * heads * words
     return 4 * words * (min(1.0, max(512 / tokens, 1 / 8)) + heads * model.hidden_size / tokens)
 
 
-def _weight(config: RunConfig, plan: LayerPlan) -> float:
-    """How much a layer keeps, in dense layers of --seq-length tokens without cross attention, which counts as half a layer."""
+def _relative_activation_memory(config: RunConfig, plan: LayerPlan) -> float:
+    """Activation memory of a layer in units of one dense layer of --seq-length tokens; cross attention counts 0.5."""
     train = config.train
     if plan.mlp == "moe":
         return layer_activation_bytes(config, mlp="moe") / layer_activation_bytes(config)
@@ -276,7 +305,9 @@ def _weight(config: RunConfig, plan: LayerPlan) -> float:
 
 
 def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatches: int) -> int:
-    """Forward passes of one chunk whose backward pass is still to come, at most, at this pipeline position."""
+    """Return the largest number of forward passes of chunks whose backward pass is still to come, at this pipeline
+    position.
+    """
     parallel = config.parallel
     if parallel.pipeline_schedule == "gpipe":
         return num_microbatches * chunks
@@ -288,14 +319,14 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 
 
-def _mlps(model: ModelConfig) -> list[str]:
-    """The kind of MLP of every layer that a token passes, those of multi-token prediction included, which are like the last."""
+def _mlp_kinds(model: ModelConfig) -> list[str]:
+    """Return the kind of MLP of every layer, including multi-token prediction, whose layers are like the last."""
     kinds = [plan.mlp for plan in layer_rows(model)]
     return kinds + kinds[-1:] * (model.mtp.mtp_num_layers or 0)
 
 
-def _keys_met(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
-    """How many keys a query meets on average, for every layer that a token passes. Only the causal count knows windows."""
+def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
+    """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
     windows = [plan.window for plan in layer_rows(model)]
     windows += windows[-1:] * (model.mtp.mtp_num_layers or 0)
     if count == "square" or model.architecture != "gpt":
@@ -306,51 +337,55 @@ def _keys_met(model: ModelConfig, length: int, count: AttentionCount) -> list[fl
     ]
 
 
-def _layer_matrices(model: ModelConfig, mlp: str = "dense") -> int:
-    """Elements of the matrices that a token meets in one layer, cross attention left out."""
+def _layer_elements(model: ModelConfig, mlp: str = "dense") -> int:
+    """Return the number of elements of the matrices that a token passes in one layer, without cross attention."""
     if mlp == "moe":
-        return _attention_matrices(model) + used_matrices(model)
-    return _attention_matrices(model) + _mlp(model, model.ffn_hidden_size)
+        return _attention_elements(model) + active_moe_elements(model)
+    return _attention_elements(model) + _mlp_elements(model, model.ffn_hidden_size)
 
 
-def _mlp(model: ModelConfig, width: int) -> int:
-    """Elements of the matrices of an MLP."""
+def _mlp_elements(model: ModelConfig, width: int) -> int:
+    """Return the number of elements of the matrices of an MLP."""
     return model.hidden_size * width * (3 if model.gated else 2)
 
 
-def used_matrices(model: ModelConfig) -> int:
-    """Elements of the matrices that a token meets: its experts', the shared one's and the router's."""
+def active_moe_elements(model: ModelConfig) -> int:
+    """Return the number of elements of the matrices that a token passes: its experts', the shared expert's and the
+    router's.
+    """
     moe, h = model.moe, model.hidden_size
-    shared = _mlp(model, moe.moe_shared_expert_intermediate_size or 0) + (h if moe.moe_shared_expert_gate else 0)
-    return moe.moe_router_topk * _mlp(model, moe.expert_width) + shared + h * moe.experts
+    shared = _mlp_elements(model, moe.moe_shared_expert_intermediate_size or 0) + (
+        h if moe.moe_shared_expert_gate else 0
+    )
+    return moe.moe_router_topk * _mlp_elements(model, moe.expert_width) + shared + h * moe.experts
 
 
-def _kept_numbers(model: ModelConfig, split: Split, again: frozenset[str]) -> float:
-    """Numbers per token that the backward pass of router and experts keeps on a rank when loads are even.
+def _moe_activation_numbers(model: ModelConfig, split: ShardCounts, recomputed: frozenset[str]) -> float:
+    """Return how many numbers per token the backward pass of router and experts saves on a rank, with even loads.
 
-    again: what is recomputed. A row of an expert keeps its input, what the first matrix makes of it (2f if gated), and
-    what stands between that and the input of the second, that included.
+    recomputed: modules that are recomputed. A row of an expert saves its input, the output of the first matrix (2f if
+    gated), and the activations between that and the second matrix, including its input.
     """
     moe = model.moe
-    if "moe" in again:
+    if "moe" in recomputed:
         return 0.0
     made, between = (2, 3) if model.gated else (1, 2)
     width = moe.expert_width / split.widths
-    row = model.hidden_size + width * (made + (0 if "moe_act" in again else between))
+    row = model.hidden_size + width * (made + (0 if "moe_act" in recomputed else between))
     shared = (moe.moe_shared_expert_intermediate_size or 0) / split.tensor * (made + between - 1)
-    return moe.moe_router_topk * split.widths / split.tensor * row + (0.0 if "shared_experts" in again else shared)
+    return moe.moe_router_topk * split.widths / split.tensor * row + (0.0 if "shared_experts" in recomputed else shared)
 
 
 def _head_widths(model: ModelConfig) -> tuple[int, int]:
-    """Width of all query heads together, and of what they bring home."""
+    """Return the total width of all query heads, and of all value heads."""
     mla, heads = model.mla, model.num_attention_heads
     if not mla.multi_latent_attention:
         return model.query_size, model.query_size
     return heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
 
 
-def _attention_matrices(model: ModelConfig) -> int:
-    """Elements of the matrices around one attention."""
+def _attention_elements(model: ModelConfig) -> int:
+    """Return the number of elements of the matrices of one attention layer."""
     h, mla, (q, v) = model.hidden_size, model.mla, _head_widths(model)
     if not mla.multi_latent_attention:
         return h * (q * (2 if model.attention_output_gate else 1) + 2 * model.key_size) + v * h
@@ -360,5 +395,5 @@ def _attention_matrices(model: ModelConfig) -> int:
 
 
 def _key_size(model: ModelConfig, tensor_size: int) -> int:
-    """Key width on one tensor rank; ranks that outnumber the key heads share them, each holding one."""
+    """Return the key width on one tensor rank; if there are more ranks than key heads, each rank holds one head."""
     return max(model.key_size // tensor_size, model.kv_channels)

@@ -1,9 +1,9 @@
 """Decoder-only transformers.
 
-    ids -> embedding -> layers of stage 0 -> message -> layers of stage 1 -> ... -> final norm -> head -> loss
+    ids -> embedding -> layers of stage 0 -> hidden states -> layers of stage 1 -> ... -> final norm -> head -> loss
                                                                                          \\-> mtp.py -> head -> losses ahead
 
-A `GPTModel` is one pipeline stage; without a pipeline it is the whole network.
+A `GPTModel` is one pipeline stage; without pipeline parallelism it is the whole network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.mtp import Losses, MTPInputs, MultiTokenPrediction
+from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.output_heads import LanguageModelHead, output_matrix
 from megatron.core.parallel.rng import materialize
@@ -29,47 +29,51 @@ from megatron.core.transformer.stack import Stack
 
 
 class GPTModel(nn.Module):
-    """One stage of a decoder-only transformer."""
+    """One pipeline stage of a decoder-only transformer."""
 
     def __init__(self, stage: StageSpec, build: Build) -> None:
         super().__init__()
         self.stage, self.build = stage, build
-        # A pipeline of several stages holds a tied matrix twice: where it embeds, and where it predicts; and the embedding
-        # once more where tokens ahead are predicted.
-        split = not (stage.has_embedding and stage.has_output)
+        # With several stages a tied matrix has two copies, in the embedding and in the output layer; the embedding has another
+        # copy on the stage with multi-token prediction.
+        spans_stages = not (stage.has_embedding and stage.has_output)
         tied, self.depths = build.model.ties_embeddings, build.model.mtp.mtp_num_layers or 0
-        looks_ahead = stage.has_mtp and self.depths > 0
-        again = self.depths > 0 and not (stage.has_embedding and stage.has_mtp)
+        has_mtp = stage.has_mtp and self.depths > 0
+        has_mtp_copy = self.depths > 0 and not (stage.has_embedding and stage.has_mtp)
         self.embedding = (
-            Embedding(build, tied=tied and split, again=again) if stage.has_embedding or looks_ahead else None
+            Embedding(build, tied=tied and spans_stages, has_mtp_copy=has_mtp_copy)
+            if stage.has_embedding or has_mtp
+            else None
         )
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_mtp)
-        self.mtp = MultiTokenPrediction(build) if looks_ahead else None
+        self.mtp = MultiTokenPrediction(build) if has_mtp else None
         self.output_layer = None
         if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.output_layer = LanguageModelHead(
-                build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else ""
+                build, shared=shared, tied_name=WORD_EMBEDDING if tied and spans_stages else ""
             )
         name_all(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> GPTModel:
-        """Give the parameters memory and their initial values. Returns the model."""
+        """Allocate the parameters and set their initial values. Returns the model."""
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
     def message_shape(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and format of what one stage sends to the next."""
+        """Return shape and dtype of the hidden states that one stage sends to the next."""
         length = self.build.region.length(sequence // self.build.mesh.cp.size)
         return (length, batch_size, self.build.model.hidden_size), self.build.residual_dtype
 
     def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and format of each tensor that a stage takes from the one before."""
+        """Return shape and dtype of each tensor that a stage receives from the previous one."""
         return (self.message_shape(train.micro_batch_size, train.seq_length),) * self.states
 
     @property
     def states(self) -> int:
-        """Tensors in the message that a stage takes: with the states of all depths where others look ahead."""
+        """Number of tensors that a stage receives: on an output stage behind multi-token prediction, also the states of
+        all depths.
+        """
         return 1 if self.stage.has_mtp or not self.stage.has_output else 1 + self.depths
 
     def forward(
@@ -83,20 +87,21 @@ class GPTModel(nn.Module):
         microbatch_context: MicrobatchContext | None = None,
         cache: Cache | None = None,
         ahead: MTPInputs | None = None,
-    ) -> Tensor | tuple[Tensor, ...] | Losses:
+    ) -> Tensor | tuple[Tensor, ...] | MTPLosses:
         """Run this stage.
 
-        ids: [b, s], read by the first stage. hidden: the message of the stage before, [s or s/tp, b, h]. labels: [b, s].
-        positions: [b, s] when they do not simply count; documents: [b, s] when documents are kept apart. microbatch_context: where layers
-        note their own losses. cache: new tokens of many texts end to end, [1, t], whose beginnings it knows; logits are those it
-        wants. ahead: of the tokens that multi-token prediction is about; left out, only the next one is predicted.
-        Returns the message to the next stage; on the last, the loss of every token [b, s], with those of the tokens ahead if
-        there are any, or logits [s, b, v/tp] without labels.
+        ids: [b, s], used by the first stage. hidden: the output of the previous stage, [s or s/tp, b, h]. labels: [b,
+        s]. positions: [b, s], if they are not 0, 1, 2, ...; documents: document index [b, s], if attention is to stay
+        within documents. microbatch_context: collects the auxiliary losses of layers. cache: KV cache; ids are then the
+        new tokens of several sequences, concatenated as [1, t], and logits are those of the positions that the cache
+        asks for. ahead: ids and labels for multi-token prediction; None: predict only the next token. Returns the input
+        of the next stage; on the last stage, the loss of every token [b, s], with those of multi-token prediction if
+        any, or logits [s, b, v/tp] without labels.
         """
         if self.stage.has_embedding:
             assert self.embedding is not None and ids is not None, "the first stage reads ids"
             hidden = self.embedding(ids, self.build.places(ids.shape[1])[None] if positions is None else positions)
-        assert hidden is not None, "a later stage reads the message of the stage before"
+        assert hidden is not None, "a later stage receives the output of the previous stage"
         context = ForwardContext(
             self.build.causal_mask(hidden, documents),
             rotary_of(self.build, hidden, positions),
@@ -104,7 +109,7 @@ class GPTModel(nn.Module):
             cache=cache,
         )
         x = self.decoder(hidden, context)
-        ahead = None if ahead is None or self.depths == 0 else self._look(x, positions, ahead, context)
+        ahead = None if ahead is None or self.depths == 0 else self._run_mtp(x, positions, ahead, context)
         if self.output_layer is None:
             return x if self.mtp is None else self._message(x, ahead)
         x = (x if cache is None else cache.for_logits(x)).to(self.build.dtype)
@@ -112,7 +117,7 @@ class GPTModel(nn.Module):
         if labels is None or ahead is None:
             return output
         weight = self.output_weight().detach() if self.build.model.mtp.mtp_detach_heads else self.output_weight()
-        return Losses(
+        return MTPLosses(
             output,
             tuple(
                 self.output_layer(state.to(self.build.dtype), weight, own)
@@ -120,32 +125,37 @@ class GPTModel(nn.Module):
             ),
         )
 
-    def _look(self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext) -> MTPInputs:
-        """`ahead` with the states of all depths, made here if here are their layers. x: [s or s/tp, b, h], normed."""
+    def _run_mtp(self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext) -> MTPInputs:
+        """Return `ahead` with the states of all depths, if this stage has the layers. x: [s or s/tp, b, h], after the
+        final norm.
+        """
         if self.mtp is None:
             return ahead
-        assert self.embedding is not None, "who looks ahead embeds"
+        assert self.embedding is not None, "a stage with multi-token prediction has an embedding"
         places = self.build.places(ahead.ids[0].shape[1])[None] if positions is None else positions
         return replace(ahead, states=self.mtp(x, ahead.ids, places, self.embedding, context))
 
-    def look(self, depth: int, states: Tensor, ids: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-        """One depth of multi-token prediction, counted from 1, for texts that are decoded, on the stage that has all of it.
+    def predict_depth(
+        self, depth: int, states: Tensor, ids: Tensor, positions: Tensor, cache: Cache
+    ) -> tuple[Tensor, Tensor]:
+        """Run one depth (from 1) of multi-token prediction during decoding, on a stage that has all its parts.
 
-        states: of the depth before, or after the final norm, [t, 1, h]. ids: [1, t], `depth` places ahead of the tokens, whose
-        positions [1, t] are. Returns the states of this depth, and the logits [w, 1, v/tp] that the cache wants.
+        states: of the previous depth, or after the final norm, [t, 1, h]. ids: [1, t], the tokens `depth` positions
+        ahead; positions: of the tokens themselves, [1, t]. Returns the states of this depth, and the logits [w, 1,
+        v/tp] that the cache asks for.
         """
         assert self.mtp is not None and self.embedding is not None and self.output_layer is not None, (
-            "this stage predicts ahead"
+            "this stage has multi-token prediction"
         )
         context = ForwardContext(self.build.causal_mask(states), rotary_of(self.build, states, positions), cache=cache)
-        states = self.mtp.look(depth, states, ids, positions, self.embedding, context)
+        states = self.mtp.run_depth(depth, states, ids, positions, self.embedding, context)
         return states, self.output_layer(cache.for_logits(states).to(self.build.dtype), self.output_weight())
 
     def _message(self, x: Tensor, ahead: MTPInputs | None) -> tuple[Tensor, ...]:
-        """The states of all depths to the stage of the head; it has room for them even when nobody looks ahead."""
+        """Return the states of all depths for the output stage; zeros if no tokens ahead are predicted."""
         states = (torch.zeros_like(x),) * self.depths if ahead is None else ahead.states
         return tuple(state.to(self.build.residual_dtype) for state in (x, *states))
 
     def output_weight(self) -> Tensor:
-        """The matrix of the output layer: its own, or the embedding's."""
+        """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_matrix(self.output_layer, self.embedding)

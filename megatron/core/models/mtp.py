@@ -1,13 +1,13 @@
 """Multi-token prediction: layers behind the last one, each of which predicts one token further (DeepSeek-V3, 2024).
 
     tokens           t1 t2 t3 t4 ..        the network reads t_i and predicts t_i+1
-    depth 1          t2 t3 t4 ..           state of i, after the final norm, and the vector of t_i+1   ->  predicts t_i+2
+    depth 1          t2 t3 t4 ..           state of i, after the final norm, and embedding of t_i+1    ->  predicts t_i+2
     depth 2          t3 t4 ..              state of i at depth 1, after its norm, and that of t_i+2    ->  predicts t_i+3
 
-    norm(vector of the token), norm(state) -> [both] -> eh_proj -> one layer like the last -> norm -> the network's own head
+    norm(embedding of the token), norm(state) -> concat -> eh_proj -> one layer like the last -> norm -> the network's output layer
 
-The vectors are the network's embedding, of which the stage holds a copy if the first one is another. Which tokens are ahead
-is told from outside, by whoever has seen the whole sequence: a rank may hold a piece of it.
+The embedding is the network's, of which the stage holds a copy if it is not the first stage. The caller provides the
+tokens ahead, since a rank may hold only a shard of the sequence.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megatron.core.transformer.passing import ForwardContext
 
 @dataclass(frozen=True, slots=True)
 class MTPInputs:
-    """What a stage is told of the tokens ahead, one of each a depth.
+    """Inputs of multi-token prediction, one of each for every depth.
 
-    ids, labels: [b, s] each, what stands k places behind each token and behind its label, anything where the text ends.
-    states: of the depths, [s or s/tp, b, h] each, if the stage before made them.
+    ids, labels: [b, s] each, the ids and labels k positions ahead of each token; arbitrary where the text ends. states:
+    of the depths, [s or s/tp, b, h] each, if the previous stage computed them.
     """
 
     ids: tuple[Tensor, ...] = ()
@@ -41,15 +41,15 @@ class MTPInputs:
     states: tuple[Tensor, ...] = ()
 
 
-class Losses(NamedTuple):
-    """The loss of every token, [b, s]: of the next token, and of those ahead, one of each a depth."""
+class MTPLosses(NamedTuple):
+    """The loss of every token, [b, s]: of the next token, and of the tokens ahead, one for each depth."""
 
     next: Tensor
     ahead: tuple[Tensor, ...]
 
 
 class MultiTokenPrediction(nn.Module):
-    """The layers of all depths, or the one that serves them all."""
+    """The layers of all depths, or the single layer that serves them all."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -66,20 +66,20 @@ class MultiTokenPrediction(nn.Module):
         embed: Callable[[Tensor, Tensor], Tensor],
         context: ForwardContext,
     ) -> tuple[Tensor, ...]:
-        """The states of all depths, each like x.
+        """Return the states of all depths, each of x's shape.
 
-        x: [s or s/tp, b, h], after the network's final norm. ids: of the tokens ahead, [b, s] a depth. positions: of the tokens
-        themselves, [b or 1, s]. embed: the network's embedding.
+        x: [s or s/tp, b, h], after the network's final norm. ids: of the tokens ahead, [b, s] for each depth.
+        positions: of the tokens themselves, [b or 1, s]. embed: the network's embedding.
         """
-        apart, outputs = self.build.model.mtp.mtp_detach_heads, []
-        # A leaf that asks for a gradient, since a recomputed layer trains only if one of its inputs does.
-        x = x.detach().requires_grad_(torch.is_grad_enabled()) if apart else x
-        for depth, own in enumerate(ids, start=1):
-            x = self.look(depth, x, own, positions, embed, context)
+        detached, outputs = self.build.model.mtp.mtp_detach_heads, []
+        # The detached input requires a gradient, since a recomputed layer gets gradients only if one of its inputs does.
+        x = x.detach().requires_grad_(torch.is_grad_enabled()) if detached else x
+        for depth, ids_of_depth in enumerate(ids, start=1):
+            x = self.run_depth(depth, x, ids_of_depth, positions, embed, context)
             outputs.append(x)
         return tuple(outputs)
 
-    def look(
+    def run_depth(
         self,
         depth: int,
         x: Tensor,
@@ -88,7 +88,11 @@ class MultiTokenPrediction(nn.Module):
         embed: Callable[[Tensor, Tensor], Tensor],
         context: ForwardContext,
     ) -> Tensor:
-        """The states of one depth, counted from 1, like x, the states of the depth before. ids: [b, s], `depth` places ahead."""
+        """Return the states of one depth (from 1), of the shape of x [s or s/tp, b, h], the states of the previous
+        depth.
+
+        ids: [b, s], the tokens `depth` positions ahead. positions: of the tokens themselves.
+        """
         vectors = embed(ids, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
         layer = self.layers[min(depth, len(self.layers)) - 1]
         return layer(
@@ -97,7 +101,7 @@ class MultiTokenPrediction(nn.Module):
 
 
 class MTPLayer(nn.Module):
-    """One depth."""
+    """The layer of one depth."""
 
     def __init__(self, build: Build, depth: int) -> None:
         super().__init__()
@@ -117,7 +121,9 @@ class MTPLayer(nn.Module):
         self.final_layernorm = build.norm(size)
 
     def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:
-        """x: states of the depth before; vectors: of the tokens ahead; both [s or s/tp, b, h]. Returns the same shape."""
+        """Run the layer. x: states of the previous depth; vectors: embeddings of the tokens ahead; both [s or s/tp, b,
+        h], as the result.
+        """
 
         def run(x: Tensor, vectors: Tensor) -> Tensor:
             both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)

@@ -1,7 +1,7 @@
-"""Global names of parameters that more than one file speaks of."""
+"""Global names of parameters that several files use."""
 
 from __future__ import annotations
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-VOCABULARY = frozenset((WORD_EMBEDDING, OUTPUT, "output_layer.bias"))  # those with a row for each id
+VOCABULARY = frozenset((WORD_EMBEDDING, OUTPUT, "output_layer.bias"))  # parameters with a row for each token id

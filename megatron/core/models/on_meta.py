@@ -1,4 +1,4 @@
-"""Networks on the meta device: every parameter with its name and shape, and no memory."""
+"""Networks on the meta device: every parameter has its name and shape, but no memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NETWORKS: dict[str, Callable[[StageSpec, Build], Network]] = {"gpt": GPTModel, "
 
 
 def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
-    """One pipeline stage as a rank at this place of a mesh builds it, on the meta device."""
+    """Build one pipeline stage on the meta device, as a rank with these mesh coordinates would."""
     kernels = select(
         Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""}
-    )  # nothing runs, so another's need not be here
+    )  # nothing runs, so optional packages are not needed
     build = Build(
         model=model,
         mesh=replace(mesh, device=torch.device("meta")),
@@ -36,10 +36,12 @@ def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
     return NETWORKS[model.architecture](stage, build)
 
 
-def held_parameters(
+def rank_parameter_sizes(
     model: ModelConfig, stage: StageSpec, *, tp: int, ep: int, etp: int
 ) -> list[tuple[str, tuple[int, ...], int]]:
-    """Global name, whole shape and number of elements held, of every parameter that the first rank of a layout has of a stage."""
+    """Return (global name, global shape, local number of elements) of every parameter of a stage on the first rank of a
+    layout.
+    """
     mesh = replace(Mesh.single(), tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     return [
         (spec_of(param).name, spec_of(param).shape, param.numel())

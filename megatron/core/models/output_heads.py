@@ -1,4 +1,4 @@
-"""What comes out of a network."""
+"""Output heads: the language-model head with its loss, and BERT's masked-word transform and pooler."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron.core.transformer.build import Build
 
 
 def output_matrix(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:
-    """The matrix of the output layer [v/tp, h]: its own, or with tied embeddings that of the input."""
-    own = getattr(output_layer, "weight", None)
-    if own is None:
+    """Return the matrix of the output layer [v/tp, h]: its own, or with tied embeddings that of the embedding."""
+    weight = getattr(output_layer, "weight", None)
+    if weight is None:
         assert output_layer is not None and embedding is not None, "only the last stage has an output layer"
         return embedding.word_embeddings.weight
-    return own
+    return weight
 
 
 class LanguageModelHead(nn.Module):
-    """Hidden states to logits over the vocabulary, or to the loss of every token.
+    """Maps hidden states to logits over the vocabulary, or to the loss of every token.
 
-    shared: the embedding's matrix, when it lives on this stage; left out, the head makes its own, tied by name or not.
-    bias: a number for each word, added to its logit. temperature: the loss is that of the logits over this, as text is sampled.
+    shared: the embedding's matrix if it is on this stage; otherwise the head has its own, tied if `tied_name` is given.
+    bias: add a bias for each word. temperature: divides the logits in the loss, as in sampling.
     """
 
     def __init__(self, build: Build, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
@@ -43,23 +43,27 @@ class LanguageModelHead(nn.Module):
                 name=tied_name,
             )
             self.weight = parameter(spec, build.mesh, build.dtype)
-        cut = Shard(0, "tp", (FusedSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
-        words = ParamSpec((model.true_vocab_size,), constant(0.0), "vector", (cut,))
-        self.bias = parameter(words, build.mesh, build.dtype) if bias else None
+        vocabulary_shard = Shard(0, "tp", (FusedSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
+        bias_spec = ParamSpec((model.true_vocab_size,), constant(0.0), "vector", (vocabulary_shard,))
+        self.bias = parameter(bias_spec, build.mesh, build.dtype) if bias else None
         self.scale = model.hidden_size**-0.5 if model.scale_tied_logits and model.ties_embeddings else None
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of every token, or the logits without labels. Called, not its parts, so that its hooks see it."""
+        """Return the loss of every token [b, s], or without labels the logits [s, b, v/tp].
+
+        x: [s or s/tp, b, h]; weight: [v/tp, h]; labels: [b, s]. Call the module rather than its methods, so that its
+        hooks run.
+        """
         return self.logits(x, weight) if labels is None else self.loss(x, weight, labels)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x: [s or s/tp, b, h]. Returns [s, b, v/tp], padded columns included."""
+        """Return the logits [s, b, v/tp], including padded columns. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
         cap = self.build.model.final_logit_softcap
         logits = enter_linear(x if self.scale is None else x * self.scale, weight, self.bias, self.build.region)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """labels: [b, s], below 0 where a token takes no part. Returns the loss of every token, [b, s]."""
+        """Return the cross entropy of every token, [b, s]. labels: [b, s], below 0 for tokens to ignore."""
         build, targets, kernel = self.build, labels.t().contiguous(), self.build.kernels.cross_entropy
         if kernel is None or self.temperature != 1.0 and (build.model.final_logit_softcap or self.bias is not None):
             logits = self.logits(x, weight) / self.temperature
@@ -79,7 +83,7 @@ class LanguageModelHead(nn.Module):
 
 
 class MaskedWordTransform(nn.Module):
-    """What BERT does to a hidden state before words are predicted from it: norm(gelu(dense(x)))."""
+    """BERT's transform of hidden states before the output layer: norm(gelu(dense(x)))."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -91,12 +95,12 @@ class MaskedWordTransform(nn.Module):
         self.act = "gelu_tanh" if build.model.openai_gelu else "gelu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [s or s/tp, b, h]. Returns the same shape."""
+        """Transform hidden states. x: [s or s/tp, b, h]; returns the same shape."""
         return self.layer_norm(self.build.kernels.activation(self.dense(x.to(self.dense.weight.dtype)), self.act))
 
 
 class Pooler(nn.Module):
-    """One vector a sample: tanh(dense(x)) of its first position."""
+    """One vector for each sample: tanh(dense(x)) of its first position."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -104,5 +108,5 @@ class Pooler(nn.Module):
         self.dense = Linear(size, size, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [s or s/tp, b, h]. Returns [b, h] on every rank."""
+        """Pool hidden states. x: [s or s/tp, b, h]; returns [b, h] on every rank."""
         return self.dense(self.region.first(x).to(self.dense.weight.dtype)).tanh()

@@ -1,12 +1,12 @@
-"""Encoder and decoder in one line of stages (Raffel et al., 2019).
+"""T5: encoder and decoder in one sequence of pipeline stages (Raffel et al., 2019).
 
     encoder ids, decoder ids -> embedding -> encoder layers -> final norm -> decoder layers -> final norm -> head -> loss
-                                   \\-- the decoder's embedding travels beside --/      memory: what every decoder layer sees
+                                   \\-- the decoder's embedding is passed along --/     memory: input of cross attention
 
-A `T5Model` is one pipeline stage, and may hold layers of both. What stages have in common travels with the message: the
-decoder's state (before its first layer, its embedding), the encoder's state (after its last layer, the memory), and with
-relative positions the two tables of biases. So only the first stage embeds, and gradients of what is shared come back the
-way it went; the one matrix with two homes is the tied output layer, as in a decoder-only model.
+A `T5Model` is one pipeline stage, and may hold layers of both. Each stage passes on all shared tensors: the decoder's state (before
+its first layer, its embedding), the encoder's state (after its last layer, the memory), and with relative positions the two bias
+tables. So only the first stage embeds, and gradients of shared tensors return the same way; the only matrix with two copies is the
+tied output layer, as in a decoder-only model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WHOLE = "a stage that encodes and decodes is the whole network"
 
 
 class T5Model(nn.Module):
-    """One stage of an encoder and decoder."""
+    """One pipeline stage of an encoder-decoder transformer."""
 
     def __init__(self, stage: StageSpec, build: Build) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class T5Model(nn.Module):
         self.embedding = Embedding(build, tied=tied_apart) if stage.has_embedding else None
         self.encoder_relative_pos_emb = RelativePositions(build) if relative else None
         self.decoder_relative_pos_emb = RelativePositions(build) if relative else None
-        ends = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
-        self.encoder = Stack(encoder, build, final_norm=ends) if encoder else None
+        ends_encoder = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
+        self.encoder = Stack(encoder, build, final_norm=ends_encoder) if encoder else None
         self.decoder = Stack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
         self.output_layer = self._head(tied_apart) if stage.has_output else None
         name_all(self)
 
     def _head(self, tied_apart: bool) -> LanguageModelHead:
-        """The output layer. tied_apart: its matrix is that of the embedding, which another stage has."""
+        """Return the output layer. tied_apart: its matrix is that of the embedding, which is on another stage."""
         model = self.build.model
         words = self.embedding.word_embeddings.weight if self.embedding is not None else None
         return LanguageModelHead(
@@ -64,12 +64,12 @@ class T5Model(nn.Module):
         )
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> T5Model:
-        """Give the parameters memory and their initial values. Returns the model."""
+        """Allocate the parameters and set their initial values. Returns the model."""
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
     def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and format of each tensor that a stage takes from the one before."""
+        """Return shape and dtype of each tensor that a stage receives from the previous one."""
         build, rope = self.build, self.build.model.rope
         states = tuple(
             ((build.region.length(length), train.micro_batch_size, build.model.hidden_size), build.residual_dtype)
@@ -91,14 +91,14 @@ class T5Model(nn.Module):
     ) -> Message | Tensor:
         """Run this stage.
 
-        encoder_padding: bool [b, s], False where there is no token; None: all are. encoder_ids: [b, s] and decoder_ids:
-        [b, t], read by the first stage. message: of the stage before. labels: [b, t]. Returns the message to the next stage;
-        on the last, the loss of every token [b, t], or logits [t, b, v/tp] without labels.
+        encoder_padding: bool [b, s], False where there is no token; None: all are tokens. encoder_ids: [b, s] and
+        decoder_ids: [b, t], used by the first stage. message: the output of the previous stage. labels: [b, t]. Returns
+        the input of the next stage; on the last, the loss of every token [b, t], or logits [t, b, v/tp] without labels.
         """
         if self.embedding is not None:
             assert encoder_ids is not None and decoder_ids is not None, "the first stage reads ids"
             message = self._begin(encoder_ids, decoder_ids)
-        assert message is not None, "a later stage reads the message of the stage before"
+        assert message is not None, "a later stage receives the output of the previous stage"
         state, memory, *tables = message
         if self.encoder is not None:
             memory = self._encode(memory, tables, encoder_padding)
@@ -112,13 +112,18 @@ class T5Model(nn.Module):
         return self.output_layer(state, self.output_weight(), labels)
 
     def encode(self, ids: Tensor, padding: Tensor | None) -> Message:
-        """The memory and the tables, for `decode`, of a stage that is the whole network. ids: [b, s]; padding: as in `forward`."""
+        """Return the encoder's output [s, b, h] and the bias tables for `decode`; the stage must be the whole network.
+
+        ids: [b, s]; padding: as in `forward`.
+        """
         _, memory, *tables = self._begin(ids, ids[:, :1])
         return (self._encode(memory, tables, padding), *tables)
 
     def decode(self, ids: Tensor, place: int, message: Message, *, padding: Tensor | None, cache: Cache) -> Tensor:
-        """The next token of every text. ids: [b, 1], what stands at `place`, all before being in the cache; message: what `encode`
-        gave, padding: what it was given. Returns logits [1, b, v/tp].
+        """Return the logits of the next token of every text, [1, b, v/tp].
+
+        ids: [b, 1], the tokens at position `place`, whose predecessors are in the cache. message: from `encode`;
+        padding: as given to it.
         """
         memory, *tables = message
         assert self.embedding is not None and self.decoder is not None and self.output_layer is not None, _WHOLE
@@ -134,7 +139,7 @@ class T5Model(nn.Module):
         return self.output_layer(self.decoder(state, context, bias=bias, memory=memory), self.output_weight())
 
     def output_weight(self) -> Tensor:
-        """The matrix of the output layer: its own, or the embedding's."""
+        """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_matrix(self.output_layer, self.embedding)
 
     def _begin(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:

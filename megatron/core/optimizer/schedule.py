@@ -1,16 +1,16 @@
-"""Learning rate and weight decay as pure functions of the samples consumed.
+r"""Learning rate and weight decay as pure functions of the number of consumed samples.
 
     rate
      max |      ____
-         |     /     \\__           warm-up, then one of: constant, linear, cosine,
-         |    /         \\__        inverse-square-root, WSD (flat, then an anneal)
-     min |   /             \\_____
+         |     /     \__           warm-up, then one of: constant, linear, cosine,
+         |    /         \__        inverse-square-root, WSD (flat, then an anneal)
+     min |   /             \_____
          +--+------------+--+-----  samples
           warm-up     horizon
 
-A schedule holds numbers only and never advances: the caller keeps one counter of samples, adds a step's batch after each
-step that really updated the parameters (a step skipped for an overflow adds nothing), and asks for `lr(samples)`. Since
-samples and not iterations are counted, a batch size that ramps up does not bend the curve.
+A schedule has no state: the caller counts samples, adds a step's batch after each step that updated the parameters (a
+step skipped for an overflow adds nothing), and calls `lr(samples)`. Since samples and not iterations are counted,
+batch-size ramp-up does not change the curve.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.core.config.settings.run import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The two curves. Horizons are in samples; the warm-up may be a fraction of a sample."""
+    """The curves of learning rate and weight decay. Horizons are in samples; the warm-up may be a fraction of a sample."""
 
     max_lr: float
     min_lr: float
@@ -45,8 +45,8 @@ class Schedule:
 
     @classmethod
     def build(cls, schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> Schedule:
-        """Read the curves from the flags; every setting that does not fit is named in one error."""
-        refuse(_unfit(schedule, optimizer, train))
+        """Build the curves from the settings; raises one ConfigError with everything that does not fit."""
+        refuse(_flag_problems(schedule, optimizer, train))
         assert schedule.lr is not None, "without --lr, the flags are refused"
         total: int
         if train.train_iters is not None:
@@ -59,7 +59,7 @@ class Schedule:
             decay, warmup, wsd = schedule.lr_decay_samples, schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
         horizon = (total if decay is None else decay) * scale
         fraction = schedule.lr_warmup_fraction
-        built = cls(
+        result = cls(
             max_lr=schedule.lr,
             min_lr=schedule.min_lr,
             warmup_init=schedule.lr_warmup_init,
@@ -73,15 +73,15 @@ class Schedule:
             weight_decay_samples=total * scale,
             weight_decay_style=optimizer.weight_decay_incr_style,
         )
-        refuse(built._problems())
-        return built
+        refuse(result._problems())
+        return result
 
     def lr(self, samples: float) -> float:
-        """The learning rate of the step that comes after `samples` samples."""
+        """Return the learning rate of the step after `samples` samples."""
         return self.scaled_lr(samples, max_lr=self.max_lr, min_lr=self.min_lr)
 
     def scaled_lr(self, samples: float, *, max_lr: float, min_lr: float) -> float:
-        """The same curve between other bounds: parameter groups with a learning rate of their own."""
+        """Return the same curve between other bounds, for parameter groups with a separate learning rate."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             return self.warmup_init + (max_lr - self.warmup_init) * float(samples) / float(self.warmup_samples)
         if self.decay_style == "constant":
@@ -92,41 +92,43 @@ class Schedule:
             return max(min_lr, max_lr * max(self.warmup_samples, 1) ** 0.5 / max(samples, 1) ** 0.5)
         if self.decay_style == "WSD":
             assert self.wsd_samples is not None, "build() refused a WSD schedule without an anneal"
-            into = samples - (self.decay_samples - self.wsd_samples)
-            share = 1.0 if into <= 0 else _remaining(self.wsd_style, into / self.wsd_samples)
+            since_anneal = samples - (self.decay_samples - self.wsd_samples)
+            remaining = 1.0 if since_anneal <= 0 else _remaining_share(self.wsd_style, since_anneal / self.wsd_samples)
         else:
-            share = _remaining(
+            remaining = _remaining_share(
                 self.decay_style, (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
             )
-        return min_lr + share * (max_lr - min_lr)
+        return min_lr + remaining * (max_lr - min_lr)
 
     def weight_decay(self, samples: float) -> float:
-        """The weight decay of the step that comes after `samples` samples."""
+        """Return the weight decay of the step after `samples` samples."""
         if samples > self.weight_decay_samples or self.weight_decay_style == "constant":
             return self.end_weight_decay
-        done = 1.0 - _remaining(self.weight_decay_style, samples / self.weight_decay_samples)
+        done = 1.0 - _remaining_share(self.weight_decay_style, samples / self.weight_decay_samples)
         return self.start_weight_decay + done * (self.end_weight_decay - self.start_weight_decay)
 
     def state(self) -> dict[str, float | int | str | None]:
-        """What a checkpoint keeps of it; `Schedule.from_state` reads it back."""
+        """Return the settings for a checkpoint; `Schedule.from_state` restores them."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """The schedule that a checkpoint was written with (`--use-checkpoint-opt-param-scheduler`)."""
+        """Return the schedule that a checkpoint was written with (`--use-checkpoint-opt-param-scheduler`)."""
         return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """How a checkpoint's schedule differs from this one, a line each; empty when both are one curve, and a run may simply resume."""
-        idle = self._unused() & Schedule.from_state({**self.state(), **saved})._unused()
+        """Return how a checkpoint's schedule differs from this one, one line for each setting; empty if the curves are
+        equal.
+        """
+        unused = self._unused() & Schedule.from_state({**self.state(), **saved})._unused()
         return [
-            f"{name.replace('_', ' ')} is {mine} now and was {saved.get(name)} in the checkpoint"
-            for name, mine in self.state().items()
-            if saved.get(name) != mine and name not in idle
+            f"{name.replace('_', ' ')} is {current} now and was {saved.get(name)} in the checkpoint"
+            for name, current in self.state().items()
+            if saved.get(name) != current and name not in unused
         ]
 
     def _unused(self) -> set[str]:
-        """Numbers that no point of the curves depends on."""
+        """Return the names of settings that no point of the curves depends on."""
         unused = {
             "decay_samples": self.decay_style == "constant",
             "weight_decay_samples": self.weight_decay_style == "constant",
@@ -152,8 +154,8 @@ class Schedule:
         return problems
 
 
-def choose(
-    mine: Schedule,
+def resolve_schedule(
+    current: Schedule,
     saved: Mapping[str, Any],
     *,
     override: bool,
@@ -161,38 +163,39 @@ def choose(
     longer: str = "",
     samples: float = 0,
 ) -> Schedule:
-    """Whose schedule a resumed run follows: the flags', the checkpoint's, or both because they are equal.
+    """Return the schedule of a resumed run: that of the flags, that of the checkpoint, or either if they are equal.
 
-    override: `--override-opt-param-scheduler`. use_checkpoint: `--use-checkpoint-opt-param-scheduler`. longer: says that the run has
-    another length than that of the checkpoint, which the decay follows. samples: consumed so far.
+    override: `--override-opt-param-scheduler`. use_checkpoint: `--use-checkpoint-opt-param-scheduler`. longer: a
+    message if the run has another length than the checkpoint's, which the decay follows. samples: consumed so far.
+    Raises ConfigError if the schedules differ and no flag selects one.
     """
     if override and use_checkpoint:
         refuse(
             ["--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one"]
         )
     if override:
-        return mine
+        return current
     if use_checkpoint:
         return Schedule.from_state(saved)
-    lines = mine.differences(saved)
+    lines = current.differences(saved)
     if longer and lines:
-        was = Schedule.from_state(saved)
+        previous = Schedule.from_state(saved)
         refuse(
             [
                 f"{longer}, and the decay follows it ({'; '.join(lines)}). One flag goes on: --override-opt-param-scheduler takes the new "
-                f"curve (the next step has a learning rate of {mine.lr(samples):.6g}, where it would have been {was.lr(samples):.6g}), or "
-                f"--use-checkpoint-opt-param-scheduler keeps the old one, at whose end the rate is {was.lr(was.decay_samples):.6g}"
+                f"curve (the next step has a learning rate of {current.lr(samples):.6g}, where it would have been {previous.lr(samples):.6g}), or "
+                f"--use-checkpoint-opt-param-scheduler keeps the old one, at whose end the rate is {previous.lr(previous.decay_samples):.6g}"
             ]
         )
     refuse(
         f"{line}; --override-opt-param-scheduler takes the new value, --use-checkpoint-opt-param-scheduler the old"
         for line in lines
     )
-    return mine
+    return current
 
 
-def _remaining(style: str, ratio: float) -> float:
-    """The share of the way from the bottom to the top that is left after `ratio` of a decay: 1 at 0, 0 at 1."""
+def _remaining_share(style: str, ratio: float) -> float:
+    """Return the share of a decay from 1 (at ratio 0) to 0 (at ratio 1) that remains after `ratio` of it."""
     if style == "linear":
         return 1.0 - ratio
     if style == "cosine":
@@ -207,9 +210,9 @@ def _first(given: float | None, otherwise: float) -> float:
     return otherwise if given is None else given
 
 
-def _unfit(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
-    """What the flags alone say wrong, before any curve can be drawn."""
-    problems = _unfit_rates(schedule)
+def _flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
+    """Return the problems of the settings alone, before any curve is built."""
+    problems = _rate_problems(schedule)
     if (train.train_iters is None) == (train.train_samples is None):
         problems.append("give the length of training once: --train-iters or --train-samples")
     elif train.train_iters is not None and train.global_batch_size is None:
@@ -237,8 +240,8 @@ def _unfit(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainCon
     return problems
 
 
-def _unfit_rates(schedule: ScheduleConfig) -> list[str]:
-    """What is wrong with the peak, the least and the first learning rate."""
+def _rate_problems(schedule: ScheduleConfig) -> list[str]:
+    """Return the problems of the peak, minimum and initial learning rates."""
     if schedule.lr is None:
         return ["--lr is missing; give the peak learning rate"]
     problems = []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
-from megatron.core.context_parallel.attention import all_keys
+from megatron.core.context_parallel.attention import gather_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel import collectives
@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
             q, k = self._scaled(q), self._scaled(k)
         mask = context.mask.within(self.plan.window)
         if self.peaks is not None and self.training:
-            self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
+            self.peaks.see(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
         mixed = attend(
             self.build,
             q,

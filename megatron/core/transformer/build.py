@@ -14,7 +14,7 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RecomputeConfig
-from megatron.core.context_parallel.attention import over_context
+from megatron.core.context_parallel.attention import context_parallel_kernel
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels.low_precision.recipes import recipe_of
 from megatron.core.kernels.mask import MaskSpec
@@ -83,7 +83,8 @@ class Build:
         """The choices for a layer whose attention is to see the whole of a sequence that is cut over the context ranks."""
         kind = self.cp_comm_type[layer % len(self.cp_comm_type)]
         return replace(
-            self, kernels=replace(self.kernels, attention=over_context(self.kernels.attention, self.mesh, kind))
+            self,
+            kernels=replace(self.kernels, attention=context_parallel_kernel(self.kernels.attention, self.mesh, kind)),
         )
 
     def places(self, held: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.context_parallel.attention import all_keys
+from megatron.core.context_parallel.attention import gather_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.parallel.recompute import discard_intermediates
 from megatron.core.parallel.spec import FusedSegment
@@ -91,7 +91,7 @@ class MultiLatentAttention(nn.Module):
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.peaks is not None and self.training:
-                self.peaks.see(q, *all_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
+                self.peaks.see(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
             return attend(self.build, q, k, v, mask, Scores(bias=bias), training=self.training)
 
         if self.build.recomputes("mla_up_proj"):

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
 from megatron.core.distributed.buffers import Segment
 from megatron.core.families.adapter_set import AdapterSource
-from megatron.core.optimizer.schedule import Schedule, choose
+from megatron.core.optimizer.schedule import Schedule, resolve_schedule
 from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import spec_of
 from megatron.core.tensor_parallel.low_precision import histories_of
@@ -452,7 +452,7 @@ class Checkpoint:
             for name in then
             if (now := getattr(train, name)) is not None and then[name] not in (None, now)
         ]
-        return choose(
+        return resolve_schedule(
             mine,
             saved,
             override=requested.override_opt_param_scheduler,

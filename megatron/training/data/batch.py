@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.models.mtp import Losses, MTPInputs
+from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer.passing import MicrobatchContext
 
@@ -151,12 +151,12 @@ def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:
     return total, count, {"lm loss": torch.stack((total.detach(), count))}
 
 
-def language_loss(output: Tensor | Losses, batch: Batch, config: MTPConfig) -> Loss:
+def language_loss(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
     """The loss of the next tokens, and a share of those further ahead: --mtp-loss-scaling-factor times the mean of the depths.
 
     Tokens ahead have the weights that `looking_ahead` gave them. Reported are means over each depth's own tokens.
     """
-    if not isinstance(output, Losses):
+    if not isinstance(output, MTPLosses):
         return masked_loss(output, batch.loss_mask)
     total, count, report = masked_loss(output.next, batch.loss_mask)
     for depth, losses in enumerate(output.ahead, start=1):

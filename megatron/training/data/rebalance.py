@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.context_parallel.planner import Assignment, Share, assign
+from megatron.core.context_parallel.planner import Assignment, SequenceGroup, assign_sequences
 from megatron.core.datasets.indexed import DataError
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.data.batch import Batch
@@ -71,7 +71,7 @@ class RebalancedBatches:
             raise DataError("the data ended before the run did; train on fewer samples or give more data")
         return batch
 
-    def _batch(self, share: Share, documents: Sequence[Document]) -> Batch:
+    def _batch(self, share: SequenceGroup, documents: Sequence[Document]) -> Batch:
         """One share's documents end to end, filled up to a length that its ranks can cut."""
         local, tp = [documents[number] for number in share.sequences], self.mesh.tp.size
         unit = lcm(2 * share.size, share.size * tp) if self.config.parallel.sequence_parallel else 2 * share.size
@@ -97,7 +97,7 @@ def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment
     """Which ranks work on which documents of these lengths."""
     limit = config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
-    return assign(lengths, ranks=ranks, limit=limit, linear=12.0 * config.model.hidden_size)
+    return assign_sequences(lengths, ranks=ranks, limit=limit, linear=12.0 * config.model.hidden_size)
 
 
 def documents_of(batch: Batch) -> Iterator[Document]:

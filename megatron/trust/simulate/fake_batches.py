@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.context_parallel.planner import deserved
+from megatron.core.context_parallel.planner import ranks_needed
 from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches, divided
 from megatron.training.data.sample_order import needs_text
@@ -65,7 +65,7 @@ def _document(config: RunConfig, number: int) -> int:
     """Return the length of a microbatch's documents, except the last one of a row."""
     length, limit = config.train.seq_length, config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
-    sizes = deserved(length, limit).bit_length()
+    sizes = ranks_needed(length, limit).bit_length()
     return -(-length // 2 ** (number % sizes))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.context_parallel.attention import over_context
+from megatron.core.context_parallel.attention import context_parallel_kernel
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import fused, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
@@ -100,7 +100,7 @@ def in_pieces(case: Case, kind: str, dropout: float = 0.0) -> list[Tensor]:
     cut = Zigzag(case.length, axis.size)
     q, k, v = (cut.piece(x, axis.rank).clone().requires_grad_() for x in tensors[:3])
     sink = tensors[3].requires_grad_()
-    attention = over_context(KERNELS[case.kernel], mesh, kind)
+    attention = context_parallel_kernel(KERNELS[case.kernel], mesh, kind)
     output = attention(q, k, v, replace(mask, length=case.length), dropout, scores_of(case, sink))
     (output * cut.piece(weight, axis.rank)).sum().backward()
     gradients = [joined(gradient_of(x), cut, axis) for x in (q, k, v)]
@@ -129,7 +129,7 @@ def dropout_gap(case: Case, kind: str, share: float) -> tuple[float, float, floa
     tensors, mask, weight = inputs(case)
     cut = Zigzag(case.length, axis.size)
     q, k, v, own = (cut.piece(x, axis.rank) for x in (*tensors[:3], weight))
-    mask, attention = replace(mask, length=case.length), over_context(KERNELS[case.kernel], mesh, kind)
+    mask, attention = replace(mask, length=case.length), context_parallel_kernel(KERNELS[case.kernel], mesh, kind)
     way = torch.randn(k.shape, dtype=k.dtype, generator=torch.Generator().manual_seed(axis.rank))
 
     def value(keys: Tensor, dropout: float, seed: int) -> Tensor:

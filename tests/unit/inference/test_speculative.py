@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import Losses, MTPInputs
+from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.sequence import SequenceState
@@ -118,7 +118,7 @@ def likeliest(model: GPTModel, known: list[int], depth: int) -> int:
     further = tuple(torch.tensor([known[number : number + size]]).expand(words, -1) for number in range(1, depth + 1))
     with torch.no_grad():
         losses = model(ids=ids, labels=label, ahead=MTPInputs(further, (label,) * depth))
-    assert isinstance(losses, Losses)
+    assert isinstance(losses, MTPLosses)
     return int(losses.ahead[depth - 1][:, -1].argmin())
 
 

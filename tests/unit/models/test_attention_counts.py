@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.stages import stages_of
 from megatron.core.models import flops
-from megatron.core.models.describe import Split, count_parameters, layer_parameters
+from megatron.core.models.describe import ShardCounts, count_parameters, layer_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import spec_of
 from tests.helpers import tiny
@@ -39,7 +39,7 @@ def test_gates_and_sinks_are_counted(changes: dict[str, Any]) -> None:
         param.numel() for name, param in model.named_parameters() if "layers.0." in name and spec_of(param).shards
     )
     whole = layer_parameters(config.model)
-    assert whole - layer_parameters(config.model, Split(2, 1, 2)) == cut // 2
+    assert whole - layer_parameters(config.model, ShardCounts(2, 1, 2)) == cut // 2
 
 
 @pytest.mark.parametrize(

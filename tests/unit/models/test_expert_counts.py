@@ -17,7 +17,7 @@ from megatron.core.config.settings.run import RequestedRun
 from megatron.core.config.stages import stages_of
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models import flops
-from megatron.core.models.describe import Split, active_parameters, count_parameters, rank_parameters
+from megatron.core.models.describe import ShardCounts, active_parameters, count_parameters, rank_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
@@ -63,7 +63,7 @@ def test_a_ranks_parameters_are_those_of_a_built_rank(name: str, tp: int, ep: in
     mesh = dataclasses.replace(build.mesh, tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     (stage,) = stages_of(settings)
     network = GPTModel(stage, dataclasses.replace(build, mesh=mesh))
-    assert rank_parameters(settings.model, [stage], Split.of(settings.parallel)).total == elements(network)
+    assert rank_parameters(settings.model, [stage], ShardCounts.of(settings.parallel)).total == elements(network)
 
 
 @pytest.mark.parametrize("name", ["moe", "moe-bias", "moe-shared", "moe-no-aux"])
@@ -128,7 +128,7 @@ def test_the_optimizer_state_of_experts_is_cut_over_the_ranks_that_have_copies()
         8, **{**MODELS["moe"], "expert_model_parallel_size": 4, "use_distributed_optimizer": True, "bf16": True}
     )
     (memory,) = flops.rank_memory(settings, stages_of(settings), data_parallel_size=8, num_microbatches=1)
-    experts = rank_parameters(settings.model, stages_of(settings), Split(1, 4, 1)).experts
+    experts = rank_parameters(settings.model, stages_of(settings), ShardCounts(1, 4, 1)).experts
     # Of a parameter in bf16 are kept 2 bytes, 4 of its gradient, and 12 of state over the ranks that have it: 8, of experts 2.
     assert memory.weights_and_optimizer == pytest.approx(memory.parameters * (6 + 12 / 8) + experts * (12 / 2 - 12 / 8))
 

@@ -16,7 +16,7 @@ from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RecomputeConfig, RunConfig, TrainConfig
 from megatron.core.models import flops
-from megatron.core.models.describe import Split, count_parameters, layer_parameters, rank_parameters
+from megatron.core.models.describe import ShardCounts, count_parameters, layer_parameters, rank_parameters
 
 S, B = 32, 2
 PLAIN = dict(num_layers=3, hidden_size=24, num_attention_heads=4, max_position_embeddings=S, padded_vocab_size=80)
@@ -206,10 +206,10 @@ def test_tensor_ranks_cut_matrices_and_repeat_what_cannot_be_cut():
     h, q, k, f = 24, 20, 10, 48
     norms = 2 * 2 * h + 2 * 2 * 10
     expected = h * (q + 2 * k) + (q + 2 * k) + q * h + h + h * f + f + f * h + h + norms
-    assert layer_parameters(config, Split(2, 1, 2)) == expected
+    assert layer_parameters(config, ShardCounts(2, 1, 2)) == expected
     gated = shape("llama")
     whole = layer_parameters(gated) - 2 * h
-    assert layer_parameters(gated, Split(2, 1, 2)) == whole // 2 + 2 * h
+    assert layer_parameters(gated, ShardCounts(2, 1, 2)) == whole // 2 + 2 * h
 
 
 def run_config(model: ModelConfig, *, precision=None, parallel=None, recompute=None, optimizer=None) -> RunConfig:
@@ -297,7 +297,7 @@ def test_activations_with_selective_recompute_and_sequence_parallel_are_the_pape
     layer = S * B * 24 * (18 + 4 * 96 / 24) / 2
     for position, alive in ((1, 3), (2, 2)):
         assert memory[position].activations == pytest.approx(2 * alive * layer)
-        assert memory[position].weights_and_optimizer == 18 * 2 * layer_parameters(model, Split(2, 1, 2))
+        assert memory[position].weights_and_optimizer == 18 * 2 * layer_parameters(model, ShardCounts(2, 1, 2))
     assert memory[0].activations == pytest.approx(4 * (2 * layer + S * B * (8 + 24 / 2)))
     assert memory[3].activations == pytest.approx(2 * layer + 4 * S * B * (24 + 80) / 2)
 

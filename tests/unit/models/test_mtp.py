@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mtp import Losses, MTPInputs
+from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.training.data.batch import Batch, language_loss
 from tests.helpers import tiny
 
@@ -41,7 +41,7 @@ def batch_of(run: tiny.Run, *, packed: bool, seed: int = 1) -> Batch:
     )
 
 
-def told(stage: GPTModel, batch: Batch) -> Losses:
+def told(stage: GPTModel, batch: Batch) -> MTPLosses:
     """The losses of all tokens, counted or not."""
     return stage(
         ids=batch.tokens,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.models.flops import kept_bytes
+from megatron.core.models.flops import owned_state_bytes
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import ParamSpec, name_all, normal
@@ -45,7 +45,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
     )
     optimizer = Optimizer([parallel], Mesh.single(), config.optimizer, config.precision, sharded=False)
     held = sum(tensor.nbytes for tensor in optimizer.memory()) / param.numel()
-    assert held == kept_bytes(config) and f"{held:.3g}" == said
+    assert held == owned_state_bytes(config) and f"{held:.3g}" == said
 
 
 def test_the_page_has_rows() -> None:

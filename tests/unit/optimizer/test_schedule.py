@@ -9,7 +9,7 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import TrainConfig
-from megatron.core.optimizer.schedule import Schedule, choose
+from megatron.core.optimizer.schedule import Schedule, resolve_schedule
 
 MAX, MIN, WARMUP, HORIZON = 3e-4, 3e-5, 80, 800  # samples: 10 and 100 iterations of 8
 
@@ -164,12 +164,12 @@ def test_differences_name_both_values():
 def test_resume_needs_equal_schedules_unless_a_side_is_chosen():
     mine, saved = build(), build({"lr_decay_style": "cosine"}).state()
     with pytest.raises(ConfigError, match="decay style is linear now and was cosine in the checkpoint"):
-        choose(mine, saved, override=False, use_checkpoint=False)
+        resolve_schedule(mine, saved, override=False, use_checkpoint=False)
     with pytest.raises(ConfigError, match="contradict"):
-        choose(mine, saved, override=True, use_checkpoint=True)
-    assert choose(mine, saved, override=True, use_checkpoint=False) is mine
-    assert choose(mine, saved, override=False, use_checkpoint=True).decay_style == "cosine"
-    assert choose(mine, mine.state(), override=False, use_checkpoint=False) == mine
+        resolve_schedule(mine, saved, override=True, use_checkpoint=True)
+    assert resolve_schedule(mine, saved, override=True, use_checkpoint=False) is mine
+    assert resolve_schedule(mine, saved, override=False, use_checkpoint=True).decay_style == "cosine"
+    assert resolve_schedule(mine, mine.state(), override=False, use_checkpoint=False) == mine
 
 
 def test_every_number_of_the_schedule_is_compared_on_resume():
@@ -192,13 +192,13 @@ def test_a_longer_run_is_another_curve_only_where_a_point_of_it_moves(style):
         bool(mine.differences(saved.state())) == bool(moved) or style == "inverse-square-root"
     )  # whose end alone moves
     if style == "constant":
-        assert choose(mine, saved.state(), override=False, use_checkpoint=False) == mine
+        assert resolve_schedule(mine, saved.state(), override=False, use_checkpoint=False) == mine
 
 
 def test_a_longer_run_is_told_both_ways_to_go_on_and_their_rates():
     mine, saved = build({"lr_decay_style": "cosine"}, train={"train_iters": 200}), build({"lr_decay_style": "cosine"})
     with pytest.raises(ConfigError) as caught:
-        choose(
+        resolve_schedule(
             mine,
             saved.state(),
             override=False,
@@ -213,4 +213,4 @@ def test_a_longer_run_is_told_both_ways_to_go_on_and_their_rates():
     assert f"a learning rate of {mine.lr(400):.6g}, where it would have been {DECAYS['cosine'](400):.6g}" in line, line
     assert "--override-opt-param-scheduler" in line and f"at whose end the rate is {MIN:.6g}" in line, line
     kept = build({"lr_decay_style": "cosine", "lr_decay_iters": 100}, train={"train_iters": 200})
-    assert choose(kept, saved.state(), override=False, use_checkpoint=False) == kept
+    assert resolve_schedule(kept, saved.state(), override=False, use_checkpoint=False) == kept
