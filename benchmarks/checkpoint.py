@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.core.dist_checkpointing.load import load, open_sound
+from megatron.core.dist_checkpointing.load import load, open_valid
 from megatron.core.dist_checkpointing.saver import Saver, SaveRules, save
 from megatron.core.dist_checkpointing.store import Description, candidates
 
@@ -114,13 +114,13 @@ def our_save(state: State, folder: Path) -> None:
 
 def our_load(target: State, folder: Path) -> None:
     """Ours, every byte verified first."""
-    source, _ = open_sound(candidates(folder / "ours"))
+    source, _ = open_valid(candidates(folder / "ours"))
     load(dict(target), source)
 
 
 def our_load_unverified(target: State, folder: Path) -> None:
     """Ours, as mapped."""
-    source, _ = open_sound(candidates(folder / "ours"), verified=False)
+    source, _ = open_valid(candidates(folder / "ours"), verified=False)
     load(dict(target), source)
 
 

@@ -35,7 +35,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.marks import frame
 from megatron.core.datasets.templates import Template
 from megatron.core.parallel import collectives
-from megatron.core.tokenizers.base import Tokenizer, digest, fingerprint
+from megatron.core.tokenizers.base import Tokenizer, fingerprint, hash_parts
 from megatron.evaluation.likelihood import BatchSize, Ids, Prompt, Request, continuations, loglikelihoods
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.inference_model import GPT, load_network
@@ -168,7 +168,7 @@ class MegatronLM(TemplateLM):
 
         add_special_tokens: with what the tokenizer puts around a text; left out: unless it begins with the prefix.
         """
-        ids = self.ids.tokenize_marked(string)
+        ids = self.ids.tokenize_with_special(string)
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.ids.id_to_token(self.prefix_token_id))
         return [*self._before, *ids, *self._behind] if add_special_tokens else ids
@@ -265,7 +265,7 @@ class MegatronLM(TemplateLM):
 
     def _asked_alike(self, requests: Sequence[Instance]) -> None:
         """Refuse what ranks are not asked together, before they wait for each other for ever."""
-        mine = digest(repr(request.args).encode() for request in requests)
+        mine = hash_parts(repr(request.args).encode() for request in requests)
         if len(set(collectives.gather_objects(mine, self.loaded.mesh.world))) > 1:
             raise ConfigError(
                 "the ranks are asked different requests; with --use_cache, remove caches of an earlier run that did not "

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.tokenizers.build import size_before_a_run
+from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, Command, read_command
@@ -192,7 +192,7 @@ def built_on(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, 
     config, _ = examine(setting.config, setting.world_size)
     return asdict(
         check_build(
-            config, setting.world_size, true_vocab_size=true_vocab_size or size_before_a_run(config.tokenizer)[0]
+            config, setting.world_size, true_vocab_size=true_vocab_size or expected_vocab_size(config.tokenizer)[0]
         )
     )
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.tokenizers.build import size_before_a_run
+from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, read_command
@@ -106,7 +106,7 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Requested
         note(f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by")
     config, _ = examine(setting.config, setting.world_size)
     if options.true_vocab_size is None:
-        options.true_vocab_size, doubt = size_before_a_run(config.tokenizer)
+        options.true_vocab_size, doubt = expected_vocab_size(config.tokenizer)
         if doubt:
             note(
                 f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)"

@@ -21,7 +21,7 @@ from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.core.pipeline_parallel.schedules import Plan, num_stages, training_plan
 from megatron.core.pipeline_parallel.timeline import simulate_plan, text_timeline
-from megatron.core.tokenizers.build import size_before_a_run
+from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
 
@@ -53,7 +53,7 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
         refuse(message for rule in rules if (message := rule.says(Setting(config, options.world_size))))
     if options.true_vocab_size is None:
-        options.true_vocab_size, _ = size_before_a_run(config.tokenizer)
+        options.true_vocab_size, _ = expected_vocab_size(config.tokenizer)
     return options, config
 
 

@@ -221,7 +221,7 @@ def check(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
 def encode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     """Show the ids of texts."""
     for text in args.text or [sys.stdin.read()]:
-        ids = (tokenizer.tokenize_marked if args.marked else tokenizer.tokenize)(text)
+        ids = (tokenizer.tokenize_with_special if args.marked else tokenizer.tokenize)(text)
         tokens = [tokenizer.id_to_token(token) for token in ids]
         spans = None if args.marked else tokenizer.spans(text)
         if args.json:

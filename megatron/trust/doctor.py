@@ -30,7 +30,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import bin_path, idx_path
 from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, size_of
-from megatron.core.dist_checkpointing.store import CheckpointError, newest
+from megatron.core.dist_checkpointing.store import CheckpointError, newest_iteration
 from megatron.core.kernels.table import Kernels, Need, kernel_flag
 from megatron.core.models.describe import count_parameters
 from megatron.core.models.flops import BYTES, state_bytes
@@ -353,7 +353,7 @@ def checkpoints(subject: RunUnderTest) -> list[CheckResult]:
         rows = _agreed(
             subject,
             "checkpoints",
-            lambda: newest(load),
+            lambda: newest_iteration(load),
             lambda iteration: (
                 f"--load {requested.load}: "
                 + ("none of ours yet" if iteration is None else f"newest is of iteration {iteration}")

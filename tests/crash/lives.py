@@ -99,11 +99,11 @@ class Lives:
 
     def live_and_die(self, choose: random.Random) -> bool:
         """Run until some saves later, and then a little; be killed. Returns whether the end came before the kill."""
-        before = store.newest(self.folder) or 0
+        before = store.newest_iteration(self.folder) or 0
         saves, alone = choose.choice((0, 1, 1, 2)), choose.random() < 0.5
         processes, started, finished = self._start(), time.monotonic(), False
         if saves:
-            while (store.newest(self.folder) or 0) < before + saves * INTERVAL and not finished:
+            while (store.newest_iteration(self.folder) or 0) < before + saves * INTERVAL and not finished:
                 time.sleep(0.002)
                 finished = all(process.exitcode == 0 for process in processes)
                 bad = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
@@ -125,7 +125,7 @@ class Lives:
 
     def look(self) -> int:
         """The iteration of the newest checkpoint, after all of it was read; 0 while there is none."""
-        steps = store.walk(self.folder).steps
+        steps = store.scan_folder(self.folder).steps
         if not steps:
             return 0
         problems = open_saved(steps[0].folder).verify(threads=1)

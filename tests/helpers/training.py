@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.tree import Placed
+from megatron.core.dist_checkpointing.tree import ShardedTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
@@ -66,7 +66,7 @@ def held_weights(trainer: Trainer) -> Held:
     ]
 
 
-def weights_of(trainer: Trainer) -> dict[str, Placed]:
+def weights_of(trainer: Trainer) -> dict[str, ShardedTensor]:
     """The weights that this rank holds, by name; all are views."""
     return {name.removeprefix("model."): placed for name, placed in Checkpoint(trainer).weights().items()}
 

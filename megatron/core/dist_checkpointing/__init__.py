@@ -1,16 +1,18 @@
-"""Global names and boxes to disk.
+"""Distributed checkpoints: global tensors, stored as named rectangles (boxes).
 
-tree.py      which boxes of which global tensor this rank holds: parameters, and slots of the optimizer
-source.py    a checkpoint of any dialect, seen as global tensors
-rewrite.py   any source as a checkpoint of our own, offline, a tensor at a time
-load.py      fill a tree from a source; find the newest checkpoint that is sound
-saver.py     copy, write beside training, commit
-plan.py      who writes which box
-saved.py     an opened checkpoint of our own: a source that maps its files and verifies them
-shard.py     one rank's data file
-manifest.py  where every piece lies, and its hash
-store.py     folders: what is committed, what is newest, what may go; needs no torch
-files.py     the only door to the file system
+tree.py      which boxes of which global tensor this rank holds: parameters and optimizer state
+source.py    Source: the interface of a checkpoint of any format
+rewrite.py   write any source in our own format, offline, one tensor at a time
+load.py      fill a tree from a source; find the newest valid checkpoint
+saver.py     asynchronous saving: copy, write beside training, commit
+plan.py      which rank writes which box
+saved.py     SavedCheckpoint: an opened checkpoint of our own format, memory-mapped and verifiable
+shard.py     the data file of one rank
+manifest.py  where every shard is stored, and its hash
+store.py     folders: committed, newest and expired checkpoints; needs no torch
+lock.py      the lock that lets one job write into a folder
+memory.py    copies between tensors by several threads
+files.py     all file system operations
 
-Resharding is nobody's code: a checkpoint holds global tensors in boxes, and loading asks for other boxes.
+There is no code for resharding: a checkpoint holds global tensors in boxes, and loading requests other boxes.
 """

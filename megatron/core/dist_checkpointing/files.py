@@ -1,7 +1,7 @@
-"""The few things that saving, loading and deleting checkpoints do to files. All of them pass here, and nowhere else.
+"""All file system operations of saving, loading and deleting checkpoints.
 
-`DISK` does them. A test puts another `Files` in its place: one that fails, is slow or full, or that knows what would be
-left if the power went off at any moment. Whatever fails is an `OSError`. Needs no torch.
+`DISK` performs them. Tests replace it by another `Files`: one that fails, is slow or full, or that knows what would
+remain after a power failure at any moment. Every failure is an `OSError`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,75 +23,77 @@ POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_..., which Python's mmap does not
 
 @dataclass(frozen=True, slots=True, order=True)
 class FolderEntry:
-    """A name in a folder. is_folder: what it is, or what a link leads to."""
+    """A name in a folder. is_folder: it is a folder, or a link to one."""
 
     name: str
     is_folder: bool
     is_link: bool
 
 
-class Writing(Protocol):
-    """A file that is being written, from its first byte on."""
+class WritableFile(Protocol):
+    """A file that is being written, from its first byte."""
 
     def write(self, content: memoryview) -> int:
-        """Add bytes at the end; returns how many of them were taken, which may be fewer than given."""
+        """Append bytes; returns how many were written, which may be fewer than given."""
 
     def sync(self) -> None:
-        """Return when what was written would outlive a loss of power."""
+        """Return once the written bytes are durable, that is, survive a power failure."""
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
 
 
-class Reading(Protocol):
+class ReadableFile(Protocol):
     """A file that is being read."""
 
     def read_into(self, content: memoryview, place: int) -> int:
-        """Fill a memory with the bytes from `place` on; returns how many there were, 0 at the end of the file."""
+        """Fill `content` with the bytes from offset `place`; returns how many were read, 0 at the end of the file."""
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
 
 
 class Files(Protocol):
     """A file system."""
 
     def make_folder(self, path: Path, *, durable: bool) -> None:
-        """Make a folder, and those above it; nothing happens when it is there. durable: it outlives a loss of power."""
+        """Create a folder and its parents, if they do not exist. durable: they survive a power failure."""
 
     def list(self, path: Path) -> list[FolderEntry]:
-        """What lies in a folder, by name."""
+        """Return the entries of a folder, by name."""
 
     def size(self, path: Path) -> int:
-        """Bytes in a file."""
+        """Return the size of a file in bytes."""
 
-    def create(self, path: Path) -> Writing:
-        """Begin a file; one that is there loses its content."""
+    def create(self, path: Path) -> WritableFile:
+        """Create or truncate a file and open it for writing."""
 
-    def open(self, path: Path) -> Reading:
-        """Begin to read a file."""
+    def open(self, path: Path) -> ReadableFile:
+        """Open a file for reading."""
 
     def map(self, path: Path) -> memoryview:
-        """The content of a file without reading it: pages come when they are looked at. Changes stay in this process."""
+        """Memory-map a file: pages are read when they are accessed. Changes stay private to this process."""
 
     def fetch(self, content: memoryview, start: int, length: int) -> None:
-        """Bring a range of a mapping into memory. To look at what the disk cannot read would end the process; this fails."""
+        """Read a range of a mapping into memory. Accessing pages that cannot be read would kill the process; this
+        raises OSError.
+        """
 
     def rename(self, path: Path, to: Path) -> None:
-        """Give a file or a folder another name, at one blow. A file that has this name goes away; no folder may have it."""
+        """Rename a file or folder atomically. A file with the new name is replaced; a folder with it must not exist."""
 
     def remove(self, path: Path) -> None:
-        """Delete a file, or a link."""
+        """Delete a file or a link."""
 
     def remove_folder(self, path: Path) -> None:
         """Delete an empty folder."""
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder would outlive a loss of power."""
+        """Return once the names in a folder are durable."""
 
 
 class Disk:
-    """The file system of the machine."""
+    """The file system of this machine."""
 
     def make_folder(self, path: Path, *, durable: bool) -> None:
         """See `Files`."""
@@ -112,11 +114,11 @@ class Disk:
         """See `Files`."""
         return path.stat().st_size
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> WritableFile:
         """See `Files`."""
         return _DiskFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
 
-    def open(self, path: Path) -> Reading:
+    def open(self, path: Path) -> ReadableFile:
         """See `Files`."""
         return _DiskFile(_opened(path))
 
@@ -131,7 +133,7 @@ class Disk:
             os.close(file)
 
     def fetch(self, content: memoryview, start: int, length: int) -> None:
-        """See `Files`. Systems that cannot do it read the pages when they are looked at."""
+        """See `Files`. On systems without support, pages are read when they are accessed."""
         if not length or not advise(content, start, length, POPULATE_READ):
             return
         number = ctypes.get_errno()
@@ -164,7 +166,7 @@ class Disk:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Of a link: whether it leads to one; a link that loops leads nowhere."""
+    """Return whether an entry is a folder or a link to one; a link that loops is not."""
     try:
         return entry.is_dir()
     except OSError:
@@ -172,7 +174,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _opened(path: Path) -> int:
-    """A file to read. A pipe would be waited for, which this refuses."""
+    """Open a file for reading; refuses a pipe, which would block."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -181,7 +183,7 @@ def _opened(path: Path) -> int:
 
 
 class _DiskFile:
-    """An open file of the machine."""
+    """An open file of this machine."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -203,7 +205,7 @@ DISK = Disk()
 
 
 def advise(content: memoryview, start: int, length: int, advice: int) -> int:
-    """Tell Linux what to do with a range of mapped memory; 0 if that worked. Other threads run meanwhile, unlike with mmap's own."""
+    """Call madvise on a range of mapped memory without holding the GIL; returns 0 on success."""
     if sys.platform != "linux":
         return 0
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -213,8 +215,8 @@ def advise(content: memoryview, start: int, length: int, advice: int) -> int:
     )
 
 
-def write_all(file: Writing, content: memoryview) -> None:
-    """Add all of the bytes, however many a single write takes."""
+def write_all(file: WritableFile, content: memoryview) -> None:
+    """Write all of the bytes, in as many calls as needed."""
     done = 0
     while done < len(content):
         taken = file.write(content[done : done + _AT_ONCE])
@@ -224,14 +226,14 @@ def write_all(file: Writing, content: memoryview) -> None:
 
 
 def write_file(files: Files, path: Path, content: bytes) -> None:
-    """A whole file, durable when this returns, except for its name."""
+    """Write a whole file and make its content (not its name) durable."""
     with closing(files.create(path)) as file:
         write_all(file, memoryview(content))
         file.sync()
 
 
 def read_file(files: Files, path: Path) -> bytes:
-    """All bytes of a small file."""
+    """Return the content of a small file."""
     content = bytearray(files.size(path))
     with closing(files.open(path)) as file:
         done = 0
@@ -244,7 +246,7 @@ def read_file(files: Files, path: Path) -> bytes:
 
 
 def remove_tree(files: Files, path: Path) -> None:
-    """Delete a folder and everything in it. Links are deleted, not followed."""
+    """Delete a folder and its content. Links are deleted, not followed."""
     for entry in files.list(path):
         if entry.is_folder and not entry.is_link:
             remove_tree(files, path / entry.name)

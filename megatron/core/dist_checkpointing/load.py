@@ -1,4 +1,4 @@
-"""Fill a tree from any checkpoint: every rank asks the source for the boxes that it holds, and gets those and no others."""
+"""Fill a tree from any checkpoint: every rank reads exactly the boxes that it holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.files import DISK, Files
 from megatron.core.dist_checkpointing.memory import copy_all
-from megatron.core.dist_checkpointing.plan import placed
-from megatron.core.dist_checkpointing.saved import Saved, open_saved
+from megatron.core.dist_checkpointing.plan import sharded_tensors
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
-from megatron.core.dist_checkpointing.tree import Placed, Tree
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
@@ -27,26 +27,27 @@ def load(
     complete: tuple[str, ...] = (),
     instead: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Fill the tensors of the tree from a source; names that the tree lacks are left alone. Returns the other values.
+    """Fill the tensors of the tree from a source. Returns the other values of the source.
 
-    All ranks of the axis call this together, each with what it holds; all fail, or none, and before any tensor is changed
-    if names or shapes do not fit. Dtypes are converted. complete: beginnings of names under which every name of the
-    checkpoint must be asked for by some rank. instead: name -> the checkpoint's name to read in its place.
+    Collective over the axis: each rank passes what it holds; either all fail or none, and before any tensor is changed
+    if names or shapes do not fit. Names that the tree lacks are ignored. Dtypes are converted. complete: prefixes of
+    names that some rank must request if the checkpoint has them. instead: name -> the checkpoint's name to read in its
+    place.
     """
-    instead, tensors = instead or {}, placed(state)
+    instead, tensors = instead or {}, sharded_tensors(state)
     problems = [_unfit(instead.get(name, name), tensors.get(name), source) for name in state]
-    message = _of_all_ranks(list(filter(None, problems)), axis)
+    message = _union_over_ranks(list(filter(None, problems)), axis)
     message += _not_requested(state, source, axis, complete)
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
     failure = _fill(tensors, source, instead)
-    if failures := _of_all_ranks([failure] if failure else [], axis):
+    if failures := _union_over_ranks([failure] if failure else [], axis):
         raise CheckpointError(f"{source.where} cannot be read", failures)
     return {name: source.values[instead.get(name, name)] for name in state if name not in tensors}
 
 
 def _not_requested(state: Tree, source: Source, axis: Axis, complete: tuple[str, ...]) -> list[str]:
-    """The names of a checkpoint with these beginnings that no rank of the axis asks for, as messages."""
+    """Return a message for each name of the checkpoint with these prefixes that no rank of the axis requests."""
     if not complete:
         return []
     expected = sorted(name for name in (*source.formats, *source.values) if name.startswith(complete))
@@ -60,23 +61,24 @@ def _not_requested(state: Tree, source: Source, axis: Axis, complete: tuple[str,
     ]
 
 
-def _of_all_ranks(problems: Sequence[str], axis: Axis) -> list[str]:
-    """The problems of all ranks of the axis, each once: the same list on all of them."""
+def _union_over_ranks(problems: Sequence[str], axis: Axis) -> list[str]:
+    """Return the problems of all ranks without duplicates: the same list on every rank."""
     return list(dict.fromkeys(chain.from_iterable(collectives.gather_objects(problems, axis))))
 
 
-def verify(source: Saved, axis: Axis = _ALONE) -> list[str]:
-    """Read every byte of a checkpoint once, each rank its share; what is wrong, the same list on all ranks."""
-    return _of_all_ranks(source.verify(part=axis.rank, parts=axis.size), axis)
+def verify(source: SavedCheckpoint, axis: Axis = _ALONE) -> list[str]:
+    """Read every byte of a checkpoint once, each rank its share; returns the problems, the same list on all ranks."""
+    return _union_over_ranks(source.verify(part=axis.rank, parts=axis.size), axis)
 
 
-def open_sound(
+def open_valid(
     steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: bool = True, files: Files = DISK
-) -> tuple[Saved, list[str]]:
-    """The first of these checkpoints that is sound, and what is wrong with those before it: the same on all ranks.
+) -> tuple[SavedCheckpoint, list[str]]:
+    """Open the first valid checkpoint of `steps`; returns it and the problems of those before it, the same on all
+    ranks.
 
-    verified: every byte is read; otherwise only what opening reads. Raises `CheckpointError` with all that was found when
-    none is sound.
+    verified: read every byte; otherwise only what opening reads. Raises `CheckpointError` with all problems if none is
+    valid.
     """
     refused: list[str] = []
     for step in steps:
@@ -92,14 +94,14 @@ def open_sound(
     raise CheckpointError("no checkpoint is sound", refused)
 
 
-def _opened(step: SavedStep, axis: Axis, files: Files) -> tuple[Saved | None, list[str]]:
-    """A checkpoint, opened by every rank of the axis, and what is wrong with it: the same problems on all ranks."""
+def _opened(step: SavedStep, axis: Axis, files: Files) -> tuple[SavedCheckpoint | None, list[str]]:
+    """Open a checkpoint on every rank of the axis; returns it and its problems, the same on all ranks."""
     saved, problems = None, tuple[str, ...]()
     try:
         saved = open_saved(step.folder, files=files)
     except CheckpointError as error:
         problems = error.problems or (str(error),)
-    everywhere = _of_all_ranks(problems, axis)
+    everywhere = _union_over_ranks(problems, axis)
     saves = collectives.gather_objects(saved.commit.save if saved is not None else "", axis)
     if not everywhere and len(set(saves)) > 1:
         return None, [
@@ -108,28 +110,28 @@ def _opened(step: SavedStep, axis: Axis, files: Files) -> tuple[Saved | None, li
     return saved, everywhere
 
 
-def _fill(tensors: Mapping[str, Placed], source: Source, instead: Mapping[str, str]) -> str:
-    """Read this rank's boxes; why that failed, or nothing."""
+def _fill(tensors: Mapping[str, ShardedTensor], source: Source, instead: Mapping[str, str]) -> str:
+    """Read this rank's boxes; returns why that failed, or ""."""
     pairs = (
         (tensor, source.read(instead.get(name, name), box))
         for name, value in tensors.items()
         for box, tensor in value.pieces
     )
     try:
-        if isinstance(source, Saved):  # whose boxes are views as a rule, of which many may wait to be copied
+        if isinstance(source, SavedCheckpoint):  # whose boxes are views as a rule, of which many may wait to be copied
             copy_all(pairs)
         else:
             for target, value in pairs:
                 target.copy_(value)
     except CheckpointError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to be told, whatever it is
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of any failure
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def _unfit(name: str, value: Placed | None, source: Source) -> str:
-    """Why a name of the checkpoint cannot become this value, or nothing. value: None for one that is no tensor."""
+def _unfit(name: str, value: ShardedTensor | None, source: Source) -> str:
+    """Return why a tensor or value of the checkpoint does not fit the tree's, or "". value: None if it is no tensor."""
     if name not in source.formats and name not in source.values:
         return f"{name}: missing in the checkpoint"
     format = source.formats.get(name)

@@ -1,19 +1,19 @@
-"""Who may write into a folder of checkpoints: one job at a time. Any number may read beside it. Needs no torch.
+"""The lock of a checkpoint folder: one job at a time may write into it, any number may read. Needs no torch.
 
     SAVE/writer.lock    the owner, as JSON: host, machine, process, job, token, since; touched every few seconds (heartbeat)
 
-The file appears whole, by a hard link (a name that exists is not taken over, on network file systems too), or where there are none,
-by exclusive creation. Who finds another owner decides in this order:
+The file is created atomically with its content, by a hard link (which fails if the name exists, on network file systems too), or
+without hard links by exclusive creation. A job that finds another owner decides in this order:
 
-    it is this process, or was this same job on another machine   take over at once: the launcher or the queue has started it anew
+    it is this process, or was this same job on another machine   take over at once: the launcher or the queue has restarted it
     it ran on this machine and its process has ended              take over at once
     it runs on this machine, and does not end within seconds      refuse
-    its heartbeat moves while it is watched                       refuse
-    its heartbeat stands still for WATCH seconds                  take over
+    its heartbeat changes while it is watched                     refuse
+    its heartbeat does not change for WATCH seconds               take over
 
-Clocks of different machines are never compared. The heartbeat goes to the open file and not to its name, so that an owner that was
-taken over touches nothing of its successor's; it finds out at its next save, and ends. Nothing depends on the lock alone: a save
-that two jobs get at fails, or is whole (see store.py).
+Clocks of different machines are never compared. The heartbeat touches the open file and not its name, so that an owner that was
+replaced touches nothing of its successor; it notices at its next save, and ends. Nothing depends on the lock alone: a save that two
+jobs write at the same time fails, or is complete (see store.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ _ATTEMPTS = 20  # of several that find the same stale lock, one gets it, and the
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that writes. machine: its boot and process namespace, in which the number means something; born: tells it from a
-    later process of that number; job: what a restart of it has too, "" where it is not known."""
+    """The process that holds a lock.
+
+    machine: its boot and process namespace, in which the process number is valid. born: distinguishes it from a later
+    process with the same number. job: the same for a restart of the job; "" if not known. since: when it acquired the
+    lock.
+    """
 
     host: str
     machine: str
@@ -54,7 +58,7 @@ class Owner:
 
 
 class FolderLock:
-    """The right of one job to write into a folder. Only one rank of the job has one. beat, watch: seconds, see above."""
+    """The right of one job to write into a folder, held by one rank. beat, watch: seconds, see the module."""
 
     def __init__(self, folder: str | Path, *, job: str = "", beat: float = BEAT, watch: float = WATCH) -> None:
         self.folder, self.path, self._beat, self._watch = Path(folder), Path(folder) / LOCK, beat, watch
@@ -72,9 +76,9 @@ class FolderLock:
         self._file = -1
 
     def acquire(self) -> str:
-        """Own the folder from now on. Returns what there is to say about a former owner, "" as a rule.
+        """Acquire the lock. Returns a note about a former owner, usually "".
 
-        Raises `CheckpointError` when another job writes there.
+        Raises `CheckpointError` if another job writes there.
         """
         note = ""
         try:
@@ -90,8 +94,8 @@ class FolderLock:
             "give each a folder of its own"
         )
 
-    def demand(self) -> None:
-        """Raise `CheckpointError` if another job owns the folder now. A lock that somebody removed is put back."""
+    def check_ownership(self) -> None:
+        """Raise `CheckpointError` if another job owns the folder now. A lock file that was deleted is restored."""
         owner, _ = self._read()
         if owner is None and not self.path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,17 +109,17 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         self._over.set()
         try:
             owner, _ = self._read()
             if owner is not None and owner.token == self.owner.token:
                 self.path.unlink()
         except OSError:
-            pass  # who comes next finds that this process has ended
+            pass  # the next job finds that this process has ended
 
     def _place(self) -> bool:
-        """Put the file there if there is none; whether that worked. From then on it is touched."""
+        """Create the lock file if there is none and start its heartbeat; returns whether it was created."""
         content = (json.dumps(asdict(self.owner)) + "\n").encode()
         new = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}")
         try:
@@ -136,7 +140,7 @@ class FolderLock:
         return True
 
     def _clear(self, owner: Owner | None, stamp: int) -> str:
-        """Take the lock of an owner away that has ended; what to say about that. Raises `CheckpointError` if it has not."""
+        """Remove the lock of an owner that has ended; returns a note. Raises `CheckpointError` if it has not ended."""
         mine = self.owner
         if owner is None and stamp < 0:
             return ""  # gone by itself
@@ -152,11 +156,11 @@ class FolderLock:
         return f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
 
     def _moved_here(self, owner: Owner) -> bool:
-        """Whether this job is the owner's, started again on another machine."""
+        """Return whether this is the owner's job, restarted on another machine."""
         return bool(owner.job) and owner.job == self.owner.job and owner.machine != self.owner.machine
 
     def _remove(self, owner: Owner | None) -> bool:
-        """Remove the lock of this owner; another's is put back. False when there is none."""
+        """Remove this owner's lock; another owner's is restored. Returns False if there is none."""
         grave = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}.gone")
         try:
             os.rename(self.path, grave)
@@ -169,7 +173,7 @@ class FolderLock:
         return True
 
     def _ends(self, owner: Owner) -> bool:
-        """Wait a little for a process of this machine, which may be ending while its job is started again."""
+        """Wait a short time for a process of this machine to end, since its job may just be restarting."""
         deadline = time.monotonic() + self._watch / 4
         while _runs(owner):
             if time.monotonic() > deadline:
@@ -178,7 +182,7 @@ class FolderLock:
         return True
 
     def _moves(self, stamp: int) -> bool:
-        """Watch a heartbeat."""
+        """Watch a heartbeat; returns whether it changes."""
         deadline = time.monotonic() + self._watch
         while time.monotonic() < deadline:
             time.sleep(min(0.5, self._watch / 10))
@@ -193,7 +197,7 @@ class FolderLock:
         )
 
     def _read(self) -> tuple[Owner | None, int]:
-        """The owner, if the file tells it, and the time of its last heartbeat by the file's own clock; -1 without a file."""
+        """Return the owner, if the file names it, and the file's modification time; -1 without a file."""
         try:
             return _content(self.path)
         except FileNotFoundError:
@@ -201,7 +205,7 @@ class FolderLock:
 
 
 def _touch(file: int, over: threading.Event, beat: float) -> None:
-    """The heartbeat."""
+    """Touch the lock file regularly (the heartbeat thread)."""
     while not over.wait(beat):
         try:
             os.utime(file)
@@ -211,7 +215,7 @@ def _touch(file: int, over: threading.Event, beat: float) -> None:
 
 
 def _created(path: Path, content: bytes) -> bool:
-    """Make a file with this content, unless it is there."""
+    """Create a file with this content atomically; returns False if it exists."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     except FileExistsError:
@@ -224,7 +228,9 @@ def _created(path: Path, content: bytes) -> bool:
 
 
 def _content(path: Path) -> tuple[Owner | None, int]:
-    """The owner in a file, and when it was changed. To open it asks the server of a network file system anew; a pipe is not waited for."""
+    """Return the owner in a file and its modification time. Opening it revalidates network caches; a pipe does not
+    block.
+    """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return _parsed(os.read(file, 1 << 16)), os.fstat(file).st_mtime_ns
@@ -241,7 +247,7 @@ def _parsed(content: bytes) -> Owner | None:
 
 
 def _machine() -> str:
-    """What tells this running machine, and this container, from others; "" where that is not known."""
+    """Return an identifier of this boot of the machine and container; "" if not available."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -250,7 +256,7 @@ def _machine() -> str:
 
 
 def _birth(process: int) -> str:
-    """When a process of this machine began, in the machine's own words; "" if it only waits to be buried, or nothing is told."""
+    """Return when a process of this machine started, in the system's units; "" for a zombie or if not available."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -260,7 +266,7 @@ def _birth(process: int) -> str:
 
 
 def _runs(owner: Owner) -> bool:
-    """Whether a process of this machine has not ended."""
+    """Return whether a process of this machine still runs."""
     try:
         os.kill(owner.process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""manifest.json: where every piece of every tensor of a checkpoint lies, and what its bytes are. Needs no torch.
+"""manifest.json: where every shard of every tensor of a checkpoint is stored, and its hash. Needs no torch.
 
     {"save": id, "iteration": 1000,
      "files": {"rank_00000.safetensors": [size, length of the header, hash of the header], ...},
@@ -6,7 +6,7 @@
          [file, first byte, offset of the box, shape of the box, hash], ...]}, ...},
      "values": {"run.progress": {...}, ...}}
 
-The pieces of a file follow its header without a gap, so that headers and pieces together are all of its bytes.
+The shards of a file follow its header without a gap, so headers and shards together are all of its bytes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class FileFacts:
-    """A data file: its size, and what its header is, whose length counts the 8 bytes before it."""
+class DataFileInfo:
+    """A data file: its size, and length and hash of its header, including the 8 bytes before it."""
 
     size: int
     header_length: int
@@ -52,7 +52,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """One box of a tensor: its bytes begin at `start` of a file."""
+    """One box of a tensor: file, offset of its first byte, box in the global tensor, hash of its bytes."""
 
     file: str
     start: int
@@ -62,7 +62,7 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor: its pieces cover it, each element once."""
+    """A tensor; its shards cover each element exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,16 +71,16 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint. values: what is saved and is no tensor."""
+    """The content of a checkpoint. values: everything saved that is not a tensor."""
 
     save: str
     iteration: int
-    files: Mapping[str, FileFacts]
+    files: Mapping[str, DataFileInfo]
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
 
     def text(self) -> bytes:
-        """The content of manifest.json."""
+        """Return the content of manifest.json."""
         tensors = {
             name: {
                 "dtype": whole.dtype,
@@ -99,17 +99,19 @@ class Manifest:
 
 
 def file_name(rank: int) -> str:
-    """The data file of a rank."""
+    """Return the name of a rank's data file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file is one of ours that holds tensors."""
+    """Return whether a file name is that of a data file."""
     return bool(_FILE.fullmatch(name))
 
 
-def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """What a piece is called in its file: the tensor's name, and the ranges of the box where it is not the whole tensor."""
+def shard_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """Return the key of a shard in its file: the tensor's name, and the ranges of the box if it is not the whole
+    tensor.
+    """
     if box.shape == tuple(shape):
         return name
     return (
@@ -120,8 +122,8 @@ def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
     )
 
 
-def parsed(content: Mapping[str, Any]) -> Manifest:
-    """The manifest in the JSON object of its file. Raises `CheckpointError` when it does not make sense."""
+def parse_manifest(content: Mapping[str, Any]) -> Manifest:
+    """Return the manifest in a JSON object. Raises `CheckpointError` if it is inconsistent."""
     try:
         files = {name: _facts(name, *entry) for name, entry in content["files"].items()}
         tensors = {name: _whole(name, entry, files) for name, entry in content["tensors"].items()}
@@ -136,16 +138,16 @@ def parsed(content: Mapping[str, Any]) -> Manifest:
     return Manifest(save, iteration, files, tensors, values)
 
 
-def _facts(name: str, size: int, header_length: int, header_hash: str) -> FileFacts:
+def _facts(name: str, size: int, header_length: int, header_hash: str) -> DataFileInfo:
     _demand(is_file_name(name), f"the name of a file in this folder, not {name!r}")
     _demand(
         _natural(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str),
         f"the size of {name}",
     )
-    return FileFacts(size, header_length, header_hash)
+    return DataFileInfo(size, header_length, header_hash)
 
 
-def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, FileFacts]) -> StoredTensor:
+def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, DataFileInfo]) -> StoredTensor:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     _demand(dtype in WIDTHS and _natural(*shape), f"dtype and shape of {name}")
     pieces = []

@@ -1,7 +1,7 @@
-"""Copies between tensors, by a few threads that wait for nothing.
+"""Copies between tensors by a few threads that do not wait for each other.
 
-Torch's own threads share every copy and meet at its end; with 300 tensors on a machine that has other work, the meetings
-cost twenty times as much as the copies. Here a tensor is one thread's.
+Torch's own threads share every copy and synchronize at its end; with 300 tensors on a busy machine, synchronization
+took twenty times as long as the copies. Here each tensor is copied by one thread.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 4 * NUM_THREADS
 
 
-def fresh(size: int) -> Tensor:
-    """Host memory of `size` bytes that is there at once: large pages where the system has them, and none left to be found
-    at the first touch, which takes longer than a copy."""
+def allocate_host_memory(size: int) -> Tensor:
+    """Return host memory of `size` bytes, uint8 [size], already backed by pages (large ones if the system has them).
+
+    Page faults at the first access would take longer than a copy.
+    """
     if not size or sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -35,12 +37,12 @@ def fresh(size: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """The bytes [n] of a contiguous tensor in host memory, where they lie."""
+    """Return a view of the bytes [n] of a contiguous tensor in host memory."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Fill `target` from `source`, which has its shape and may have another dtype or device."""
+    """Copy `source` into `target`, which has the same shape and may have another dtype or device."""
     alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
     if alike and target.is_contiguous() and source.is_contiguous():
         np.copyto(bytes_of(target), bytes_of(source))  # without the lock of Python
@@ -49,7 +51,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Fill the first of each pair from the second. Copies from a GPU are on their way when this returns."""
+    """Copy the second of each pair into the first. Copies from a GPU may still be in flight on return."""
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="copy") as pool:
         waiting: deque[Future[None]] = deque()
         for target, source in pairs:

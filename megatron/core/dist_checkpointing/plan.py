@@ -1,4 +1,4 @@
-"""Who writes what: every box that the ranks hold is given to one of its holders, so that all have about as much to write."""
+"""Which rank writes which box: every box is assigned to one of the ranks that hold it, so that all write about as much."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.manifest import WIDTHS, FileFacts, StoredShard, StoredTensor, file_name, key_of
+from megatron.core.dist_checkpointing.manifest import (
+    WIDTHS,
+    DataFileInfo,
+    StoredShard,
+    StoredTensor,
+    file_name,
+    shard_key,
+)
 from megatron.core.dist_checkpointing.saved import WORDS
 from megatron.core.dist_checkpointing.shard import Range, TensorHeader, header_of
 from megatron.core.dist_checkpointing.store import hash_of
-from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_tensor
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, replicated_tensor
 from megatron.core.parallel.boxes import Box
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Offer:
-    """A box of a tensor that a rank could write. dtype: safetensors' word."""
+class WriteCandidate:
+    """A box of a tensor that a rank could write. dtype: in safetensors' notation. shape: of the box."""
 
     name: str
     box: Box
@@ -32,45 +39,45 @@ class Offer:
 
     @property
     def part(self) -> TensorHeader:
-        """What it is in a file."""
-        return TensorHeader(key_of(self.name, self.box, self.shape), self.dtype, self.box.shape)
+        """Its entry in the header of a data file."""
+        return TensorHeader(shard_key(self.name, self.box, self.shape), self.dtype, self.box.shape)
 
 
-def placed(state: Tree) -> dict[str, Placed]:
-    """The tensors of a tree."""
-    result = {name: placed_tensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-    return {name: value for name, value in result.items() if isinstance(value, Placed)}
+def sharded_tensors(state: Tree) -> dict[str, ShardedTensor]:
+    """Return the tensors of a tree."""
+    result = {name: replicated_tensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    return {name: value for name, value in result.items() if isinstance(value, ShardedTensor)}
 
 
 def values_of(state: Tree) -> Tree:
-    """What of a tree is no tensor."""
-    return {name: value for name, value in state.items() if not isinstance(value, (Tensor, Placed))}
+    """Return the entries of a tree that are not tensors."""
+    return {name: value for name, value in state.items() if not isinstance(value, (Tensor, ShardedTensor))}
 
 
-def offers(tensors: dict[str, Placed]) -> list[Offer]:
-    """The boxes that this rank holds; a box that it holds twice counts once."""
+def write_candidates(tensors: dict[str, ShardedTensor]) -> list[WriteCandidate]:
+    """Return the boxes that this rank holds; a box that it holds twice counts once."""
     for name, one in tensors.items():
         assert one.dtype in WORDS, f"{name}: {one.dtype} is none of the dtypes of a checkpoint"
     return [
-        Offer(name, box, WORDS[one.dtype], tuple(one.shape))
+        WriteCandidate(name, box, WORDS[one.dtype], tuple(one.shape))
         for name, one in tensors.items()
         for box in dict.fromkeys(box for box, _ in one.pieces)
     ]
 
 
-def share_out(ranks: Sequence[Sequence[Offer]]) -> list[list[Offer]]:
-    """Give everything that several ranks hold to one of them, the one with the least to write so far.
+def assign_writers(ranks: Sequence[Sequence[WriteCandidate]]) -> list[list[WriteCandidate]]:
+    """Assign every box that several ranks hold to one of them, the one with the least to write so far.
 
-    Each rank's boxes come in the order of its file: wide elements first, then by name. Raises where the boxes of a
-    tensor do not make up all of it.
+    Each rank's boxes are in the order of its file: dtypes with large elements first, then by name. Raises if the boxes
+    of a tensor do not cover it.
     """
-    holders: dict[Offer, list[int]] = {}
+    holders: dict[WriteCandidate, list[int]] = {}
     for rank, mine in enumerate(ranks):
         for offer in mine:
             holders.setdefault(offer, []).append(rank)
     _demand_whole(list(holders))
     loads: list[int] = [0] * len(ranks)
-    shares: list[list[Offer]] = [[] for _ in ranks]
+    shares: list[list[WriteCandidate]] = [[] for _ in ranks]
     # What only one rank holds comes first; then the largest first, which evens out best.
     for offer in sorted(holders, key=lambda one: (len(holders[one]) > 1, -one.length, one)):
         writer = min(holders[offer], key=lambda rank: (loads[rank], rank))
@@ -79,18 +86,18 @@ def share_out(ranks: Sequence[Sequence[Offer]]) -> list[list[Offer]]:
     return [sorted(share, key=lambda one: (-WIDTHS[one.dtype], one)) for share in shares]
 
 
-def tensor_of(offer: Offer, tensors: dict[str, Placed]) -> Tensor:
-    """This rank's memory behind a box that it offered."""
+def tensor_of(offer: WriteCandidate, tensors: dict[str, ShardedTensor]) -> Tensor:
+    """Return this rank's tensor for a box."""
     return next(tensor for box, tensor in tensors[offer.name].pieces if box == offer.box)
 
 
-def file_header(rank: int, share: Sequence[Offer], *, save: str, iteration: int) -> bytes:
-    """The header of a rank's data file."""
+def file_header(rank: int, share: Sequence[WriteCandidate], *, save: str, iteration: int) -> bytes:
+    """Return the header of a rank's data file."""
     return header_of([offer.part for offer in share], save=save, iteration=iteration, name=file_name(rank))
 
 
-def ranges_of(rank: int, share: Sequence[Offer], header: bytes, hashes: Sequence[str]) -> list[Range]:
-    """Every byte of a rank's data file, as it was written."""
+def ranges_of(rank: int, share: Sequence[WriteCandidate], header: bytes, hashes: Sequence[str]) -> list[Range]:
+    """Return the byte ranges of a rank's data file with their hashes."""
     result, place = [Range(file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
     for offer, hash_ in zip(share, hashes[1:], strict=True):
         result.append(Range(file_name(rank), place, offer.length, hash_, offer.part.key))
@@ -98,13 +105,13 @@ def ranges_of(rank: int, share: Sequence[Offer], header: bytes, hashes: Sequence
     return result
 
 
-def described(
-    shares: Sequence[Sequence[Offer]], hashes: Sequence[Sequence[str]], *, save: str, iteration: int
-) -> tuple[dict[str, FileFacts], dict[str, StoredTensor]]:
-    """Files and tensors of the manifest. hashes: of each rank's header and boxes, as `shard.write_shard` returns them."""
-    files: dict[str, FileFacts] = {}
+def manifest_entries(
+    shares: Sequence[Sequence[WriteCandidate]], hashes: Sequence[Sequence[str]], *, save: str, iteration: int
+) -> tuple[dict[str, DataFileInfo], dict[str, StoredTensor]]:
+    """Return the files and tensors of the manifest. hashes: of each rank's header and boxes, from `shard.write_shard`."""
+    files: dict[str, DataFileInfo] = {}
     pieces: dict[str, list[StoredShard]] = {}
-    facts: dict[str, Offer] = {}
+    facts: dict[str, WriteCandidate] = {}
     for rank, (share, result) in enumerate(zip(shares, hashes, strict=True)):
         if not share:
             continue
@@ -114,7 +121,7 @@ def described(
         for offer, one in zip(share, rest, strict=True):
             pieces.setdefault(offer.name, []).append(StoredShard(one.file, one.start, offer.box, one.hash))
             facts.setdefault(offer.name, offer)
-        files[head.file] = FileFacts(head.length + sum(one.length for one in rest), head.length, head.hash)
+        files[head.file] = DataFileInfo(head.length + sum(one.length for one in rest), head.length, head.hash)
     tensors = {
         name: StoredTensor(
             facts[name].dtype, facts[name].shape, tuple(sorted(pieces[name], key=lambda piece: piece.box))
@@ -124,7 +131,7 @@ def described(
     return files, tensors
 
 
-def _demand_whole(offers: Sequence[Offer]) -> None:
+def _demand_whole(offers: Sequence[WriteCandidate]) -> None:
     held: dict[str, int] = {}
     for offer in offers:
         held[offer.name] = held.get(offer.name, 0) + offer.box.size

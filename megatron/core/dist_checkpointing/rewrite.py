@@ -1,4 +1,4 @@
-"""Write what any source holds as a checkpoint of our own: on one processor, without ranks, a tensor at a time."""
+"""Write any source as a checkpoint of our own format: in one process, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import plan, shard, store
 from megatron.core.dist_checkpointing.files import DISK, Files
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
-from megatron.core.dist_checkpointing.plan import Offer
+from megatron.core.dist_checkpointing.plan import WriteCandidate
 from megatron.core.dist_checkpointing.saved import WORDS
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
@@ -22,8 +22,8 @@ from megatron.core.parallel.boxes import Box, whole_box
 _WIDE = (".router.expert_bias",)  # sums of many small steps
 
 
-class Cast:
-    """A source whose weights (`model.*`) come in another dtype; everything else is as it was, and what is fp32 in any network."""
+class CastSource:
+    """A source whose weights (`model.*`) are converted to another dtype, except those that are fp32 in every network."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self.where, self.values, self.settings = source.where, source.values, source.settings
@@ -34,7 +34,7 @@ class Cast:
         self._source = source
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`. Raises `CheckpointError` for a finite value that the dtype cannot hold."""
+        """See `Source`. Raises `CheckpointError` for a finite value that the dtype cannot represent."""
         values, dtype = self._source.read(name, box), self.formats[name].dtype
         if values.dtype == dtype:
             return values
@@ -57,26 +57,29 @@ def rewrite(
     world_size: int = 1,
     files: Files = DISK,
 ) -> Path:
-    """Write every tensor and every value of a source into SAVE `folder`, as the checkpoint of an iteration. Returns its folder.
+    """Write every tensor and value of a source into SAVE `folder`, as the checkpoint of an iteration. Returns its
+    folder.
 
-    settings: for its config.json, by field name. num_files: how many files share the tensors, about evenly.
-    world_size: ranks of the run that the settings are of, by which its random streams are known again. Raises
-    `CheckpointError` when SAVE has that iteration already, and leaves what is there as it was when anything fails.
+    settings: for its config.json, by field name. num_files: number of data files of about equal size. world_size: ranks
+    of the run that the settings describe, which identifies its random streams. Raises `CheckpointError` if SAVE has
+    that iteration already; a failure leaves existing files unchanged.
     """
     target = store.iteration_folder(folder, iteration)
     if target.exists():
         raise CheckpointError(f"{target} is there already; move it away, or choose another folder")
     # A source may also have dtypes that only masks and counters have; all of them have a word.
-    offers = [Offer(name, whole_box(one.shape), WORDS[one.dtype], one.shape) for name, one in source.formats.items()]
-    shares = plan.share_out([offers] * num_files)
+    offers = [
+        WriteCandidate(name, whole_box(one.shape), WORDS[one.dtype], one.shape) for name, one in source.formats.items()
+    ]
+    shares = plan.assign_writers([offers] * num_files)
     save = uuid.uuid4().hex
-    made = store.begin(folder, iteration, save, files=files)
+    made = store.begin_save(folder, iteration, save, files=files)
     try:
         hashes = [
             _written(made, rank, share, source, save=save, iteration=iteration, files=files)
             for rank, share in enumerate(shares)
         ]
-        facts, tensors = plan.described(shares, hashes, save=save, iteration=iteration)
+        facts, tensors = plan.manifest_entries(shares, hashes, save=save, iteration=iteration)
         manifest = Manifest(save, iteration, facts, tensors, source.values).text()
         step, _ = store.commit(
             folder,
@@ -96,7 +99,7 @@ def rewrite(
 
 
 def _written(
-    folder: Path, rank: int, share: Sequence[Offer], source: Source, *, save: str, iteration: int, files: Files
+    folder: Path, rank: int, share: Sequence[WriteCandidate], source: Source, *, save: str, iteration: int, files: Files
 ) -> list[str]:
     if not share:
         return []
@@ -104,6 +107,6 @@ def _written(
     return shard.write_shard(files, folder / file_name(rank), header, _contents(share, source))
 
 
-def _contents(share: Sequence[Offer], source: Source) -> Iterator[memoryview]:
+def _contents(share: Sequence[WriteCandidate], source: Source) -> Iterator[memoryview]:
     for offer in share:
         yield memoryview(source.read(offer.name, offer.box).contiguous().view(-1).view(torch.uint8).numpy())

@@ -1,7 +1,7 @@
-"""A checkpoint of our own, opened: a `Source` that maps the files and reads what is asked for, and verifies all of it.
+"""SavedCheckpoint: an opened checkpoint of our own format, a `Source` that maps its files, and can verify all bytes.
 
-Opening reads commit.txt, config.json and the manifest, and looks at the sizes of the files. `verify` reads every byte;
-a part of them, where several ranks share the work.
+Opening reads commit.txt, config.json and the manifest, and checks the sizes of the files. `verify` reads every byte, or
+a part of them if several ranks share the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import shard
 from megatron.core.dist_checkpointing.files import DISK, Files, read_file
-from megatron.core.dist_checkpointing.manifest import Manifest, StoredShard, is_file_name, key_of, parsed
+from megatron.core.dist_checkpointing.manifest import Manifest, StoredShard, is_file_name, parse_manifest, shard_key
 from megatron.core.dist_checkpointing.shard import Range
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import (
@@ -54,8 +54,8 @@ WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _MOST_THREADS = 8
 
 
-class Saved:
-    """A `Source`. commit: what seals it; description: the run that wrote it; manifest: all of its pieces."""
+class SavedCheckpoint:
+    """An opened checkpoint. commit: its commit record; description: the run that wrote it; manifest: its shards."""
 
     def __init__(
         self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: Files
@@ -69,7 +69,7 @@ class Saved:
         )
         self.values: Mapping[str, Any] = manifest.values
         self.formats = {name: Format(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()}
-        self.settings = as_today(description.values, self.formats, self.where)
+        self.settings = migrate_settings(description.values, self.formats, self.where)
         self._files = files
         self._maps: dict[str, memoryview] = {}
 
@@ -84,7 +84,7 @@ class Saved:
         )
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`. A view of mapped memory where one saved piece holds the box, as it does in the layout that saved."""
+        """See `Source`. Returns a view of mapped memory if one stored shard holds the box, as in the layout that saved."""
         whole = self.manifest.tensors[name]
         result, results = torch.empty(0), 0
         for piece in whole.pieces if box.size else ():
@@ -103,18 +103,18 @@ class Saved:
         return result if results else torch.empty(box.shape, dtype=DTYPES[whole.dtype])
 
     def verify(self, *, part: int = 0, parts: int = 1, threads: int | None = None) -> list[str]:
-        """Read the `part`th of `parts` equal parts of all bytes; everything that is wrong with them, in words."""
-        return shard.check(
+        """Read part number `part` of `parts` equal parts of all bytes; returns a message for each problem."""
+        return shard.verify_ranges(
             self._files,
             self.folder,
-            _share(self._ranges(), part, parts),
+            _part_of_ranges(self._ranges(), part, parts),
             save=self.commit.save,
             threads=threads or min(_MOST_THREADS, os.cpu_count() or 1),
             maps=self._maps,
         )
 
     def _ranges(self) -> list[Range]:
-        """Every byte of every data file."""
+        """Return every byte range of every data file."""
         headers = [
             Range(name, 0, facts.header_length, facts.header_hash, "its header")
             for name, facts in self.manifest.files.items()
@@ -125,14 +125,14 @@ class Saved:
                 piece.start,
                 piece.box.size * DTYPES[whole.dtype].itemsize,
                 piece.hash,
-                key_of(name, piece.box, whole.shape),
+                shard_key(name, piece.box, whole.shape),
             )
             for name, whole in self.manifest.tensors.items()
             for piece in whole.pieces
         ]
 
     def _bytes(self, piece: StoredShard, dtype: torch.dtype) -> Tensor:
-        """A piece, as a view of its file."""
+        """Return a stored shard as a view of its file."""
         if piece.file not in self._maps:
             path = self.folder / piece.file
             try:
@@ -145,8 +145,8 @@ class Saved:
         return torch.frombuffer(content, dtype=dtype, offset=piece.start, count=piece.box.size).view(piece.box.shape)
 
 
-def open_saved(folder: str | Path, *, files: Files = DISK) -> Saved:
-    """Open a committed folder. Raises `CheckpointError` with all that is wrong with it, as far as no tensor has to be read."""
+def open_saved(folder: str | Path, *, files: Files = DISK) -> SavedCheckpoint:
+    """Open a committed folder. Raises `CheckpointError` with all problems that show without reading tensors."""
     folder = Path(folder)
     commit = read_commit(folder, files=files)
     problems: list[str] = []
@@ -156,7 +156,7 @@ def open_saved(folder: str | Path, *, files: Files = DISK) -> Saved:
     except CheckpointError as error:
         problems.append(str(error))
     try:
-        manifest = parsed(read_committed(folder, MANIFEST, commit.manifest, files=files))
+        manifest = parse_manifest(read_committed(folder, MANIFEST, commit.manifest, files=files))
         if (manifest.save, manifest.iteration) != (commit.save, commit.iteration):
             problems.append(f"{folder / MANIFEST} belongs to another save, of iteration {manifest.iteration}")
     except CheckpointError as error:
@@ -165,13 +165,14 @@ def open_saved(folder: str | Path, *, files: Files = DISK) -> Saved:
         problems += _wrong_files(folder, manifest, files)
     if problems or description is None or manifest is None:
         raise CheckpointError(f"{folder} is damaged", problems)
-    return Saved(folder, commit, description, manifest, files)
+    return SavedCheckpoint(folder, commit, description, manifest, files)
 
 
-def as_today(settings: Mapping[str, Any], names: Collection[str], where: str) -> Mapping[str, Any]:
-    """The settings of a checkpoint with these tensors, as a run would give them today.
+def migrate_settings(settings: Mapping[str, Any], names: Collection[str], where: str) -> Mapping[str, Any]:
+    """Return the settings of a checkpoint with these tensor names, as a run would give them today.
 
-    Latent attention once had norms without --qk-layernorm, and rotated neighbouring channels with --rotary-interleaved only.
+    Latent attention once had norms without --qk-layernorm, and rotated neighbouring channels with --rotary-interleaved
+    only.
     """
     if not settings.get("multi_latent_attention") or settings.get("qk_layernorm"):
         return settings
@@ -187,9 +188,11 @@ def as_today(settings: Mapping[str, Any], names: Collection[str], where: str) ->
 
 
 def _of_another_save(folder: Path, complaint: str, commit: Commit, files: Files) -> str:
-    """The complaint about a manifest that is not the committed one: a stale one is called so."""
+    """Return the message about a manifest that is not the committed one; it says so if the manifest is of an older
+    save.
+    """
     try:
-        other = parsed(json.loads(read_file(files, folder / MANIFEST)))
+        other = parse_manifest(json.loads(read_file(files, folder / MANIFEST)))
     except (OSError, ValueError, RecursionError, CheckpointError):
         return complaint
     if other.save == commit.save:
@@ -198,7 +201,7 @@ def _of_another_save(folder: Path, complaint: str, commit: Commit, files: Files)
 
 
 def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
-    """Files of a checkpoint that are missing, too many, or of a wrong size."""
+    """Return the problems of data files: missing, superfluous, or of a wrong size."""
     try:
         there = {entry.name for entry in files.list(folder)}
         sizes = {name: files.size(folder / name) for name in manifest.files if name in there}
@@ -213,7 +216,7 @@ def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
     for name, size in sorted(sizes.items()):
         expected = manifest.files[name].size
         if size != expected:
-            message = shard.stray(files, folder, name, save=manifest.save)
+            message = shard.describe_foreign_file(files, folder, name, save=manifest.save)
             problems.append(
                 message
                 or f"{folder / name} is {'cut short' if size < expected else 'too long'}: it has {size} bytes, the manifest "
@@ -222,19 +225,19 @@ def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
     return problems
 
 
-def unknown_files(saved: Saved, *, files: Files = DISK) -> list[str]:
-    """Names in the folder of a checkpoint that are none of its files. They do no harm."""
+def unknown_files(saved: SavedCheckpoint, *, files: Files = DISK) -> list[str]:
+    """Return names in a checkpoint's folder that are not its files. They do no harm."""
     known = {COMMIT, MANIFEST, CONFIG, *saved.manifest.files}
     return [entry.name for entry in files.list(saved.folder) if entry.name not in known]
 
 
 def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Index of a box in a tensor that holds another box around it."""
+    """Return the index of `box` in a tensor that holds `outer`."""
     return box.shifted(tuple(-start for start in outer.offset)).slices()
 
 
-def _share(ranges: list[Range], part: int, parts: int) -> list[Range]:
-    """Neighbouring ranges that make up the `part`th of `parts` equal parts, up to one range."""
+def _part_of_ranges(ranges: list[Range], part: int, parts: int) -> list[Range]:
+    """Return consecutive ranges that make up part number `part` of `parts` about equal parts."""
     total, end, mine = sum(one.length for one in ranges), 0, []
     for one in sorted(ranges, key=lambda one: (one.file, one.start)):
         if min(parts - 1, (end + one.length // 2) * parts // max(1, total)) == part:

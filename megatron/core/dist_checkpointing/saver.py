@@ -1,14 +1,14 @@
-"""Saving, beside training: copy, go on, and commit when every rank has written.
+"""Asynchronous saving: copy, continue training, and commit when every rank has written.
 
     start              all ranks: agree on who writes what; copy that to host memory; let a thread write and hash it
-    wait_for_staging   a rank whose copy is made beside its work waits for it here, before it changes what is copied
-    poll               all ranks, after every step while a save is in flight: has every rank written? then rank 0 commits,
-                       in its thread too; is that done? then all ranks learn of it
-    finish             the same, waiting
+    wait_for_staging   a rank whose copy runs beside its computation waits for it here, before it changes the tensors
+    poll               all ranks, after every step while a save is in flight: has every rank written? then rank 0 commits, in its
+                       thread too; is that done? then all ranks learn of it
+    finish             the same, blocking
 
-Collectives come from the calling thread only, and every rank calls these functions at the same points, so that nothing
-can wait for what never comes. At most one save is in flight, and host memory holds one copy of what this rank writes.
-A save that fails leaves the run and all older checkpoints as they were, and says why.
+Collectives are called from the calling thread only, and every rank calls these functions at the same points, so there
+is no deadlock. At most one save is in flight, and host memory holds one copy of what this rank writes. A save that
+fails leaves the run and all older checkpoints as they were, and reports the reason.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from megatron.core.dist_checkpointing import plan, shard, store
 from megatron.core.dist_checkpointing.files import DISK, Files
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
-from megatron.core.dist_checkpointing.memory import bytes_of, copy_all, fresh
-from megatron.core.dist_checkpointing.plan import Offer
+from megatron.core.dist_checkpointing.memory import allocate_host_memory, bytes_of, copy_all
+from megatron.core.dist_checkpointing.plan import WriteCandidate
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
-from megatron.core.dist_checkpointing.tree import Placed, Tree
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import synchronize
 from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
-_MOST_OF_MEMORY = 0.8  # of what is free on this machine: more is not taken for a copy
+_MOST_OF_MEMORY = 0.8  # largest share of the free memory that a copy may take
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRules:
-    """How saves go. asynchronous: training goes on while they are written. interval, keep_last: see `store.doomed`."""
+    """Settings of saves. asynchronous: training continues while files are written. interval, keep_last: see
+    `store.expired_checkpoints`.
+    """
 
     asynchronous: bool = False
     interval: int | None = None
@@ -53,15 +55,16 @@ class SaveRules:
 
     @property
     def deletes(self) -> bool:
-        """Whether older checkpoints may go."""
+        """Whether older checkpoints may be deleted."""
         return self.interval is not None or self.keep_last is not None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a save ended. problems: why it failed, else empty. notes: what else went wrong. size: bytes on disk.
+    """The result of a save.
 
-    blocked, seconds: while training waited for `start` and `wait_for_staging`, and until the commit.
+    problems: why it failed, else empty. notes: other messages. size: bytes on disk. blocked: seconds that training
+    waited in `start` and `wait_for_staging`; seconds: until the commit.
     """
 
     iteration: int
@@ -74,13 +77,13 @@ class SaveOutcome:
 
 
 class BackgroundJob:
-    """Something that runs in a thread, or at once, and its result or the words of its failure."""
+    """A function that runs in a thread (or at once), with its result or the message of its failure."""
 
     def __init__(self, action: Callable[[], Any], *, aside: bool) -> None:
         self.result: Any = None
         self.failure = ""
         self._action = action
-        # A daemon: a run that dies of something else does not stay for it, and what it leaves behind is inert.
+        # A daemon thread: a run that fails does not wait for it, and partial files are harmless.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if aside else None
         if self._thread is not None:
             self._thread.start()
@@ -89,11 +92,11 @@ class BackgroundJob:
 
     @property
     def done(self) -> bool:
-        """Whether there is a result, or a failure."""
+        """Whether it has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it is done."""
+        """Block until it has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -107,23 +110,25 @@ class BackgroundJob:
 
 
 class Snapshot:
-    """Host memory for what this rank writes, kept from save to save: fresh memory costs ten times as much as the copy."""
+    """Host memory for the tensors that this rank writes, reused from save to save: new memory costs ten times as much
+    as the copy.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Have room for `size` bytes, page-locked where they come from a GPU."""
+        """Allocate `size` bytes, page-locked if tensors are copied from a GPU."""
         if len(self._memory) >= size:
             return
         self._memory = torch.empty(0, dtype=torch.uint8)
         if device.type == "cuda":
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
-            self._memory = fresh(size)
+            self._memory = allocate_host_memory(size)
 
     def take(self, tensors: Sequence[Tensor]) -> list[memoryview]:
-        """Copies of the tensors' bytes, one after the other, of which changes to the tensors know nothing."""
+        """Return copies of the tensors' bytes, one after the other, independent of later changes."""
         places, end = [], 0
         for tensor in tensors:
             places.append(self._memory[end : end + tensor.nbytes])
@@ -138,11 +143,11 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _InFlightSave:
-    """A save on its way. shares: what each rank writes."""
+    """A save in progress. shares: the boxes that each rank writes."""
 
     iteration: int
     save: str
-    shares: list[list[Offer]]
+    shares: list[list[WriteCandidate]]
     job: BackgroundJob
     values: dict[str, Any]
     description: Description
@@ -154,7 +159,7 @@ class _InFlightSave:
 
 
 class Saver:
-    """Writes the checkpoints of a run into a folder. Every method is called by all ranks of the axis together."""
+    """Writes the checkpoints of a run into a folder. Every method is collective over the axis."""
 
     def __init__(
         self,
@@ -166,33 +171,33 @@ class Saver:
         files: Files = DISK,
         lock: FolderLock | None = None,
     ) -> None:
-        """lock: has been acquired; the first rank looks whether it still holds. Left out: nobody else can know the folder."""
+        """Prepare saving. lock: an acquired lock, which the first rank checks; None: no other job knows the folder."""
         self.lock = lock if axis.is_first else None
         self.folder, self.axis, self.rules, self.device, self.files = Path(folder), axis, rules, device, files
         self._snapshot = Snapshot()
-        self._plan: tuple[list[Offer], list[list[Offer]]] | None = None
+        self._plan: tuple[list[WriteCandidate], list[list[WriteCandidate]]] | None = None
         self._copies = rules.asynchronous
         self._in_flight: _InFlightSave | None = None
         self._notes: list[str] = []
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is on its way."""
+        """Whether a save is in progress."""
         return self._in_flight is not None
 
     def prepare(self, state: Tree) -> None:
-        """Do what the first save would take its time for: agree on who writes what, and take the memory for a copy."""
-        self._shares(plan.placed(state))
+        """Do the slow part of the first save in advance: assign the boxes, and allocate the memory for a copy."""
+        self._shares(plan.sharded_tensors(state))
 
     def start(self, state: Tree, iteration: int, description: Description, *, until_staged: bool = False) -> None:
-        """Begin to save the tree that the ranks hold together. When this returns, the tree may change.
+        """Start to save the tree that the ranks hold together. When this returns, the tree may change.
 
-        until_staged: only when `wait_for_staging` has returned: the copy is made beside whatever this rank does until then. No save
-        may be on its way. Raises `CheckpointError` on all ranks when another job owns the folder now.
+        until_staged: it may change only after `wait_for_staging`; the copy is made beside other work until then. No
+        save may be in progress. Raises `CheckpointError` on all ranks if another job owns the folder now.
         """
         assert self._in_flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
-        tensors = plan.placed(state)
+        tensors = plan.sharded_tensors(state)
         shares = self._shares(tensors)
         save, lost = collectives.broadcast_object((uuid.uuid4().hex, self._lost()), self.axis)
         if lost is not None:
@@ -211,7 +216,7 @@ class Saver:
         self._in_flight.blocked = time.perf_counter() - started
 
     def wait_for_staging(self) -> None:
-        """Wait until the copy of the save on its way is made: from now on the tree may change. No other rank is needed."""
+        """Wait until this rank's copy is complete: from now on the tree may change. Not collective."""
         if self._in_flight is not None and not self._in_flight.copied.is_set():
             started = time.perf_counter()
             self._in_flight.copied.wait()
@@ -220,7 +225,9 @@ class Saver:
     def _contents(
         self, sources: Sequence[Tensor], copied: threading.Event, *, aside: bool
     ) -> Callable[[], Iterable[memoryview]]:
-        """What gives the bytes to write. aside: the copy is made by whoever asks for them, else before this returns."""
+        """Return a function that yields the bytes to write. aside: it makes the copy when called; otherwise the copy is
+        made here.
+        """
         if not self._copies:
             copied.set()
             return lambda: _in_place(sources)
@@ -238,14 +245,14 @@ class Saver:
         return take
 
     def poll(self) -> SaveOutcome | None:
-        """Bring the save on its way forward, without waiting. Returns how it ended, once."""
+        """Advance the save in progress without waiting. Returns its outcome, once."""
         if self._in_flight is None:
             return None
         done = torch.tensor(int(self._in_flight.job.done), device=self.device)
         return self._forward() if bool(collectives.all_reduce(done, self.axis, "min")) else None
 
     def finish(self) -> SaveOutcome | None:
-        """Wait for the save on its way. Returns how it ended; None when there was none."""
+        """Wait for the save in progress. Returns its outcome; None if there was none."""
         outcome = None
         while self._in_flight is not None:
             self._in_flight.job.wait()
@@ -253,28 +260,28 @@ class Saver:
         return outcome
 
     def _lost(self) -> CheckpointError | None:
-        """Why this job may not write any more."""
+        """Return the error if this job may no longer write."""
         try:
             if self.lock is not None:
-                self.lock.demand()
+                self.lock.check_ownership()
         except CheckpointError as error:
             return error
         except OSError:
             pass  # if the folder cannot be read, the save will tell
         return None
 
-    def _shares(self, tensors: dict[str, Placed]) -> list[list[Offer]]:
-        """Who writes what. The ranks' boxes are compared once, and again only when those of any rank have changed."""
-        mine = plan.offers(tensors)
+    def _shares(self, tensors: dict[str, ShardedTensor]) -> list[list[WriteCandidate]]:
+        """Return which rank writes which boxes; computed again only when the boxes of any rank have changed."""
+        mine = plan.write_candidates(tensors)
         same = self._plan is not None and self._plan[0] == mine
         if not all(collectives.gather_objects(same, self.axis)):
-            self._plan = mine, plan.share_out(collectives.gather_objects(mine, self.axis))
+            self._plan = mine, plan.assign_writers(collectives.gather_objects(mine, self.axis))
             self._copies = self.rules.asynchronous and self._has_room()
         assert self._plan is not None, "the first time, no rank has a plan"
         return self._plan[1]
 
     def _has_room(self) -> bool:
-        """Whether this machine has the memory for its ranks' copies; has it reserved then."""
+        """Reserve memory for the copies of this machine's ranks; returns whether there was enough."""
         size = sum(offer.length for offer in self._plan[1][self.axis.rank]) if self._plan else 0
         machine = socket.gethostname()
         needed = sum(
@@ -295,26 +302,26 @@ class Saver:
         return True
 
     def _write(
-        self, iteration: int, save: str, share: Sequence[Offer], contents: Callable[[], Iterable[memoryview]]
+        self, iteration: int, save: str, share: Sequence[WriteCandidate], contents: Callable[[], Iterable[memoryview]]
     ) -> list[str]:
-        """Write this rank's file, if it has anything to write; the hashes of all that is in it."""
+        """Write this rank's file, if it has anything to write; returns the hashes of its content."""
         taken = contents()
         if self.axis.is_first:  # first of all, since what died may have left no room
-            store.collect(self.folder, save=save, files=self.files)
-        made, name = store.begin(self.folder, iteration, save, files=self.files), file_name(self.axis.rank)
+            store.clean_up(self.folder, save=save, files=self.files)
+        made, name = store.begin_save(self.folder, iteration, save, files=self.files), file_name(self.axis.rank)
         if not share:
             return []
         header = plan.file_header(self.axis.rank, share, save=save, iteration=iteration)
         hashes = shard.write_shard(self.files, made / name, header, taken)
         if self.rules.deletes:  # nothing older goes before this is known to be readable
             ranges = plan.ranges_of(self.axis.rank, share, header, hashes)
-            problems = shard.check(self.files, made, ranges, save=save, threads=1)
+            problems = shard.verify_ranges(self.files, made, ranges, save=save, threads=1)
             if problems:
                 raise CheckpointError("what was written does not read back", problems)
         return hashes
 
     def _forward(self) -> SaveOutcome | None:
-        """All ranks' jobs are done: take the next step."""
+        """Take the next step, once all ranks' jobs have ended."""
         in_flight = self._in_flight
         assert in_flight is not None, "a save is on its way"
         if in_flight.commits:
@@ -334,14 +341,14 @@ class Saver:
         return None
 
     def _commit(self, in_flight: _InFlightSave, hashes: list[list[str]]) -> tuple[int, list[str]]:
-        """On the first rank: commit what all have written, and delete what may go. Returns its size, and what went wrong beside."""
+        """On the first rank: commit, and delete expired checkpoints. Returns the size, and other problems."""
         try:
-            files, tensors = plan.described(
+            files, tensors = plan.manifest_entries(
                 in_flight.shares, hashes, save=in_flight.save, iteration=in_flight.iteration
             )
             manifest = Manifest(in_flight.save, in_flight.iteration, files, tensors, in_flight.values).text()
             if self.lock is not None:
-                self.lock.demand()
+                self.lock.check_ownership()
             step, note = store.commit(
                 self.folder,
                 in_flight.iteration,
@@ -356,7 +363,7 @@ class Saver:
             raise
         notes = [note] if note else []
         try:
-            doomed = store.doomed(
+            doomed = store.expired_checkpoints(
                 self.folder,
                 saved=in_flight.iteration,
                 interval=self.rules.interval,
@@ -365,7 +372,7 @@ class Saver:
             )
             if doomed:
                 open_saved(step.folder, files=self.files)
-                notes += filter(None, [store.retain(self.folder, doomed, files=self.files)])
+                notes += filter(None, [store.delete_checkpoints(self.folder, doomed, files=self.files)])
         except CheckpointError as error:
             notes.append(f"no older checkpoint is deleted: {error}")
         return store.bytes_in(step.folder, files=self.files), notes
@@ -393,7 +400,9 @@ def save(
     *,
     files: Files = DISK,
 ) -> Path:
-    """Save a tree into SAVE `folder` at once; returns the checkpoint's own folder. Raises `CheckpointError` on all ranks."""
+    """Save a tree into SAVE `folder` synchronously; returns the checkpoint's folder. Raises `CheckpointError` on all
+    ranks.
+    """
     saver = Saver(folder, axis, files=files)
     saver.start(state, iteration, description)
     outcome = saver.finish()
@@ -406,13 +415,15 @@ def save(
 
 
 def _in_place(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The tensors' bytes where they are, as far as they lie together in host memory; one copy at a time of the others."""
+    """Yield the tensors' bytes without a copy if they are contiguous in host memory, else through a temporary copy of
+    one tensor.
+    """
     for tensor in tensors:
         yield memoryview(bytes_of(tensor.cpu().contiguous()))
 
 
 def _free_memory() -> int | None:
-    """Bytes of memory that this machine could still give; None where that is not told."""
+    """Return the bytes of available memory of this machine; None if not known."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)

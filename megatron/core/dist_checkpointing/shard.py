@@ -1,9 +1,9 @@
-"""One rank's data file: plain safetensors, written in one go while its bytes are hashed, and checked against the hashes.
+"""The data file of one rank: safetensors, hashed while it is written, and verified against the hashes.
 
-    8 bytes: length of the header | header: JSON, padded with spaces | the pieces' bytes, end to end
+    8 bytes: length of the header | header: JSON, padded with spaces | the shards' bytes, concatenated
 
-The header carries the id of the save, the iteration and the file's own name, so that a file that strayed here from
-another save can be told by name. Needs no torch: pieces come as memory.
+The header contains the id of the save, the iteration and the file's name, so a file of another save can be identified.
+Needs no torch: shards are passed as memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AT_ONCE = 1 << 22  # bytes that are fetched and hashed
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One piece of the file: what it is called there, its dtype in safetensors' word, its shape."""
+    """The header entry of one shard: key, dtype in safetensors' notation, shape."""
 
     key: str
     dtype: str
@@ -43,7 +43,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes of a file, what they are, and the hash that they must have."""
+    """A byte range of a file, what it holds, and its expected hash."""
 
     file: str
     start: int
@@ -53,7 +53,9 @@ class Range:
 
 
 def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name: str) -> bytes:
-    """The first bytes of the file. The parts stand in it in the order given: wide elements first, so that all are aligned."""
+    """Return the header of a file. Parts keep their order; dtypes with large elements come first, so that all are
+    aligned.
+    """
     entries: dict[str, object] = {
         "__metadata__": {"format": "pt", "save": save, "iteration": str(iteration), "file": name}
     }
@@ -67,7 +69,7 @@ def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name:
 
 
 def write_shard(files: Files, path: Path, header: bytes, contents: Iterable[memoryview]) -> list[str]:
-    """Write a file and make it durable. Returns the hashes of its header and of every content, taken from memory."""
+    """Write a file and make it durable. Returns the hashes of its header and of every content, computed from memory."""
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher, closing(files.create(path)) as file:
         hashes = [hasher.submit(hash_of, header)]
         write_all(file, memoryview(header))
@@ -78,7 +80,7 @@ def write_shard(files: Files, path: Path, header: bytes, contents: Iterable[memo
         return [result.result() for result in hashes]
 
 
-def check(
+def verify_ranges(
     files: Files,
     folder: Path,
     ranges: Sequence[Range],
@@ -87,9 +89,9 @@ def check(
     threads: int,
     maps: dict[str, memoryview] | None = None,
 ) -> list[str]:
-    """Read ranges of a folder's files, which belong to the save `save`; what is wrong with them, in words.
+    """Read byte ranges of a folder's files of the save `save`; returns a message for each problem.
 
-    maps: name -> content of files that are mapped already; those that are mapped here are added.
+    maps: name -> content of files that are mapped already; files mapped here are added.
     """
     maps = {} if maps is None else maps
     bad: list[tuple[Range, str]] = []
@@ -114,11 +116,11 @@ def check(
 
 
 def _messages(files: Files, folder: Path, bad: Sequence[tuple[Range, str]], save: str) -> list[str]:
-    """What is wrong, file by file: that it strayed here, or its first damaged ranges."""
+    """Return the problems of each file: that it belongs to another save, or its first damaged ranges."""
     problems = []
     for name in sorted({one.file for one, _ in bad}):
         mine = sorted(((one, why) for one, why in bad if one.file == name), key=lambda wrong: wrong[0].start)
-        strayed = stray(files, folder, name, save=save) if mine[0][0].start == 0 else ""
+        strayed = describe_foreign_file(files, folder, name, save=save) if mine[0][0].start == 0 else ""
         if strayed:
             problems.append(strayed)
             continue
@@ -129,7 +131,7 @@ def _messages(files: Files, folder: Path, bad: Sequence[tuple[Range, str]], save
 
 
 def _wrong(files: Files, content: memoryview, one: Range) -> str:
-    """Why a range of a file is not as it should be, or nothing."""
+    """Return why a range of a file is invalid, or ""."""
     result, stop = xxhash.xxh3_128(), one.start + one.length
     if stop > len(content):
         return f"is cut short: it has {len(content)} bytes"
@@ -149,8 +151,8 @@ def _unreadable(error: OSError) -> str:
     return f"cannot be read: {error.strerror or error}"
 
 
-def stray(files: Files, folder: Path, name: str, *, save: str) -> str:
-    """What a file whose header is not the expected one says of itself: "" when it can say nothing."""
+def describe_foreign_file(files: Files, folder: Path, name: str, *, save: str) -> str:
+    """Return which save a file with an unexpected header belongs to; "" if it does not tell."""
     try:
         with closing(files.open(folder / name)) as file:
             start = bytearray(8)

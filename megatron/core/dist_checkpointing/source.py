@@ -1,8 +1,8 @@
-"""A checkpoint of any dialect, seen as global tensors under our names: the one door through which weights come in.
+"""Source: a checkpoint of any format, seen as global tensors under our parameter names.
 
-    our own folders (store), Hugging Face folders (families), Megatron's legacy files and torch_dist folders
+    our own folders (saved.py), Hugging Face folders (families), Megatron's legacy and torch_dist folders
 
-Whoever loads, converts, compares or shows a checkpoint asks a `Source` for boxes and does not know what lies behind it.
+All code that loads, converts, compares or shows checkpoints reads boxes from a `Source`, whatever its format.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatron.core.parallel.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a checkpoint's tensor looks like: its global shape and its dtype."""
+    """Global shape and dtype of a checkpoint's tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Source(Protocol):
-    """Global tensors by name, wherever they lie. No process group is needed to read one.
+    """Global tensors by name. No process group is needed to read one.
 
-    where: what messages call it, a path as a rule. formats: every tensor, by the names of a saved state
-    (`model.<parameter>`, `optimizer.<slot>.<parameter>`, ...). values: everything else that was saved, as JSON has it
-    (`run.progress`, ...); empty in a dialect that holds weights only. settings: the settings of the run that saved, by
-    field name as in config.json: all of them, or those of the model alone where the dialect says no more.
+    where: name for messages, usually a path. formats: every tensor, by its name in a saved state (`model.<parameter>`,
+    `optimizer.<slot>.<parameter>`, ...). values: everything else that was saved, as JSON (`run.progress`, ...); empty
+    in formats with weights only. settings: the settings of the run that saved, by field name as in config.json, or only
+    those of the model.
     """
 
     @property
     def where(self) -> str:
-        """A path as a rule."""
+        """Name for messages, usually a path."""
 
     @property
     def formats(self) -> Mapping[str, Format]:
@@ -44,14 +44,14 @@ class Source(Protocol):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Name -> what JSON has."""
+        """Name -> JSON value."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Field -> value."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, in the dtype it was saved in. Often a view of mapped memory: it is not written to.
+        """Return a box of a tensor, in its saved dtype. Often a view of mapped memory: do not write to it.
 
-        Raises `CheckpointError` that names the file, when it is missing, damaged or ends early.
+        Raises `CheckpointError` that names the file if it is missing, damaged or truncated.
         """

@@ -1,23 +1,23 @@
-"""Folders of checkpoints: what is committed, what is newest, what may go. Plain files and JSON; needs no torch.
+"""Checkpoint folders: committed, newest and expired checkpoints. Plain files and JSON; needs no torch.
 
     SAVE/latest_checkpointed_iteration.txt    the newest iteration, as a number: a hint for people and other programs
     SAVE/iter_0001000/                        one checkpoint; the folder has this name only when it is complete
         rank_00000.safetensors, ...           tensors, a file for each rank that wrote (see shard.py)
-        manifest.json                         where every piece of every tensor lies, with its hash (see manifest.py)
-        config.json                           what the run was told, for people and for --use-checkpoint-args
-        commit.txt                            seals the manifest and the config; the last file of the folder
-    SAVE/iter_0001100.1f0c88ab.tmp/           a checkpoint that is being written, or never was finished
-    SAVE/iter_0001000.old/                    the former checkpoint of an iteration that is saved again; still sound
+        manifest.json                         where every shard of every tensor is stored, with its hash (see manifest.py)
+        config.json                           the settings of the run, for people and for --use-checkpoint-args
+        commit.txt                            hashes of the manifest and the config; the last file to be written
+    SAVE/iter_0001100.1f0c88ab.tmp/           a checkpoint that is being written, or was never finished
+    SAVE/iter_0001000.old/                    the former checkpoint of an iteration that is saved again; still valid
     SAVE/iter_0000900.gone/                   one that is being deleted
-    SAVE/writer.lock                          who writes here (see lock.py)
+    SAVE/writer.lock                          the job that writes here (see lock.py)
 
-A save fills a folder under another name, makes every byte of it durable, and renames it: whoever finds the name finds
-everything. Whatever moment a save dies at, the folder under the right name is the former one or the new one, whole.
-Remains are inert, and the next save collects them. Every byte is committed: commit.txt by its own last line, manifest and
-config by commit.txt, and the tensors' files, headers included, by the manifest.
+A save fills a folder under another name, makes every byte durable, and renames it: a folder with the final name is complete.
+If a save dies at any moment, that folder is the former checkpoint or the new one, complete. Remains are harmless, and the next
+save removes them. Every byte is hashed: commit.txt by its own last line, manifest and config by commit.txt, and the data files,
+headers included, by the manifest.
 
-The newest checkpoint is the one committed last, not the one with the highest iteration: a run that goes back and trains
-on writes lower iterations than those that it left behind. Only one rank calls the functions that write here.
+The newest checkpoint is the one committed last, not the one with the highest iteration: a run that resumes from an earlier
+checkpoint writes lower iterations than those it abandoned. Only one rank calls the functions that write here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FREE = frozenset(
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read. The message lists everything that is wrong with it."""
+    """A checkpoint cannot be written or read. The message lists all problems."""
 
     def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
         super().__init__(summary, tuple(problems))  # both, so that the error survives the way to other ranks
@@ -81,7 +81,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """config.json: the resolved settings of the run that saved, by field name, and how many ranks it had."""
+    """The content of config.json: the resolved settings of the run that saved, by field name, and its number of ranks."""
 
     values: Mapping[str, Any]
     world_size: int
@@ -89,7 +89,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class CommittedFile:
-    """What a file must be: its bytes, and their hash."""
+    """Expected size and hash of a file."""
 
     size: int
     hash: str
@@ -97,7 +97,9 @@ class CommittedFile:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """commit.txt. save: the id of this save, which every file of it carries; sequence: grows with every commit in SAVE."""
+    """The content of commit.txt. save: id of this save, contained in each of its files; sequence: increases with every
+    commit in SAVE.
+    """
 
     save: str
     iteration: int
@@ -106,7 +108,7 @@ class Commit:
     config: CommittedFile
 
     def text(self) -> str:
-        """The file's content; its last line is the hash of the others."""
+        """Return the file's content; its last line is the hash of the others."""
         lines = [
             f"{_FIRST_LINE} {FORMAT_VERSION}",
             f"save {self.save}",
@@ -130,30 +132,32 @@ class SavedStep:
 
     @property
     def iteration(self) -> int:
-        """Steps that the run had done."""
+        """Number of steps that the run had done."""
         return self.commit.iteration
 
 
 @dataclass(frozen=True, slots=True)
 class FolderScan:
-    """What lies in a folder of checkpoints. steps: newest first. damaged: (iteration, why) of what has lost its commit."""
+    """The checkpoints in a folder. steps: newest first. damaged: (iteration, reason) of checkpoints without a valid
+    commit.
+    """
 
     steps: tuple[SavedStep, ...]
     damaged: tuple[tuple[int, str], ...]
 
 
 def hash_of(content: bytes | memoryview) -> str:
-    """The hash by which bytes are known: 32 hexadecimal digits of xxh3."""
+    """Return the xxh3 hash of bytes as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
+    """Return the folder of an iteration's checkpoint."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def check_writable(folder: str | Path) -> None:
-    """Refuse a `--save` folder in which no file can be made, before hours of training are lost for it."""
+    """Raise CheckpointError if no file can be created in a `--save` folder, before training starts."""
     try:
         DISK.make_folder(Path(folder), durable=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -163,7 +167,7 @@ def check_writable(folder: str | Path) -> None:
 
 
 def why_unwritable(folder: str | Path) -> str:
-    """Why no file can be made in a `--save` folder, as far as can be seen without making the folder; "" if nothing speaks against it."""
+    """Return why no file can be created in a `--save` folder, without creating the folder; "" if no reason is found."""
     there = next(
         parent for parent in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(parent)
     )
@@ -176,8 +180,8 @@ def _unwritable(folder: str | Path, reason: str) -> str:
     return f"--save {folder} cannot be written: {reason}; give a folder that this user may write"
 
 
-def walk(folder: str | Path, *, files: Files = DISK) -> FolderScan:
-    """Everything in a folder that is named like a checkpoint; nothing if there is no folder."""
+def scan_folder(folder: str | Path, *, files: Files = DISK) -> FolderScan:
+    """Return everything in a folder that is named like a checkpoint; empty if there is no folder."""
     steps, damaged = [], []
     for iteration, path in _named(folder, files):
         try:
@@ -192,17 +196,17 @@ def walk(folder: str | Path, *, files: Files = DISK) -> FolderScan:
 
 
 def complete_iterations(folder: str | Path) -> list[int]:
-    """The iterations with a committed checkpoint, ascending."""
-    return sorted({step.iteration for step in walk(folder).steps})
+    """Return the iterations with a committed checkpoint, ascending."""
+    return sorted({step.iteration for step in scan_folder(folder).steps})
 
 
-def newest(folder: str | Path) -> int | None:
-    """The iteration committed last; None in a folder without any."""
-    return next((step.iteration for step in walk(folder).steps), None)
+def newest_iteration(folder: str | Path) -> int | None:
+    """Return the iteration committed last; None in a folder without checkpoints."""
+    return next((step.iteration for step in scan_folder(folder).steps), None)
 
 
-def tracked(folder: str | Path, *, files: Files = DISK) -> int | None:
-    """The iteration that the tracker names, if it names one."""
+def tracker_iteration(folder: str | Path, *, files: Files = DISK) -> int | None:
+    """Return the iteration that the tracker file names, if any."""
     try:
         return int(read_file(files, Path(folder) / TRACKER))
     except (OSError, ValueError):
@@ -212,12 +216,12 @@ def tracked(folder: str | Path, *, files: Files = DISK) -> int | None:
 def candidates(
     folder: str | Path, step: int | None = None, *, required: int | None = None, files: Files = DISK
 ) -> list[SavedStep]:
-    """What may be loaded, in the order in which it is tried: newest first. Empty in a folder without checkpoints.
+    """Return the checkpoints to try to load, newest first; empty in a folder without checkpoints.
 
-    step: this iteration and no other (`--ckpt-step`). required: the newest, which must be this one
-    (`--require-iteration`). Raises `CheckpointError` when these are not there, and when a folder has lost what it held.
+    step: only this iteration (`--ckpt-step`). required: the newest must be this iteration (`--require-iteration`).
+    Raises `CheckpointError` if these do not exist, or if the folder has lost its checkpoints.
     """
-    result = walk(folder, files=files)
+    result = scan_folder(folder, files=files)
     if step is None and required is None:
         if not result.steps:
             _demand_empty(folder, [text for _, text in result.damaged], files)
@@ -236,7 +240,7 @@ def candidates(
 
 
 def _demand_empty(folder: str | Path, damaged: Sequence[str], files: Files) -> None:
-    """Raise `CheckpointError` when a folder without complete checkpoints has held some."""
+    """Raise `CheckpointError` if a folder without complete checkpoints once had some."""
     if damaged:
         raise CheckpointError(f"{folder} holds no complete checkpoint", damaged)
     if any(entry.name == TRACKER for entry in _entries(folder, files)):
@@ -246,19 +250,19 @@ def _demand_empty(folder: str | Path, damaged: Sequence[str], files: Files) -> N
         )
 
 
-def find(folder: str | Path, step: int | None = None) -> SavedStep | None:
-    """The checkpoint of an iteration, or the newest; None in an empty folder. It is not verified."""
+def find_checkpoint(folder: str | Path, step: int | None = None) -> SavedStep | None:
+    """Return the checkpoint of an iteration, or the newest; None in an empty folder. It is not verified."""
     return next(iter(candidates(folder, step)), None)
 
 
-def being_written(folder: str | Path, iteration: int, save: str) -> Path:
-    """Where a save gathers its files. The name is its own, so that nothing of another save can lie there."""
+def temporary_folder(folder: str | Path, iteration: int, save: str) -> Path:
+    """Return the folder into which a save writes; its name contains the save's id, so that no other save writes there."""
     return iteration_folder(folder, iteration).with_suffix(f".{save[:8]}.tmp")
 
 
-def begin(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> Path:
-    """The folder to write a checkpoint into; every rank may make it."""
-    made = being_written(folder, iteration, save)
+def begin_save(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> Path:
+    """Create the temporary folder of a save; every rank may call it."""
+    made = temporary_folder(folder, iteration, save)
     try:
         files.make_folder(Path(folder), durable=True)
         files.make_folder(made, durable=False)
@@ -267,10 +271,10 @@ def begin(folder: str | Path, iteration: int, save: str, *, files: Files = DISK)
     return made
 
 
-def collect(folder: str | Path, *, save: str = "", files: Files = DISK) -> None:
-    """Clear away what saves and deletions that died have left; put a former checkpoint back where the new one is missing.
+def clean_up(folder: str | Path, *, save: str = "", files: Files = DISK) -> None:
+    """Delete the remains of interrupted saves and deletions; restore a former checkpoint if the new one is missing.
 
-    save: the id of the save that is on its way, whose files stay.
+    save: id of the save in progress, whose files stay.
     """
     try:
         entries = files.list(Path(folder))
@@ -301,15 +305,15 @@ def commit(
     description: Description,
     files: Files = DISK,
 ) -> tuple[SavedStep, str]:
-    """Declare the checkpoint begun for `iteration` complete: from here on it is the newest.
+    """Declare the save of `iteration` complete: it becomes the newest checkpoint.
 
-    All tensors must be written and durable. sizes: bytes of every file of theirs, without which nothing is committed. Returns the
-    checkpoint, and what went wrong with the tracker, "" as a rule.
+    All data files must be written and durable. sizes: their expected bytes, without which nothing is committed. Returns
+    the checkpoint, and a problem with the tracker file, usually "".
     """
     target = iteration_folder(folder, iteration)
-    made, former = being_written(folder, iteration, save), target.with_suffix(".old")
+    made, former = temporary_folder(folder, iteration, save), target.with_suffix(".old")
     config = _as_json({"world_size": description.world_size, "values": dict(description.values)})
-    sequence = 1 + max((step.commit.sequence for step in walk(folder, files=files).steps), default=0)
+    sequence = 1 + max((step.commit.sequence for step in scan_folder(folder, files=files).steps), default=0)
     done = Commit(
         save,
         iteration,
@@ -344,7 +348,7 @@ def commit(
 
 
 def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
-    """Refuse to commit a folder that lacks what its ranks have written."""
+    """Raise CheckpointError if a folder lacks files that its ranks have written."""
     there = {entry.name for entry in files.list(made) if not entry.is_folder}
     result = {name: files.size(made / name) if name in there else None for name in sizes}
     wrong = [
@@ -359,26 +363,28 @@ def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
 
 
 def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> None:
-    """Give up a save, and the room it takes on the disk, as far as possible."""
+    """Give up a save and delete its files, as far as possible."""
     try:
-        remove_tree(files, being_written(folder, iteration, save))
+        remove_tree(files, temporary_folder(folder, iteration, save))
     except OSError:
         pass  # it is inert, and the next save tries again
 
 
-def doomed(
+def expired_checkpoints(
     folder: str | Path, *, saved: int, interval: int | None, keep_last: int | None, files: Files = DISK
 ) -> list[SavedStep]:
-    """What retention deletes when iteration `saved` is committed: older ones that neither rule keeps. Links are kept.
+    """Return the older checkpoints to delete when iteration `saved` is committed: those that no retention rule keeps.
+    Links are kept.
 
-    interval: multiples of it stay (`--save-retain-interval`). keep_last: so many stay, `saved` included
-    (`--save-keep-last`). Nothing goes where neither is given.
+    interval: multiples of it are kept (`--save-retain-interval`). keep_last: so many are kept, including `saved`
+    (`--save-keep-last`). Without either, nothing is deleted.
     """
     if interval is None and keep_last is None:
         return []
     links = {entry.name for entry in _entries(folder, files) if entry.is_link}
     older = sorted(
-        (step for step in walk(folder, files=files).steps if step.iteration < saved), key=lambda step: -step.iteration
+        (step for step in scan_folder(folder, files=files).steps if step.iteration < saved),
+        key=lambda step: -step.iteration,
     )
     return [
         step
@@ -387,8 +393,8 @@ def doomed(
     ]
 
 
-def retain(folder: str | Path, steps: Sequence[SavedStep], *, files: Files = DISK) -> str:
-    """Delete checkpoints. Returns why some could not be, "" as a rule: that is no reason for a run to end."""
+def delete_checkpoints(folder: str | Path, steps: Sequence[SavedStep], *, files: Files = DISK) -> str:
+    """Delete checkpoints. Returns why some could not be deleted, usually "": that is no reason for a run to end."""
     complaints = []
     for step in steps:
         try:
@@ -399,7 +405,7 @@ def retain(folder: str | Path, steps: Sequence[SavedStep], *, files: Files = DIS
 
 
 def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
-    """The commit of a checkpoint's folder. Raises `CheckpointError` when it is missing or not exactly as it was written."""
+    """Return the commit of a checkpoint's folder. Raises `CheckpointError` if it is missing or damaged."""
     path = folder / COMMIT
     try:
         content = read_file(files, path)
@@ -433,7 +439,7 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
 
 
 def read_committed(folder: Path, name: str, committed: CommittedFile, *, files: Files = DISK) -> dict[str, Any]:
-    """The object in a JSON file that commit.txt vouches for."""
+    """Return the object in a JSON file whose hash is in commit.txt."""
     path = folder / name
     try:
         content = read_file(files, path)
@@ -456,7 +462,7 @@ def read_committed(folder: Path, name: str, committed: CommittedFile, *, files: 
 
 
 def describe(folder: str | Path, *, files: Files = DISK) -> Description:
-    """Read what a committed folder says of itself."""
+    """Return the description of a committed folder, from its config.json."""
     folder = Path(folder)
     config = read_committed(folder, CONFIG, read_commit(folder, files=files).config, files=files)
     if not isinstance(config.get("values"), dict) or not isinstance(config.get("world_size"), int):
@@ -465,7 +471,7 @@ def describe(folder: str | Path, *, files: Files = DISK) -> Description:
 
 
 def checkpoint_values(folder: str | Path, step: int | None = None) -> dict[str, Any]:
-    """The model's shape and tokenizer as a checkpoint in `folder` has them (`--use-checkpoint-args`), by field name."""
+    """Return the model and tokenizer settings of a checkpoint in `folder` (`--use-checkpoint-args`), by field name."""
     values = saved_values(folder, step)
     names = [field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)]
     result = {name: values[name] for name in names if name in values and name not in FREE}
@@ -475,9 +481,10 @@ def checkpoint_values(folder: str | Path, step: int | None = None) -> dict[str, 
 
 
 def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, Any]:
-    """Every setting of the run that saved the newest checkpoint in `folder`, or that of an iteration, by field name.
+    """Return every setting of the run that saved the newest checkpoint in `folder`, or that of an iteration, by field
+    name.
 
-    A folder whose config.json is damaged is passed over, as its tensors will be when they are loaded.
+    A folder whose config.json is damaged is skipped, as it is when tensors are loaded.
     """
     folders = [Path(folder)] if (Path(folder) / COMMIT).is_file() else [one.folder for one in candidates(folder, step)]
     if not folders:
@@ -494,12 +501,12 @@ def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, An
 
 
 def bytes_in(folder: str | Path, *, files: Files = DISK) -> int:
-    """Size of a checkpoint on disk."""
+    """Return the size of a checkpoint on disk in bytes."""
     return sum(files.size(Path(folder) / entry.name) for entry in files.list(Path(folder)) if not entry.is_folder)
 
 
 def _named(folder: str | Path, files: Files) -> list[tuple[int, Path]]:
-    """(iteration, path) of everything named like a checkpoint."""
+    """Return (iteration, path) of everything named like a checkpoint."""
     result = [(_STEP.fullmatch(entry.name), entry) for entry in _entries(folder, files) if entry.is_folder]
     return [(int(match[1]), Path(folder) / entry.name) for match, entry in result if match]
 
@@ -514,7 +521,7 @@ def _entries(folder: str | Path, files: Files) -> list[Any]:
 
 
 def _delete(path: Path, files: Files) -> None:
-    """Delete a checkpoint. It loses its name first, so that half of it is never taken for the whole."""
+    """Delete a checkpoint. It is renamed first, so that a partial one is never taken for complete."""
     gone = path.with_suffix(".gone")
     files.rename(path, gone)
     files.sync_folder(path.parent)
@@ -522,7 +529,7 @@ def _delete(path: Path, files: Files) -> None:
 
 
 def _remove(path: Path, files: Files) -> None:
-    """Delete a folder with all that is in it; of a link, and of what is no folder, only the name."""
+    """Delete a folder with its content; of a link or a file, only the name."""
     if any(entry.name == path.name and entry.is_folder and not entry.is_link for entry in files.list(path.parent)):
         remove_tree(files, path)
     else:

@@ -1,15 +1,15 @@
-"""Which boxes of which global tensor this rank holds: the form in which a run's state meets its checkpoint.
+"""The tree of a run's state for checkpoints: which boxes of which global tensor this rank holds.
 
-    state = {"model.decoder.layers.3.mlp.linear_fc1.weight": Placed(shape=(512, 128), pieces=[(box, tensor), ...]), ...}
+    state = {"model.decoder.layers.3.mlp.linear_fc1.weight": ShardedTensor(shape=(512, 128), pieces=[(box, tensor), ...]), ...}
 
-A parameter's boxes follow from its spec. A slot of the optimizer (a moment, a master weight) belongs to a segment: a
-flat range of the local parameter. A flat range is a few boxes of the local tensor, and each meets a few pieces of the
+A parameter's boxes follow from its spec. Optimizer state (a moment, a main weight) belongs to a segment: a flat range
+of the local parameter. A flat range is a few boxes of the local tensor, each of which intersects a few boxes of the
 global one:
 
     local [q1 | k0 | v0], two heads a part, of which the segment owns *:     . . . . | . * * * | * * . .
     global [q0 q1 q2 q3 | k0 k1 | v0 v1]: one box in k and one in v
 
-All tensors are views: saving reads the run's own memory, and loading writes into it.
+All tensors are views: saving reads the run's memory, and loading writes into it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.parallel.spec import ParamSpec, local_shards, spec_of
 
 
 @dataclass(slots=True)
-class Placed:
+class ShardedTensor:
     """The boxes of a global tensor that this rank holds, with their values. Padding is in no box."""
 
     shape: tuple[int, ...]
@@ -38,46 +38,46 @@ Tree = dict[str, Any]  # name -> Placed, a tensor that every rank holds alike, o
 
 
 class Segment(Protocol):
-    """Flat elements [low, high) of a local parameter. (`distributed.buffers.Segment` is one.)"""
+    """Flat elements [low, high) of a local parameter (`distributed.buffers.Segment` implements it)."""
 
     @property
     def spec(self) -> ParamSpec:
-        """Of the parameter."""
+        """Spec of the parameter."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's tensor."""
+        """Shape of this rank's tensor."""
 
     @property
     def low(self) -> int:
-        """The first element."""
+        """First element."""
 
     @property
     def high(self) -> int:
-        """Behind the last element."""
+        """One past the last element."""
 
 
-def placed_tensor(tensor: Tensor) -> Placed:
-    """A tensor that this rank holds whole."""
-    return Placed(tuple(tensor.shape), tensor.dtype, [(whole_box(tuple(tensor.shape)), tensor.detach())])
+def replicated_tensor(tensor: Tensor) -> ShardedTensor:
+    """Return the tree entry of a tensor that this rank holds as a whole."""
+    return ShardedTensor(tuple(tensor.shape), tensor.dtype, [(whole_box(tuple(tensor.shape)), tensor.detach())])
 
 
-def placed_parameter(param: nn.Parameter, mesh: Mesh) -> Placed:
-    """What this rank holds of a parameter."""
+def sharded_parameter(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
+    """Return the tree entry of a parameter: the boxes that this rank holds."""
     spec, local = spec_of(param), param.detach()
-    return Placed(
+    return ShardedTensor(
         spec.shape, param.dtype, [(piece.box, local[piece.local.slices()]) for piece in local_shards(spec, mesh)]
     )
 
 
-def placed_segment(segment: Segment, tensor: Tensor, mesh: Mesh) -> Placed:
-    """What this rank holds of a slot of the optimizer. tensor: flat, with an element for each of the segment's."""
+def sharded_optimizer_state(segment: Segment, tensor: Tensor, mesh: Mesh) -> ShardedTensor:
+    """Return the tree entry of optimizer state. tensor: flat, [elements of the segment]."""
     expected = segment.high - segment.low
     assert tensor.shape == (expected,), (
         f"a slot of {segment.spec.name} has shape {tuple(tensor.shape)}, not ({expected},)"
     )
     spec, flat_tensor = segment.spec, tensor.detach()
-    placed = Placed(spec.shape, tensor.dtype)
+    placed = ShardedTensor(spec.shape, tensor.dtype)
     for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low, segment.high):
         values = flat_tensor[start - segment.low : stop - segment.low].view(box.shape)
         for piece in local_shards(spec, mesh):
@@ -89,8 +89,10 @@ def placed_segment(segment: Segment, tensor: Tensor, mesh: Mesh) -> Placed:
     return placed
 
 
-def put(tree: Tree, name: str, placed: Placed) -> None:
-    """Add to the tree. A name may be held twice on a rank (both ends of a tied matrix); then all its pieces count."""
+def add_to_tree(tree: Tree, name: str, placed: ShardedTensor) -> None:
+    """Add an entry to the tree. If a rank holds a name twice (both copies of a tied matrix), the boxes of both are
+    stored.
+    """
     there = tree.get(name)
     if there is None:
         tree[name] = placed

@@ -182,7 +182,7 @@ def export(
     family: one of `registry.FAMILIES`; left out, the one that the source came from, else the first that can say what the
     network is. like: a folder whose tokenizer files, and whose ids of special tokens, are carried over.
     shard_bytes: the largest file, if no tensor is larger. ids: of special tokens, where no earlier config.json says them.
-    `rewrite.Cast` gives the weights another dtype on the way.
+    `rewrite.CastSource` gives the weights another dtype on the way.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

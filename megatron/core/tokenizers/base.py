@@ -1,4 +1,4 @@
-"""What every tokenizer offers to the data, the training and the text generation, whatever its kind."""
+"""The interface of every tokenizer, and helpers that several kinds share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.core.config.flags import ConfigError
 class Tokenizer(Protocol):
     """Text to ids and back.
 
-    vocab_size: number of ids, before padding. eod: the id that ends a document. bos, eos: begin and end of a text that
-    a model reads; cls, sep, mask: BERT's; pad: fills short samples; each None where the kind has none.
-    additional_special_tokens_ids: sentinels, as T5's <extra_id_k>, in the order of k. special: names and ids of tokens
-    that text cannot reach. special_ids: ids with a meaning of their own, other than as padding. chat_template: Jinja
-    text of a conversation, or None. engine: a sentence on what turns text to ids, and why that was chosen.
+    vocab_size: number of ids, without padding. eod: id of the end of a document. bos, eos: begin and end of a text;
+    cls, sep, mask: BERT's; pad: fills short samples; each None if the kind has none. additional_special_tokens_ids:
+    sentinels such as T5's <extra_id_k>, in the order of k. special: names and ids of tokens that ordinary text cannot
+    produce. special_ids: ids with a meaning of their own, except padding. chat_template: Jinja template of a
+    conversation, or None. engine: a sentence on the library that encodes, and why it was chosen.
     """
 
     vocab_size: int
@@ -41,42 +41,46 @@ class Tokenizer(Protocol):
 
     @property
     def engine(self) -> str:
-        """What turns text to ids, and why."""
+        """The library that encodes text, and why it was chosen."""
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """What the ids depend on: equal for two tokenizers only when they give the same ids to every text."""
+        """Everything that the ids depend on: equal for two tokenizers only if they give the same ids for every text."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without an end of document; names of special tokens in it are ordinary text.
+        """Return the ids of a text, without an end of document; names of special tokens in it are ordinary text.
 
-        Raises `ValueError` for text it cannot read, as half of a surrogate pair.
+        Raises `ValueError` for text that cannot be encoded, such as half of a surrogate pair.
         """
 
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The ids of a text that a programme wrote, as a filled chat template: the names of special tokens are those tokens.
+    def tokenize_with_special(self, text: str) -> list[int]:
+        """Return the ids of a text from a trusted program, such as a filled chat template: names of special tokens
+        become those tokens.
 
-        Nothing is put around the text. Raises `ValueError` as `tokenize`.
+        Nothing is added around the text. Raises `ValueError` as `tokenize` does.
         """
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """All ids end to end [t], of an integer type that holds every id, and the number of ids of each text [len(texts)], int64.
+        """Return the ids of all texts concatenated [t], in an integer type that fits every id, and the number of ids of
+        each [texts], int64.
 
-        The ids are those of `tokenize`. May use all processors. Raises `ValueError` as `tokenize`.
+        The ids are those of `tokenize`. May use all processors. Raises `ValueError` as `tokenize` does.
         """
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some ids; bytes that are not whole characters become U+FFFD. Ids of no token are left out."""
+        """Return the text of ids; bytes that are not complete characters become U+FFFD. Ids without a token are
+        skipped.
+        """
 
     def id_to_token(self, token: int) -> str:
-        """How the vocabulary writes an id."""
+        """Return how the vocabulary file writes an id."""
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """For each id of `tokenize(text)`, where the bytes it stands for begin and end in the text's UTF-8."""
+        """Return, for each id of `tokenize(text)`, the range [start, end) of its bytes in the text's UTF-8."""
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer that has none: what `Tokenizer` asks for, where a kind says nothing else."""
+    """Defaults of the attributes of `Tokenizer` for kinds without special tokens."""
 
     pad: int | None = None
     bos: int | None = None
@@ -90,16 +94,16 @@ class SpecialTokens:
     chat_template: str | None = None
 
 
-def flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """`encode_flat` of a kind whose library answers with lists: their ids end to end, int32, and their lengths, int64."""
+def flatten_ids(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Concatenate lists of ids: the ids, int32, and their lengths, int64, as `encode_flat` returns them."""
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     return np.fromiter(chain.from_iterable(lists), np.int32, int(lengths.sum())), lengths
 
 
-def around(
+def with_prefix_and_suffix(
     prefix: Sequence[int], ids: np.ndarray, lengths: np.ndarray, suffix: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Flat ids [t] and their lengths [n] with the same few ids before and after each text."""
+    """Insert the same prefix and suffix ids around each text of flat ids [t] with lengths [n]."""
     if not prefix and not suffix:
         return ids, lengths
     ends = np.cumsum(lengths)
@@ -110,8 +114,10 @@ def around(
     return whole, lengths + len(prefix) + len(suffix)
 
 
-def marked(text: str, special: Mapping[str, int], tokenize: Callable[[str], Sequence[int]]) -> list[int]:
-    """Ids of a text in which the names of special tokens, the longest first, stand for their ids."""
+def tokenize_around_special(
+    text: str, special: Mapping[str, int], tokenize: Callable[[str], Sequence[int]]
+) -> list[int]:
+    """Encode a text in which names of special tokens (the longest match first) become their ids."""
     ids: list[int] = []
     if not special:
         return list(tokenize(text))
@@ -122,27 +128,28 @@ def marked(text: str, special: Mapping[str, int], tokenize: Callable[[str], Sequ
 
 
 def byte_spans(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of characters as spans of UTF-8 bytes."""
+    """Convert spans of characters to spans of UTF-8 bytes."""
     places = np.cumsum([0, *(len(character.encode()) for character in text)]).tolist()
     return [(places[first], places[last]) for first, last in spans]
 
 
 def fingerprint(tokenizer: Tokenizer) -> dict[str, str | int]:
-    """{"kind": class name, "hash": hex SHA-256, "vocab_size": ids, "eod": id}, to be kept with what was made of the ids.
+    """Return {"kind": class name, "hash": hex SHA-256, "vocab_size": ids, "eod": id}, to be stored with data made from
+    the ids.
 
-    The hash comes from the content, not from the paths, and is equal only for tokenizers that give the same ids.
+    The hash comes from the content, not from paths, and is equal only for tokenizers that give the same ids.
     """
     identity = {**tokenizer.unique_identifiers, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
     return {
         "kind": type(tokenizer).__name__,
-        "hash": digest([json.dumps(identity, sort_keys=True).encode()]),
+        "hash": hash_parts([json.dumps(identity, sort_keys=True).encode()]),
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
 
 
-def digest(parts: Iterable[bytes]) -> str:
-    """Hex SHA-256 of the parts and of where one ends and the next begins."""
+def hash_parts(parts: Iterable[bytes]) -> str:
+    """Return the hex SHA-256 of the parts including their boundaries."""
     total = hashlib.sha256()
     for part in parts:
         total.update(len(part).to_bytes(8, "little"))
@@ -151,7 +158,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def read_bytes(path: str | Path, flag: str) -> bytes:
-    """The content of a file that `flag` names; `ConfigError` when it cannot be read."""
+    """Return the content of the file given with `flag`; raises `ConfigError` if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -159,7 +166,7 @@ def read_bytes(path: str | Path, flag: str) -> bytes:
 
 
 def read_text(path: str | Path, flag: str) -> str:
-    """The text of a file that `flag` names; `ConfigError` when it cannot be read or is not UTF-8."""
+    """Return the text of the file given with `flag`; raises `ConfigError` if it cannot be read or is not UTF-8."""
     try:
         return read_bytes(path, flag).decode()
     except UnicodeDecodeError as error:
@@ -167,7 +174,7 @@ def read_text(path: str | Path, flag: str) -> str:
 
 
 def read_json(path: str | Path, flag: str) -> object:
-    """The value of a JSON file that `flag` names; `ConfigError` when it cannot be read or is not JSON."""
+    """Return the value of the JSON file given with `flag`; raises `ConfigError` if it cannot be read or is not JSON."""
     try:
         return json.loads(read_text(path, flag))
     except (json.JSONDecodeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""GPT-2's byte-level BPE, read from its two published files, without any network.
+"""GPT-2's byte-level BPE, read from its two published files, without network access.
 
-Text is cut into words (with the space before them), every word's UTF-8 bytes are written as printable characters, and
-the pairs of merges.txt are joined, the earliest line first. Any text has ids, and the ids give the same text back.
-`<|endoftext|>` inside a text is ordinary characters here, so that no document can forge the end of another.
+Text is split into words (with the preceding space), the UTF-8 bytes of every word are mapped to printable characters,
+and the pairs of merges.txt are merged, earlier lines first. Every text has ids, and decoding them restores the text.
+`<|endoftext|>` inside a text is encoded as ordinary characters, so that no document can forge a document end.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import SpecialTokens, read_json, read_text
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_letter, bytes_of
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, token_bytes
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
-    """Byte-level BPE from vocab.json and merges.txt; the end of document is `<|endoftext|>`, there is no padding."""
+    """Byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` ends documents, there is no padding token."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         vocab = _parse_vocab(read_json(vocab_file, "--vocab-file"), vocab_file)
@@ -27,15 +27,15 @@ class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
         self.eos = self.eod
         self.special_ids = (self.eod,)
         self._tokens = {number: token for token, number in vocab.items()}
-        reached = byte_of_letter().keys() | {left + right for left, right in merges}
+        reached = byte_of_character().keys() | {left + right for left, right in merges}
         super().__init__(
             MergesSource(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
-            {number: bytes_of(token) for token, number in vocab.items()},
+            {number: token_bytes(token) for token, number in vocab.items()},
             {token: number for token, number in vocab.items() if token not in reached},
         )
 
     def id_to_token(self, token: int) -> str:
-        """How vocab.json writes an id."""
+        """Return how vocab.json writes an id."""
         return self._tokens[token]
 
 
@@ -43,7 +43,7 @@ def _tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
-    # Without merges into the end of document, it is only ever reached through `eod`.
+    # No merge may produce the end of document, so that only `eod` does.
     bpe = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return bpe
@@ -59,7 +59,7 @@ def _parse_vocab(vocab: object, path: str | Path) -> dict[str, int]:
             f"--vocab-file {path} has no token {END_OF_DOCUMENT}, which ends documents; add it with the "
             f"number {max(vocab.values()) + 1}"
         )
-    missing = sorted(byte_of_letter().keys() - vocab.keys())
+    missing = sorted(byte_of_character().keys() - vocab.keys())
     if missing:
         raise ConfigError(
             f"--vocab-file {path} is not byte-level: {len(missing)} of the 256 bytes have no token, "

@@ -1,4 +1,4 @@
-"""Settings to tokenizer, as a table of kinds; and the two kinds that need no files.
+"""Builds the tokenizer of a run from its settings, and defines the two kinds that need no files.
 
 To add a kind, write its class beside the others and add one row to `KINDS` and to `READS`.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError, refuse, spelling
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import SpecialTokens, Tokenizer, flat, marked, read_text
+from megatron.core.tokenizers.base import SpecialTokens, Tokenizer, flatten_ids, read_text, tokenize_around_special
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -25,7 +25,7 @@ from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 
 class NullTokenizer(SpecialTokens):
-    """Text that is ids already, with white space between; the last of `vocab_size` ids ends documents.
+    """Text that consists of ids separated by white space; the last of `vocab_size` ids ends documents.
 
     eod, pad: other ids for the end of document and for padding.
     """
@@ -47,35 +47,35 @@ class NullTokenizer(SpecialTokens):
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The algorithm; the size says the rest."""
+        """The name of the algorithm; the vocabulary size determines the rest."""
         return {"algorithm": "ids as text", "size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """The numbers of a text."""
+        """Return the numbers in a text."""
         ids = [int(word) for word in text.split()]
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"id {token} is outside the vocabulary of {self.vocab_size}")
         return ids
 
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The numbers of a text; there are no names of tokens."""
+    def tokenize_with_special(self, text: str) -> list[int]:
+        """Return the numbers in a text; there are no named tokens."""
         return self.tokenize(text)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of all texts, and how many each has."""
-        return flat([self.tokenize(text) for text in texts])
+        """Return the numbers of all texts, and how many each has."""
+        return flatten_ids([self.tokenize(text) for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The numbers, with a space between."""
+        """Return the numbers separated by spaces."""
         return " ".join(str(int(token)) for token in ids)
 
     def id_to_token(self, token: int) -> str:
-        """The number."""
+        """Return the number as text."""
         return str(token)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where each number begins and ends."""
+        """Return the byte range of each number."""
         self.tokenize(text)
         spans, end = [], 0
         for word in text.split():
@@ -97,19 +97,19 @@ class ByteTokenizer(SpecialTokens):
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The algorithm alone."""
+        """The name of the algorithm."""
         return {"algorithm": "bytes"}
 
     def tokenize(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The bytes of a text, <eod> being the end of a document."""
-        return marked(text, self.special, self.tokenize)
+    def tokenize_with_special(self, text: str) -> list[int]:
+        """Return the bytes of a text, in which <eod> is the end of a document."""
+        return tokenize_around_special(text, self.special, self.tokenize)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes of all texts, and how many each has."""
+        """Return the bytes of all texts, and how many each has."""
         content = [text.encode() for text in texts]
         return (
             np.frombuffer(b"".join(content), np.uint8).astype(np.int32),
@@ -117,15 +117,15 @@ class ByteTokenizer(SpecialTokens):
         )
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of the bytes; ends of documents are left out."""
+        """Return the text of the bytes, without ends of documents."""
         return bytes(int(token) for token in ids if token < self.eod).decode(errors="replace")
 
     def id_to_token(self, token: int) -> str:
-        """The byte as in <0x41>."""
+        """Return a byte as <0x41>."""
         return "<eod>" if token == self.eod else f"<0x{token:02X}>"
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Each byte by itself."""
+        """Return the range of each byte."""
         return [(place, place + 1) for place in range(len(text.encode()))]
 
 
@@ -154,7 +154,7 @@ def _null(config: TokenizerConfig) -> Tokenizer:
 
 
 def _file(path: str | None) -> str:
-    """A file that `problems_of` demands of this kind."""
+    """Return the path of a file that `problems_of` requires for this kind."""
     assert path is not None, "a tokenizer without its files is refused"
     return path
 
@@ -217,7 +217,7 @@ READS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 
 def problems_of(config: TokenizerConfig) -> list[str]:
-    """What is wrong with the settings of a tokenizer, as far as flags alone say."""
+    """Return the problems of the tokenizer settings that the flags alone show."""
     kind = config.tokenizer_type
     if kind is None or kind not in KINDS:
         problem = f"--tokenizer-type {kind} is not known" if kind else "no --tokenizer-type is given"
@@ -235,8 +235,8 @@ def problems_of(config: TokenizerConfig) -> list[str]:
     return problems
 
 
-def unread(config: TokenizerConfig) -> dict[str, str]:
-    """What is given and not read by this kind of tokenizer: setting -> the flag as it was given."""
+def unused_settings(config: TokenizerConfig) -> dict[str, str]:
+    """Return settings that are given but not used by this kind of tokenizer: setting -> the flag as given."""
     kind = config.tokenizer_type
     return {
         field.name: f"{spelling(field.name)} {_formatted(getattr(config, field.name))}"
@@ -248,21 +248,23 @@ def unread(config: TokenizerConfig) -> dict[str, str]:
     }
 
 
-def without_unread(config: TokenizerConfig) -> TokenizerConfig:
-    """The settings that this kind of tokenizer reads."""
-    unasked = unread(config)
+def without_unused_settings(config: TokenizerConfig) -> TokenizerConfig:
+    """Return the settings without those that this kind of tokenizer does not use."""
+    unasked = unused_settings(config)
     usual: dict[str, Any] = {field.name: field.default for field in fields(config) if field.name in unasked}
     return replace(config, **usual)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the settings describe; `ConfigError` when they name none, or say what it does not read."""
+    """Build the tokenizer that the settings describe; raises `ConfigError` if they name none, or contain unused
+    settings.
+    """
     refuse(
         [
             *problems_of(config),
             *(
                 f"{given} is not read by --tokenizer-type {config.tokenizer_type}; leave it out"
-                for given in unread(config).values()
+                for given in unused_settings(config).values()
             ),
         ]
     )
@@ -273,8 +275,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return tokenizer
 
 
-def absent_files(config: TokenizerConfig) -> list[str]:
-    """The tokenizer's files that are named and not here."""
+def missing_files(config: TokenizerConfig) -> list[str]:
+    """Return the given tokenizer files that do not exist."""
     return [
         file
         for file in (config.vocab_file, config.merge_file, config.tokenizer_model)
@@ -282,9 +284,11 @@ def absent_files(config: TokenizerConfig) -> list[str]:
     ]
 
 
-def size_before_a_run(config: TokenizerConfig) -> tuple[int, str]:
-    """(ids of the tokenizer, why they may be others): as its files say where they are at hand, else as many as GPT-2's."""
-    if absent := absent_files(config):
+def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
+    """Return (number of ids, a note if it may differ): from the tokenizer's files if they exist, else as many as
+    GPT-2's.
+    """
+    if absent := missing_files(config):
         return config.known_size, f"{', '.join(absent)}: not here"
     files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
     if not files and config.tokenizer_type != "ByteTokenizer":
@@ -303,7 +307,7 @@ def _formatted(value: object) -> str:
 
 
 def _template(setting: str) -> str:
-    """A Jinja template given as its text, or as the file that holds it."""
+    """Return the Jinja template given as text or as the path of a file."""
     if any(mark in setting for mark in ("{{", "{%", "\n")):
         return setting
     if not Path(setting).exists():

@@ -1,10 +1,10 @@
-"""Byte-level BPE, whatever file it came from: any text has ids, and the ids give the same text back.
+"""Byte-level BPE, independent of the file format: every text has ids, and decoding them restores the text.
 
-The same vocabulary is published in three ways: vocab.json and merges.txt (GPT-2), a tokenizer.json (Hugging Face), a
-rank file (tiktoken). The first two say which pairs are joined, the last one which tokens there are and in what order.
-They agree, and so have one identity here, when merges come in the order of what they are made of, no token is made in
-two ways, and every token, spelled out in bytes, is found again: before a merge is reached, the bytes of its token then
-stand as its two parts wherever they stand between two borders, so no other pair can spell that token.
+The same vocabulary is published in three formats: vocab.json and merges.txt (GPT-2), a tokenizer.json (Hugging Face), a
+rank file (tiktoken). The first two list the pairs to merge, the last one the tokens in order. They are equivalent, and
+get the same fingerprint here, if merges are ordered like the tokens they produce, no token is produced by two merges,
+and encoding the bytes of every token gives that token: then, before a merge is reached, its token's bytes appear as its
+two parts between any two boundaries, so no other pair can produce that token.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron.core.tokenizers.base import digest, marked
+from megatron.core.tokenizers.base import hash_parts, tokenize_around_special
 from megatron.core.tokenizers.engines import (
     Engine,
     MergeRanks,
-    fastest,
+    choose_engine,
     gigatoken_engine,
     gigatoken_json_engine,
     tiktoken_engine,
@@ -29,28 +29,31 @@ from megatron.core.tokenizers.engines import (
 
 
 class BPESource(Protocol):
-    """Where the ids come from: what defines them, what else may give them, and the ranks that stand for them if any do."""
+    """The definition of the ids.
+
+    name: of the defining library. candidates: constructors of other engines that may give the same ids.
+    """
 
     name: str
     candidates: Mapping[str, Callable[[], Engine]]
 
     @property
     def ranks(self) -> MergeRanks | None:
-        """The merge ranks that give the same ids, if any do."""
+        """The merge ranks that give the same ids, if there are any."""
 
     @property
     def reference(self) -> Engine:
-        """What defines the ids."""
+        """The engine that defines the ids."""
 
     @property
     def content(self) -> str:
-        """The text of the file that defines them, if one does."""
+        """The text of the file that defines the ids, if there is one."""
 
 
 class ByteLevelBPE:
-    """Text to ids and back: all of a tokenizer but its special tokens.
+    """A byte-level BPE tokenizer without its special tokens.
 
-    vocab: the bytes of every id. special: names of tokens that text does not reach, and their ids.
+    vocab: the bytes of every id. special: names and ids of tokens that ordinary text cannot produce.
     """
 
     def __init__(self, source: BPESource, vocab: Mapping[int, bytes], special: Mapping[str, int]) -> None:
@@ -61,53 +64,53 @@ class ByteLevelBPE:
     @cached_property
     def choice(self) -> tuple[Engine, str]:
         """The fastest engine, and a sentence on why it was chosen."""
-        return fastest(self.source.candidates, self.source.reference, self.source.name)
+        return choose_engine(self.source.candidates, self.source.reference, self.source.name)
 
     @cached_property
     def identity(self) -> str:
-        """Hash of all that the ids depend on; the same for every way of writing one vocabulary."""
+        """Hash of everything that the ids depend on; the same for every file format of a vocabulary."""
         specials = json.dumps(self.special, sort_keys=True).encode()
         ranks = self.source.ranks
         if ranks is None:
-            return digest([b"merges", specials, self.source.content.encode()])
-        return digest(
+            return hash_parts([b"merges", specials, self.source.content.encode()])
+        return hash_parts(
             [b"ranks", specials, ranks.pattern.encode(), np.asarray(ranks.ids, "<i8").tobytes(), *ranks.tokens]
         )
 
     @property
     def engine(self) -> str:
-        """What turns text to ids, and why."""
+        """The library that encodes text, and why it was chosen."""
         return self.choice[1]
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The bytes, the ids and the order of all tokens."""
+        """The hash of bytes, ids and order of all tokens."""
         return {"algorithm": "byte-level BPE", "content": self.identity}
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, and how many each has."""
+        """Return the ids of all texts, and how many each has."""
         return self.choice[0](texts)
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of one text."""
+        """Return the ids of one text."""
         return self.source.reference([text])[0].tolist()
 
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The ids of one text, names of special tokens being those tokens."""
-        return marked(text, self.special, self.tokenize)
+    def tokenize_with_special(self, text: str) -> list[int]:
+        """Return the ids of one text, in which names of special tokens become those tokens."""
+        return tokenize_around_special(text, self.special, self.tokenize)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some ids."""
+        """Return the text of ids."""
         return b"".join(self.vocab.get(int(token), b"") for token in ids).decode(errors="replace")
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the bytes of each token begin and end."""
+        """Return the byte range of each token."""
         places = np.cumsum([0, *(len(self.vocab[token]) for token in self.tokenize(text))]).tolist()
         return list(zip(places, places[1:]))
 
 
 class RanksSource:
-    """Ids that ranks define, through tiktoken."""
+    """Ids defined by merge ranks, through tiktoken."""
 
     name = "tiktoken"
     content = ""
@@ -118,15 +121,15 @@ class RanksSource:
 
     @cached_property
     def reference(self) -> Engine:
-        """tiktoken, which defines them."""
+        """The tiktoken engine, which defines the ids."""
         return tiktoken_engine(self.ranks)
 
 
 class MergesSource:
-    """Ids that merges define, through a tokenizer of the package tokenizers that knows no special tokens in text.
+    """Ids defined by merges, through a tokenizer of the tokenizers library that ignores special tokens in text.
 
-    pattern: what the ranks that stand for it would have, as `MergeRanks`. whole_words: a word that is a token is that token,
-    whatever the merges say.
+    pattern: the splitting pattern of the equivalent `MergeRanks`. whole_words: a word that is a token is encoded as
+    that token, regardless of the merges.
     """
 
     name = "tokenizers"
@@ -155,10 +158,10 @@ class MergesSource:
 
     @cached_property
     def ranks(self) -> MergeRanks | None:
-        """The ranks that give the same ids; None when the merges are not those of a trained vocabulary (see above)."""
+        """The ranks that give the same ids; None if the merges are not those of a trained vocabulary (see the module)."""
         import tokenizers
 
-        letters = byte_of_letter()
+        letters = byte_of_character()
         made = dict.fromkeys(sorted(letters, key=letters.__getitem__))
         for left, right in self._merges:
             if left not in made or right not in made or left + right in made:
@@ -170,7 +173,7 @@ class MergesSource:
         result = bare.encode_batch_fast(list(made), add_special_tokens=False)
         if any(len(encoding.ids) != 1 for encoding in result):
             return None
-        return MergeRanks(tuple(map(bytes_of, made)), tuple(self._vocab[token] for token in made), self._pattern)
+        return MergeRanks(tuple(map(token_bytes, made)), tuple(self._vocab[token] for token in made), self._pattern)
 
     def _tiktoken(self) -> Engine:
         if self.ranks is None:
@@ -179,16 +182,16 @@ class MergesSource:
 
 
 @lru_cache(None)
-def byte_of_letter() -> dict[str, int]:
-    """The printable letter that stands for each byte in vocab.json and merges.txt, and the byte."""
+def byte_of_character() -> dict[str, int]:
+    """Return the mapping from the printable characters of vocab.json and merges.txt to the bytes they stand for."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
-def bytes_of(token: str) -> bytes:
-    """The bytes that a token of vocab.json stands for; its own UTF-8 where it is not written in letters of bytes."""
-    letters = byte_of_letter()
+def token_bytes(token: str) -> bytes:
+    """Return the bytes that a token of vocab.json stands for; its UTF-8 if it is not written in those characters."""
+    letters = byte_of_character()
     try:
         return bytes([letters[letter] for letter in token])
     except KeyError:

@@ -1,4 +1,4 @@
-"""What is wrong with a tokenizer, or may surprise: found by trying it on difficult text, on a corpus, on its own tokens."""
+"""Checks of a tokenizer: its special ids, round trips of difficult text and of a corpus, its own tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SHOWN = 5
 
 @dataclass(slots=True)
 class TokenizerFindings:
-    """wrong: what will break a run or its data. notes: what is as it should be for this kind, and may still surprise."""
+    """Results of the checks. wrong: problems that will break a run or its data. notes: intended behaviour that may
+    surprise.
+    """
 
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -23,7 +25,11 @@ class TokenizerFindings:
 
 @dataclass(slots=True)
 class CorpusFindings:
-    """Round trips over a corpus: texts, their bytes and ids, texts that do not come back, the highest id, the first loss."""
+    """Round trips over a corpus.
+
+    texts, num_bytes, ids: their numbers. lost: texts that decoding does not restore; first_loss: the first difference.
+    highest: largest id.
+    """
 
     texts: int = 0
     num_bytes: int = 0
@@ -34,7 +40,9 @@ class CorpusFindings:
 
 
 def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings:
-    """What the tokenizer's ids and the built-in difficult text show. rows: ids that the model has, if that is known."""
+    """Check the tokenizer's ids and round trips of the built-in difficult text. rows: number of ids of the model, if
+    known.
+    """
     findings = TokenizerFindings()
     _check_special_ids(tokenizer, findings)
     if rows is not None and tokenizer.vocab_size > rows:
@@ -43,7 +51,7 @@ def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings
             f"{len(beyond)} ids are beyond the model's {rows}: {_some(beyond)}; give the model a vocabulary of "
             f"{tokenizer.vocab_size} or more"
         )
-    if tokenizer.unique_identifiers["algorithm"] != "ids as text":  # its text is numbers, never these
+    if tokenizer.unique_identifiers["algorithm"] != "ids as text":  # its texts are numbers, which the samples are not
         _check_round_trips(tokenizer, findings)
         _check_forging(tokenizer, findings)
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -52,7 +60,7 @@ def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings
 
 
 def check_corpus(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> CorpusFindings:
-    """Round trips over texts."""
+    """Encode and decode all texts, and count those that are not restored."""
     result = CorpusFindings()
     for texts in batches:
         for text in texts:
@@ -69,7 +77,7 @@ def check_corpus(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> Corp
 
 
 def promises_round_trips(tokenizer: Tokenizer) -> bool:
-    """Whether every text is to come back from its ids."""
+    """Return whether decoding should restore every text."""
     return tokenizer.unique_identifiers["algorithm"] in LOSSLESS
 
 
@@ -139,7 +147,7 @@ def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: TokenizerFind
 
 
 def _back(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids, without what the tokenizer puts around every text."""
+    """Return the decoded text, without the tokens that the tokenizer adds around every text."""
     around = tokenizer.tokenize("")
     count = len(around)
     for first in range(count + 1) if count else ():
@@ -150,7 +158,7 @@ def _back(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _difference(text: str, back: str) -> str:
-    """Where a text and what came back first differ."""
+    """Describe where a text and its round trip first differ."""
     place = next(
         (place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back))
     )

@@ -1,8 +1,8 @@
-"""Libraries that turn text to ids of one byte-level BPE, and the choice of the fastest that is proven right.
+"""Engines: libraries that encode text with a byte-level BPE, and the choice of the fastest that is verified.
 
     reference  the library that defines the ids: tokenizers for merges, tiktoken for ranks
-    fastest    gigatoken, else tiktoken, else the reference: the first that gives the reference's ids for the whole
-               sample of difficult text (sample.py), and a sentence that says why
+    choose_engine  gigatoken, else tiktoken, else the reference: the first that gives the reference's ids for the whole sample of
+               difficult text (sample.py), and a sentence with the reason
 
 An engine is a function from texts to flat ids. Names of special tokens are ordinary text for every engine.
 """
@@ -58,10 +58,11 @@ GIGATOKEN_NAMES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class MergeRanks:
-    """A byte-level BPE: of all pairs in a word whose join is a token, the one that stands earliest here is joined first.
+    """A byte-level BPE by ranks: of all adjacent pairs in a word whose concatenation is a token, the one of lowest rank
+    merges first.
 
-    tokens: the 256 single bytes in the order of their value, then the longer ones. ids: the id of each. pattern: a key
-    of PATTERNS, or an expression.
+    tokens: the 256 single bytes in the order of their value, then longer tokens by rank. ids: the id of each. pattern:
+    a key of PATTERNS, or a regular expression.
     """
 
     tokens: tuple[bytes, ...]
@@ -71,9 +72,9 @@ class MergeRanks:
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """A panic of a library in Rust is a `ValueError`: pyo3's exception passes every `except Exception`.
+    """Context manager that turns a panic of a Rust library into a `ValueError`; pyo3's exception is not an `Exception`.
 
-    tiktoken panics where its regular expressions run out of stack, as in a million blanks.
+    tiktoken panics if its regular expressions run out of stack, as in a million blanks.
     """
     try:
         yield
@@ -84,14 +85,16 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def num_processors() -> int:
-    """Processors this process may use; one inside a worker process, whose siblings use the others."""
+    """Return the number of processors that this process may use; 1 inside a worker process, whose siblings use the
+    others.
+    """
     if multiprocessing.parent_process() is not None:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tiktoken_engine(ranks: MergeRanks) -> Engine:
-    """tiktoken, a text a thread."""
+    """Return a tiktoken engine that encodes one text in each thread."""
     import tiktoken
 
     table = np.asarray(ranks.ids, np.int32)
@@ -121,7 +124,7 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
 
 
 def gigatoken_engine(ranks: MergeRanks) -> Engine:
-    """gigatoken, from ranks."""
+    """Return a gigatoken engine built from ranks."""
     import gigatoken
 
     name = GIGATOKEN_NAMES.get(ranks.pattern)
@@ -135,7 +138,7 @@ def gigatoken_engine(ranks: MergeRanks) -> Engine:
 
 
 def gigatoken_json_engine(tokenizer_json: str) -> Engine:
-    """gigatoken, from the content of a tokenizer.json, without the special tokens that it names."""
+    """Return a gigatoken engine built from the content of a tokenizer.json, without its special tokens."""
     import gigatoken
 
     parsed = json.loads(tokenizer_json)
@@ -144,7 +147,7 @@ def gigatoken_json_engine(tokenizer_json: str) -> Engine:
 
 
 def _gigatoken(encoder: Any, table: np.ndarray | None) -> Engine:
-    """All texts at once, on all processors; on one inside a worker process."""
+    """Return an engine that encodes all texts at once on all processors; on one inside a worker process."""
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         with panics_as_errors():
@@ -160,7 +163,7 @@ def _gigatoken(encoder: Any, table: np.ndarray | None) -> Engine:
 
 
 def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engine:
-    """A tokenizer of the package tokenizers, whatever its model."""
+    """Return an engine of the tokenizers library, for any kind of model."""
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         for text in texts:
@@ -178,15 +181,15 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
     return encode_flat
 
 
-def fastest(
+def choose_engine(
     candidates: Mapping[str, Callable[[], Engine]], reference: Engine, reference_name: str
 ) -> tuple[Engine, str]:
-    """(engine, a sentence on the choice). candidates: the package and how to build its engine, the fastest first."""
+    """Return (engine, a sentence on the choice). candidates: package -> constructor of its engine, the fastest first."""
     refusals: list[str] = []
     for name, build in candidates.items():
         try:
             engine = build()
-            problem = difference(engine, reference)
+            problem = sample_difference(engine, reference)
         except ImportError as error:
             problem = (
                 "is not installed"
@@ -203,8 +206,8 @@ def fastest(
     return reference, _sentence(reference_name, "it defines the ids", refusals)
 
 
-def difference(engine: Engine, reference: Engine) -> str | None:
-    """What an engine gets wrong on the sample of difficult text; None when nothing."""
+def sample_difference(engine: Engine, reference: Engine) -> str | None:
+    """Return how an engine's ids differ from the reference on the sample of difficult text; None if they do not."""
     ours, theirs = engine(list(DIFFICULT.values())), reference(list(DIFFICULT.values()))
     if np.array_equal(ours[1], theirs[1]) and np.array_equal(ours[0], theirs[0]):
         return None

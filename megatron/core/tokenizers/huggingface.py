@@ -1,11 +1,12 @@
-"""HuggingFaceTokenizer: a tokenizer.json, or the folder that holds it, read with the package tokenizers and no network.
+"""HuggingFaceTokenizer: a tokenizer.json, or the folder that holds it, read with the tokenizers library, without
+network access.
 
-Beside it, tokenizer_config.json and special_tokens_map.json name the begin, end, padding and other special tokens, and
-tokenizer_config.json or chat_template.jinja holds the template of a conversation. Where neither names any, well-known
-names are looked for among the special tokens. No code that comes with a tokenizer is run.
+tokenizer_config.json and special_tokens_map.json beside it name the begin, end, padding and other special tokens, and
+tokenizer_config.json or chat_template.jinja holds the chat template. If neither names special tokens, well-known names
+are looked up. No code that comes with a tokenizer is executed.
 
-As transformers does, the special tokens that tokenizer.json puts around a text are put there; names of special tokens
-inside a text are ordinary text, as with `split_special_tokens=True`.
+As in transformers, the special tokens that tokenizer.json adds around a text are added; names of special tokens inside
+a text are ordinary text, as with `split_special_tokens=True`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokens, around, byte_spans, digest, read_json, read_text
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_letter, bytes_of
+from megatron.core.tokenizers.base import (
+    SpecialTokens,
+    byte_spans,
+    hash_parts,
+    read_json,
+    read_text,
+    with_prefix_and_suffix,
+)
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, token_bytes
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
 
 FLAG = "--tokenizer-model"
@@ -38,9 +46,10 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class HuggingFaceTokenizer(SpecialTokens):
-    """What a tokenizer.json says; its end of sentence (or, where it has none, its separator) ends documents.
+    """A tokenizer defined by tokenizer.json; its end of sentence (or, if it has none, its separator) ends documents.
 
-    added_tokens: what was added to the model's vocabulary by hand, special or not, as the package tokenizers has it.
+    added_tokens: tokens that were added to the vocabulary by hand, special or not, as the tokenizers library lists
+    them.
     """
 
     def __init__(self, model: str | Path, *, include_special: bool = True) -> None:
@@ -71,7 +80,7 @@ class HuggingFaceTokenizer(SpecialTokens):
         self.special = added
         self.added_tokens = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
-        frame = _frame(self._tokenizer) if include_special else ((), ())
+        frame = _surrounding_ids(self._tokenizer) if include_special else ((), ())
         self._frame_known = frame is not None
         self._prefix, self._suffix = frame or ((), ())
         self._bytes = _byte_level(json.loads(self._text), self._tokenizer, added) if self._frame_known else None
@@ -81,29 +90,31 @@ class HuggingFaceTokenizer(SpecialTokens):
         if self._bytes is None:
             return self._plain, "text is encoded by tokenizers: it defines the ids"
         engine, reason = self._bytes.choice
-        return (lambda texts: around(self._prefix, *engine(texts), self._suffix)), reason
+        return (lambda texts: with_prefix_and_suffix(self._prefix, *engine(texts), self._suffix)), reason
 
     @cached_property
     def _plain(self) -> Engine:
-        """The package tokenizers, which defines the ids."""
+        """The engine of the tokenizers library, which defines the ids."""
         if not self._frame_known:
             return tokenizers_engine(self._tokenizer, add_special_tokens=True)
         bare = tokenizers_engine(self._tokenizer)
-        return lambda texts: around(self._prefix, *bare(texts), self._suffix)
+        return lambda texts: with_prefix_and_suffix(self._prefix, *bare(texts), self._suffix)
 
     @cached_property
     def _marking(self) -> Any:
-        """A tokenizer of its own that knows the names of special tokens in text."""
+        """A second instance that recognizes the names of special tokens in text."""
         return _load(self._text, "tokenizer.json")
 
     @property
     def engine(self) -> str:
-        """What turns text to ids, and why."""
+        """The library that encodes text, and why it was chosen."""
         return self._choice[1]
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """Of a byte-level BPE its tokens; of any other kind the tokenizer.json; and what is put around a text."""
+        """The hash of the tokens of a byte-level BPE, or of the tokenizer.json of another kind; and the tokens added
+        around a text.
+        """
         frame = (
             {"before": json.dumps(self._prefix), "after": json.dumps(self._suffix)}
             if self._prefix or self._suffix
@@ -118,36 +129,36 @@ class HuggingFaceTokenizer(SpecialTokens):
         )
         return {
             "algorithm": "tokenizer.json",
-            "content": digest([content.encode()]),
+            "content": hash_parts([content.encode()]),
             **frame,
             "framed": self._frame_known,
         }
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, with the special tokens that tokenizer.json puts around it, unless those were turned off."""
+        """Return the ids of a text, with the special tokens that tokenizer.json adds around it, unless turned off."""
         return self._plain([text])[0].tolist()
 
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The ids of a text, names of special tokens being those tokens; nothing is put around it."""
+    def tokenize_with_special(self, text: str) -> list[int]:
+        """Return the ids of a text, in which names of special tokens become those tokens; nothing is added around it."""
         text.encode()
         return self._marking.encode(text, add_special_tokens=False).ids
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, and how many each has."""
+        """Return the ids of all texts, and how many each has."""
         return self._choice[0](texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some ids."""
+        """Return the text of ids."""
         return self._tokenizer.decode(
             [token for token in map(int, ids) if token in self._tokens], skip_special_tokens=False
         )
 
     def id_to_token(self, token: int) -> str:
-        """How tokenizer.json writes an id."""
+        """Return how tokenizer.json writes an id."""
         return self._tokens[token]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the bytes that each token stands for begin and end; what is put around a text stands for none."""
+        """Return the byte range of each token; tokens added around a text have an empty range."""
         text.encode()
         if self._bytes is not None:
             spans = self._bytes.spans(text)
@@ -178,7 +189,9 @@ def _number(sentinel: str) -> int:
 def _settings(
     folder: Path, numbers: Mapping[str, int], added: Mapping[str, int]
 ) -> tuple[dict[str, int | None], tuple[int, ...], str | None]:
-    """(ids of the named special tokens, ids of additional ones, chat template) from the files beside a tokenizer.json."""
+    """Return (ids of the named special tokens, ids of additional ones, chat template) from the files beside a
+    tokenizer.json.
+    """
     config = _config(folder)
 
     def number(value: object, key: str) -> int:
@@ -207,7 +220,7 @@ def _settings(
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What the files beside a tokenizer.json say, without nulls."""
+    """Return the merged content of the files beside a tokenizer.json, without nulls."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).exists():
@@ -219,7 +232,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, setting: object) -> str | None:
-    """The text of a conversation's template; of several, the one named default."""
+    """Return the chat template; if there are several, the one named default."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja", FLAG)
     if isinstance(setting, list):
@@ -228,8 +241,8 @@ def _template(folder: Path, setting: object) -> str | None:
     return setting if isinstance(setting, str) else None
 
 
-def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The ids that are put before and after every text; None when that depends on the text."""
+def _surrounding_ids(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the ids that are added before and after every text; None if they depend on the text."""
     common: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     for text in ("a", "two words"):
         bare, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
@@ -243,25 +256,25 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str, int]) -> ByteLevelBPE | None:
-    """The same as ranks or merges of bytes, where the tokenizer is no more than that; else None."""
+    """Return the equivalent byte-level BPE if the tokenizer is nothing more than that, else None."""
     model, pattern = parsed["model"], _pattern(parsed.get("pre_tokenizer"))
     if pattern is None or not _is_plain_bpe(parsed):
         return None
     halves = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
     merges = [(left, right) for left, right in halves]
-    reached = byte_of_letter().keys() | {left + right for left, right in merges}
+    reached = byte_of_character().keys() | {left + right for left, right in merges}
     unreached = {token: number for token, number in model["vocab"].items() if token not in reached}
     source = MergesSource(
         tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges"))
     )
-    vocab = {number: bytes_of(token) for token, number in model["vocab"].items()}
+    vocab = {number: token_bytes(token) for token, number in model["vocab"].items()}
     return ByteLevelBPE(
         source, vocab | {number: token.encode() for token, number in special.items()}, {**unreached, **special}
     )
 
 
 def _is_plain_bpe(parsed: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json joins pairs of bytes and does nothing else to a text once it is cut into words."""
+    """Return whether a tokenizer.json, after splitting a text into words, does nothing but merge pairs of bytes."""
     model = parsed["model"]
     extras = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
     return (
@@ -269,12 +282,14 @@ def _is_plain_bpe(parsed: Mapping[str, Any]) -> bool:
         and parsed.get("normalizer") is None
         and not any(model.get(key) for key in extras)
         and all(token["special"] for token in parsed.get("added_tokens", ()))
-        and byte_of_letter().keys() <= model["vocab"].keys()
+        and byte_of_character().keys() <= model["vocab"].keys()
     )
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
-    """The pattern, as `MergeRanks` names it, of a pre-tokenizer that cuts bytes by one expression; else None."""
+    """Return the splitting pattern, in `MergeRanks` notation, of a pre-tokenizer that splits by one expression; else
+    None.
+    """
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:

@@ -1,4 +1,4 @@
-"""Text that tokenizers get wrong: a sample by kind of difficulty, to prove engines equal and to check vocabularies."""
+"""Difficult text for tokenizers, by kind of difficulty: used to verify engines and to check vocabularies."""
 
 from __future__ import annotations
 

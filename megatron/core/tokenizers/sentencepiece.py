@@ -1,11 +1,11 @@
 """SentencePiece models, in Megatron's three kinds.
 
-GPTSentencePieceTokenizer   the model's pieces as they are; its </s> ends documents
-Llama2Tokenizer             the same, and every text begins with the model's <s>
-SentencePieceTokenizer      with <CLS>, <SEP>, <EOD>, <MASK>, and where the model lacks them <PAD>, <BOS> and <EOS>, and
-                            the sentinels <extra_id_k>, each after the model's pieces unless it is one; <EOD> ends documents
+GPTSentencePieceTokenizer   the model's pieces; its </s> ends documents
+Llama2Tokenizer             the same, with the model's <s> before every text
+SentencePieceTokenizer      with <CLS>, <SEP>, <EOD>, <MASK>, and if the model lacks them <PAD>, <BOS> and <EOS>, and the sentinels
+                            <extra_id_k>, with ids after the model's pieces unless the model has them; <EOD> ends documents
 
-Text is normalized as the model says, so ids need not give the same text back.
+Text is normalized by the model, so decoding may not restore it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,24 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokens, around, byte_spans, digest, flat, marked, read_bytes
+from megatron.core.tokenizers.base import (
+    SpecialTokens,
+    byte_spans,
+    flatten_ids,
+    hash_parts,
+    read_bytes,
+    tokenize_around_special,
+    with_prefix_and_suffix,
+)
 from megatron.core.tokenizers.engines import num_processors
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class SentencePieceTokenizer(SpecialTokens):
-    """Text to the pieces of a model. kind: `bare`, `begun` (with <s> before each text) or `named` (with named tokens)."""
+    """A SentencePiece tokenizer. kind: `bare`, `begun` (with <s> before each text) or `named` (with named special
+    tokens).
+    """
 
     engine = "text is encoded by sentencepiece: it defines the ids"
 
@@ -35,7 +45,7 @@ class SentencePieceTokenizer(SpecialTokens):
         self._model = pieces = _load(content, model)
         self._tokens = [pieces.id_to_piece(number) for number in range(len(pieces))]
         self._prefix: tuple[int, ...] = ()
-        self._identity = {"model": digest([content]), "kind": kind}
+        self._identity = {"model": hash_parts([content]), "kind": kind}
         numbers = {"pad": pieces.pad_id(), "bos": pieces.bos_id(), "eos": pieces.eos_id()}
         ends = {name: number for name, number in numbers.items() if number >= 0}
         special = {self._tokens[number]: number for number in range(len(pieces)) if pieces.is_control(number)}
@@ -66,7 +76,7 @@ class SentencePieceTokenizer(SpecialTokens):
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
 
     def _add(self, tokens: Sequence[str]) -> dict[str, int]:
-        """The ids of some tokens, which come after the model's pieces unless they are among these."""
+        """Return the ids of special tokens, which follow the model's pieces unless the model has them."""
         numbers = {token: number for number, token in enumerate(self._tokens)}
         added = {token: numbers.setdefault(token, len(numbers)) for token in tokens}
         self._tokens = list(numbers)
@@ -74,30 +84,32 @@ class SentencePieceTokenizer(SpecialTokens):
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The model's content, and what is added to it."""
+        """The model's content, and the tokens that are added to it."""
         return {"algorithm": "sentencepiece", **self._identity}
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text; of Llama2Tokenizer with <s> before it."""
+        """Return the ids of a text; for Llama2Tokenizer with <s> before it."""
         return [*self._prefix, *self._bare(text)]
 
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The ids of a text, names of special tokens being those tokens; nothing is put before it."""
-        return marked(text, self.special, self._bare)
+    def tokenize_with_special(self, text: str) -> list[int]:
+        """Return the ids of a text, in which names of special tokens become those tokens; nothing is added before it."""
+        return tokenize_around_special(text, self.special, self._bare)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, and how many each has."""
+        """Return the ids of all texts, and how many each has."""
         content = [text.encode() for text in texts]
-        return around(self._prefix, *flat(self._model.encode(content, num_threads=num_processors())), ())
+        return with_prefix_and_suffix(
+            self._prefix, *flatten_ids(self._model.encode(content, num_threads=num_processors())), ()
+        )
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some ids; tokens that are not the model's are written by name."""
+        """Return the text of ids; added tokens appear by name."""
         return "".join(
             part if isinstance(part, str) else self._model.decode(part) for part in self._runs(map(int, ids))
         )
 
     def _runs(self, ids: Any) -> list[str | list[int]]:
-        """Runs of ids of the model, and the names of ids added to it; ids of no token are left out."""
+        """Return runs of the model's ids, and the names of added tokens between them; ids without a token are skipped."""
         runs: list[str | list[int]] = []
         for token in ids:
             if 0 <= token < len(self._model):
@@ -110,11 +122,11 @@ class SentencePieceTokenizer(SpecialTokens):
         return runs
 
     def id_to_token(self, token: int) -> str:
-        """How the model writes an id; U+2581 stands for a space."""
+        """Return how the model writes an id; U+2581 stands for a space."""
         return self._tokens[token]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the bytes that each piece stands for begin and end; <s> before a text stands for none."""
+        """Return the byte range of each piece; <s> before a text has an empty range."""
         text.encode()
         offsets = self._model.encode(text, out_type="offset_mapping")["offsets"] if text else []
         return [*((0, 0) for _ in self._prefix), *byte_spans(text, offsets)]

@@ -39,7 +39,7 @@ DEFAULT_NUM_SPECIAL = 1000
 
 
 class TikTokenizer(ByteLevelBPE, SpecialTokens):
-    """Byte-level BPE from a rank file; the first of `ENDS` that it has ends a document."""
+    """Byte-level BPE from a rank file; the first of `ENDS` that it contains ends a document."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TikTokenizer(ByteLevelBPE, SpecialTokens):
         super().__init__(RanksSource(ranks), vocab, special)
 
     def id_to_token(self, token: int) -> str:
-        """The text of an id, with U+FFFD for parts of characters."""
+        """Return the text of an id, with U+FFFD for incomplete characters."""
         return self.vocab[token].decode(errors="replace")
 
 
@@ -98,7 +98,7 @@ def _usual_pattern(model: str | Path) -> str:
 def _json_layout(
     model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
-    """(bytes of each rank, its id, special tokens) of Megatron's form."""
+    """Return (bytes of each rank, its id, special tokens) of a file in Megatron's JSON format."""
     content = read_json(model, FLAG)
     keys = {"rank", "token_bytes"}
     if not isinstance(content, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in content):
@@ -117,7 +117,7 @@ def _json_layout(
 
 
 def _special_ids(names: Sequence[str], num_special: int) -> dict[str, int]:
-    """The special tokens of Megatron's form: the named ones, and fillers up to their number."""
+    """Return the special tokens of Megatron's format: the named ones, and fillers up to their number."""
     if len(set(names)) != len(names) or not set(NEEDED) <= set(names) or len(names) > num_special:
         raise ConfigError(
             f"--tokenizer-special-tokens {' '.join(names)}: they differ from each other, contain "
@@ -133,7 +133,7 @@ def _special_ids(names: Sequence[str], num_special: int) -> dict[str, int]:
 def _plain_layout(
     model: str | Path, pattern: str, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
-    """(bytes of each rank, its id, special tokens) of tiktoken's form."""
+    """Return (bytes of each rank, its id, special tokens) of a file in tiktoken's format."""
     for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
         if value is not None:
             raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")
@@ -149,7 +149,7 @@ def _plain_layout(
 
 
 def _plain_rows(model: str | Path) -> list[tuple[int, bytes]]:
-    """(rank, base64) of each line of tiktoken's form, in the order of the ranks, which differ."""
+    """Return (rank, base64) of each line of tiktoken's format, in the order of the ranks, which must differ."""
     rows: list[tuple[int, bytes]] = []
     for number, line in enumerate(read_bytes(model, FLAG).splitlines(), 1):
         words = line.split()
@@ -163,7 +163,7 @@ def _plain_rows(model: str | Path) -> list[tuple[int, bytes]]:
 
 
 def _checked(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
-    """The bytes of the tokens of (base64, rank), which stand in order, differ, and have all single bytes among them."""
+    """Return the bytes of (base64, rank) rows; refuses duplicates and files without all single bytes."""
     tokens = []
     for place, (text, rank) in enumerate(rows):
         try:

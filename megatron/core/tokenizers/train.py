@@ -1,4 +1,4 @@
-"""New vocabularies from text: a byte-level BPE, or a SentencePiece model."""
+"""Training of new vocabularies from text: a byte-level BPE, or a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _KEEP_WHITESPACE: dict[str, Any] = {
 def train_byte_level_bpe(
     texts: Iterable[Sequence[str]], *, vocab_size: int, special_tokens: Sequence[str], min_frequency: int
 ) -> dict[str, str]:
-    """Learn GPT-2's kind of BPE. Returns the content of vocab.json, merges.txt, tokenizer.json and tokenizer_config.json.
+    """Train a BPE of GPT-2's kind. Returns the content of vocab.json, merges.txt, tokenizer.json and
+    tokenizer_config.json.
 
-    texts: batches of texts, gone through once. special_tokens take the first ids; the first of them ends documents.
-    vocab_size: number of ids, the special tokens and the 256 bytes included; fewer when the text has not so many pairs
-    that occur `min_frequency` times.
+    texts: batches of texts, read once. special_tokens get the first ids; the first of them ends documents. vocab_size:
+    number of ids, including special tokens and the 256 bytes; fewer if the text has fewer pairs that occur
+    `min_frequency` times.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -74,10 +75,10 @@ def train_sentencepiece(
     max_lines: int,
     threads: int,
 ) -> bytes:
-    """Learn a SentencePiece model that spells unknown characters in bytes. Returns the content of its .model file.
+    """Train a SentencePiece model with byte fallback for unknown characters. Returns the content of its .model file.
 
-    The first ids are <unk>, <s>, </s>, <pad> and the special tokens. keep_whitespace: text comes back as it was, instead
-    of with NFKC and single spaces. max_lines: learn from a random choice of so many lines; 0: from all.
+    The first ids are <unk>, <s>, </s>, <pad> and the special tokens. keep_whitespace: decoding restores the text,
+    instead of NFKC normalization and single spaces. max_lines: train on a random sample of this many lines; 0: on all.
     """
     import sentencepiece
 
@@ -111,7 +112,7 @@ def train_sentencepiece(
 
 
 def write_all(folder: Path, files: dict[str, str | bytes]) -> None:
-    """Write files into a folder, each whole or not at all."""
+    """Write files into a folder, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         partial = folder / f"{name}.partial"

@@ -1,9 +1,9 @@
-"""BERT's word pieces, from vocab.txt: one token a line, its number is its id.
+"""BERT's WordPiece, from vocab.txt: one token a line, whose number is its id.
 
-Text is cleaned of control characters, white space and punctuation and every Chinese character stand alone, and each
-word is taken apart into the longest pieces of the vocabulary, from its begin on; pieces inside a word are written
-##piece. The lower-case kind also takes accents away. A word that cannot be taken apart is [UNK], so ids do not give
-every text back. [BOS], [EOS] and the sentinels <extra_id_k> follow the vocabulary; [EOS] ends documents.
+Text is cleaned of control characters, split at white space, punctuation and Chinese characters, and each word is split
+into the longest pieces of the vocabulary, from left to right; pieces inside a word are written ##piece. The lower-case
+kind also removes accents. A word that cannot be split is [UNK], so decoding does not restore every text. [BOS], [EOS]
+and the sentinels <extra_id_k> follow the vocabulary; [EOS] ends documents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokens, byte_spans, digest, marked, read_text
+from megatron.core.tokenizers.base import SpecialTokens, byte_spans, hash_parts, read_text, tokenize_around_special
 from megatron.core.tokenizers.engines import Engine, tokenizers_engine
 
 NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -62,37 +62,37 @@ class BertWordPieceTokenizer(SpecialTokens):
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The tokens in order, and whether text is put in lower case."""
+        """The tokens in order, and whether text is converted to lower case."""
         return {
             "algorithm": "word pieces",
             "lower_case": self.lower_case,
-            "tokens": digest(map(str.encode, self._tokens)),
+            "tokens": hash_parts(map(str.encode, self._tokens)),
         }
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without [CLS] and [SEP]."""
+        """Return the ids of a text, without [CLS] and [SEP]."""
         return self._encode([text])[0].tolist()
 
-    def tokenize_marked(self, text: str) -> list[int]:
-        """The ids of a text, [CLS], [SEP] and the other names in brackets being those tokens."""
-        return marked(text, self.special, self.tokenize)
+    def tokenize_with_special(self, text: str) -> list[int]:
+        """Return the ids of a text, in which [CLS], [SEP] and the other names in brackets become those tokens."""
+        return tokenize_around_special(text, self.special, self.tokenize)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, and how many each has."""
+        """Return the ids of all texts, and how many each has."""
         return self._encode(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The pieces of some ids, joined to words with a space between."""
+        """Return the words of ids, joined from pieces and separated by spaces."""
         return self._pieces.decode(
             [token for token in map(int, ids) if 0 <= token < self.vocab_size], skip_special_tokens=False
         )
 
     def id_to_token(self, token: int) -> str:
-        """How vocab.txt writes an id."""
+        """Return how vocab.txt writes an id."""
         return self._tokens[token]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the bytes that each piece stands for begin and end."""
+        """Return the byte range of each piece."""
         text.encode()
         return byte_spans(text, self._pieces.encode(text, add_special_tokens=False).offsets)
 

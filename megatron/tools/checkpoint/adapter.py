@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError, to_values
-from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import peft
@@ -70,7 +70,7 @@ def merged(args: argparse.Namespace) -> str:
     taken_out = args.command == "unmerge"
     adapters = open_adapters(args.adapter, model_of(base.settings)) if taken_out else adapters_for(base, args.adapter)
     source: Source = Merged(base, adapters, sign=-1.0 if taken_out else 1.0)
-    source = Cast(source, DTYPES[args.dtype]) if args.dtype else source
+    source = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     if (args.saver or (PUBLISHED if is_folder(base.where) else OWN)) == PUBLISHED:
         export(source, args.save, like=base.where if is_folder(base.where) else None)
         return _counted(adapters, f"{args.save} (Hugging Face)")

@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.core.config.flags import ConfigError, to_values
-from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
-from megatron.core.dist_checkpointing.saved import Saved
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
@@ -118,7 +118,7 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
         settings = {**settings, **to_values(model_of(settings))}
         settings |= folder_tokenizer(Path(source.where)) if dialect == PUBLISHED else settings_beside(args)
     num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
-    ranks = source.description.world_size if isinstance(source, Saved) else 1
+    ranks = source.description.world_size if isinstance(source, SavedCheckpoint) else 1
     return rewrite(
         source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks
     ), remarks
@@ -187,7 +187,7 @@ class Weights:
 def verify(source: Source, path: Path, saver: str) -> None:
     """Read the target again and compare. Raises `CheckpointError` with everything that differs."""
     target = DIALECTS[saver].open(path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
-    problems = target.verify() if isinstance(target, Saved) else []
+    problems = target.verify() if isinstance(target, SavedCheckpoint) else []
     problems += differences(source if saver == OWN else Weights(source), target)
     if problems:
         raise CheckpointError(f"{path} does not hold what {source.where} holds", problems)
@@ -201,7 +201,7 @@ def convert(args: argparse.Namespace) -> str:
     args.saver = args.saver or (OWN if dialect == PUBLISHED else PUBLISHED)
     if args.saver != PUBLISHED and (args.family or args.like):
         raise ConfigError(f"--family and --like are for --saver {PUBLISHED}; this one is {args.saver}")
-    converted = Cast(source, DTYPES[args.dtype]) if args.dtype else source
+    converted = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     size = num_bytes(converted, "" if args.saver == OWN else "model.")
     with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
         path, remarks = write(Watched(converted, bar), args, dialect=dialect)

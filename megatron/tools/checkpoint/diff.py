@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron.core.dist_checkpointing.saved import Saved
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import whole_box
@@ -35,13 +35,13 @@ def opened(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, S
     a, b = (open_checkpoint(path, step) for path, step in zip(paths, steps, strict=True))
     given = [
         {"true_vocab_size": one.settings["true_vocab_size"]}
-        if isinstance(one, Saved) and one.settings.get("true_vocab_size")
+        if isinstance(one, SavedCheckpoint) and one.settings.get("true_vocab_size")
         else None
         for one in (a, b)
     ]
-    if given[0] and not isinstance(b, Saved):
+    if given[0] and not isinstance(b, SavedCheckpoint):
         b = open_checkpoint(paths[1], steps[1], given[0])
-    if given[1] and not isinstance(a, Saved):
+    if given[1] and not isinstance(a, SavedCheckpoint):
         a = open_checkpoint(paths[0], steps[0], given[1])
     return a, b
 

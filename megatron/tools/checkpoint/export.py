@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.rewrite import Cast
+from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
@@ -73,7 +73,7 @@ def export(args: argparse.Namespace) -> str:
     """Do it. Returns what was done, in words."""
     started = time.perf_counter()
     opened = open_checkpoint(args.load, args.ckpt_step)
-    source: Source = Cast(opened, DTYPES[args.dtype]) if args.dtype else opened
+    source: Source = CastSource(opened, DTYPES[args.dtype]) if args.dtype else opened
     like = args.tokenizer or tokenizer_folder(opened)
     family = exporting.export(source, args.save, family=args.family, like=like)
     copied = [] if like else copied_files(source.settings, args.save)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.store import CheckpointError, walk
+from megatron.core.dist_checkpointing.store import CheckpointError, scan_folder
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.contents import (
@@ -93,7 +93,7 @@ def others(path: str, contents: Contents) -> list[str]:
     """What else lies in a folder of checkpoints of this project; a folder of another's is not damaged for want of our files."""
     if contents.dialect != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
         return []
-    tree = walk(path)
+    tree = scan_folder(path)
     here = ", ".join(str(step.iteration) for step in sorted(tree.steps, key=lambda step: step.iteration))
     return [f"iterations in {path}: {here}"] * bool(tree.steps) + [f"damaged: {text}" for _, text in tree.damaged]
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import to_values
-from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
-from megatron.core.dist_checkpointing.saved import Saved, open_saved
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.registry import model_of
@@ -54,14 +54,14 @@ class Weights:
 def resaved(source: Source, args: argparse.Namespace) -> Source:
     """The source as it is to be written."""
     chosen: Source = Weights(source) if args.weights_only else source
-    return Cast(chosen, DTYPES[args.dtype]) if args.dtype else chosen
+    return CastSource(chosen, DTYPES[args.dtype]) if args.dtype else chosen
 
 
 def reshard(args: argparse.Namespace) -> str:
     """Rewrite and compare. Returns what was done, in words."""
     started = time.perf_counter()
     opened = open_checkpoint(args.load, args.ckpt_step)
-    if isinstance(opened, Saved) and (problems := opened.verify()):
+    if isinstance(opened, SavedCheckpoint) and (problems := opened.verify()):
         raise CheckpointError(f"{opened.where} is damaged, and is not rewritten", problems)
     source = resaved(opened, args)
     settings: dict[str, Any] = dict(source.settings)
@@ -74,7 +74,7 @@ def reshard(args: argparse.Namespace) -> str:
         iteration=iteration,
         settings=settings,
         num_files=args.num_files,
-        world_size=opened.description.world_size if isinstance(opened, Saved) else 1,
+        world_size=opened.description.world_size if isinstance(opened, SavedCheckpoint) else 1,
     )
     made = open_saved(path)
     unlike = [*made.verify(), *map(str, compare_sources(made, source))]

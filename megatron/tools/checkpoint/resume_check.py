@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.rewrite import rewrite
-from megatron.core.dist_checkpointing.saved import Saved, open_saved
-from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, walk
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
+from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, scan_folder
 from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
@@ -138,7 +138,7 @@ class Ranks:
 class Without:
     """A checkpoint that lacks some names."""
 
-    def __init__(self, saved: Saved, patterns: Sequence[str]) -> None:
+    def __init__(self, saved: SavedCheckpoint, patterns: Sequence[str]) -> None:
         self.where, self.settings, self._saved = saved.where, saved.settings, saved
         self.formats = {name: one for name, one in saved.formats.items() if not fits(name, patterns)}
         self.values = {name: value for name, value in saved.values.items() if not fits(name, patterns)}
@@ -165,7 +165,7 @@ def run_and_kill(plan: Plan) -> Path:
     """N steps, and kill -9 when their checkpoint is committed. Returns the folder, which holds that checkpoint alone."""
     save = plan.work / "killed"
     with Ranks(plan.command(save, None), plan.ranks, plan.work / "killed.log") as ranks:
-        while plan.steps not in (step.iteration for step in walk(save).steps):
+        while plan.steps not in (step.iteration for step in scan_folder(save).steps):
             if None not in ranks.codes:
                 ranks.finish("the run of N steps")
                 raise RunFailed(f"the run of N steps ended without a checkpoint of iteration {plan.steps}")

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.core.dist_checkpointing.saved import Saved, open_saved, unknown_files
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved, unknown_files
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, walk
+from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, scan_folder
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
@@ -46,7 +46,7 @@ class Finding:
 
 def verified(source: Source, bar: tqdm, threads: int | None) -> Finding:
     """Read all of a checkpoint that was opened."""
-    if not isinstance(source, Saved):
+    if not isinstance(source, SavedCheckpoint):
         problems, size = [], 0
         for name, one in source.formats.items():
             try:
@@ -68,7 +68,7 @@ def open_all(path: str, step: int | None, every: bool) -> Iterator[Source | Find
 
     step: only the one of this iteration. every: all of a --save folder, not only the newest.
     """
-    scan = walk(path)
+    scan = scan_folder(path)
     if (Path(path) / COMMIT).is_file() or not scan.steps and (not scan.damaged or find_foreign(path, step)):
         yield _opened(path, partial(open_checkpoint, path, step))
         return

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules
 from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
-from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
+from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
 from megatron.core.distributed.buffers import Segment
 from megatron.core.families.adapter_set import AdapterSource
 from megatron.core.optimizer.schedule import Schedule, resolve_schedule
@@ -306,7 +306,9 @@ class Checkpoint:
         state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None
         if options.save_optim:
             for slot, segment, tensor in trainer.optimizer.slots():
-                put(state, f"optimizer.{slot}.{segment.name}", placed_segment(segment, tensor, self.mesh))
+                add_to_tree(
+                    state, f"optimizer.{slot}.{segment.name}", sharded_optimizer_state(segment, tensor, self.mesh)
+                )
             # A rank whose share of a bucket is padding counts no steps.
             state["run.optimizer_steps"] = max(collectives.gather_objects(trainer.optimizer.num_steps, self.mesh.world))
             state["run.loss_scale"] = trainer.optimizer.scaler.state()
@@ -321,10 +323,10 @@ class Checkpoint:
         weights: Tree = {}
         for parallel in self.trainer.parallels:
             for param in parallel.whole_params:
-                put(weights, f"model.{spec_of(param).name}", placed_parameter(param, self.mesh))
+                add_to_tree(weights, f"model.{spec_of(param).name}", sharded_parameter(param, self.mesh))
             for segment in parallel.sharded_segments:
                 values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
-                put(weights, f"model.{segment.name}", placed_segment(segment, values, self.mesh))
+                add_to_tree(weights, f"model.{segment.name}", sharded_optimizer_state(segment, values, self.mesh))
         return weights
 
     def _with_adapters(self, source: Source) -> Source:
@@ -384,9 +386,9 @@ class Checkpoint:
         for slot, segment, tensor in slots:
             name = f"optimizer.{slot}.{segment.name}"
             if slot == "master" and not (optimizer and name in formats):
-                put(tensors, f"model.{segment.name}", placed_segment(segment, tensor, self.mesh))
+                add_to_tree(tensors, f"model.{segment.name}", sharded_optimizer_state(segment, tensor, self.mesh))
             elif optimizer:
-                put(tensors, name, placed_segment(segment, tensor, self.mesh))
+                add_to_tree(tensors, name, sharded_optimizer_state(segment, tensor, self.mesh))
         return tensors
 
     def _instead(self, formats: Formats) -> dict[str, str]:

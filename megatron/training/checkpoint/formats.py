@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.store import (
     SavedStep,
     candidates,
     read_commit,
-    walk,
+    scan_folder,
 )
 from megatron.core.families.hf import is_folder, model_settings, open_folder
 from megatron.core.families.megatron.open import find_megatron, open_megatron
@@ -50,7 +50,7 @@ def find_own(path: Path, step: int | None) -> Path | None:
     """A folder with a commit, or the newest such folder in a folder of checkpoints."""
     if (path / COMMIT).is_file():
         return path
-    steps = candidates(path, step) if walk(path).steps else []
+    steps = candidates(path, step) if scan_folder(path).steps else []
     return steps[0].folder if steps else None
 
 

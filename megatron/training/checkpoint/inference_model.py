@@ -30,7 +30,7 @@ from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, put
+from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
 from megatron.core.families.hf import is_folder, model_settings
 from megatron.core.families.registry import model_of
 from megatron.core.kernels.table import Need, select
@@ -214,7 +214,7 @@ def _stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, mesh: 
         for param in stage.parameters():
             name = f"model.{spec_of(param).name}"
             if name.startswith(kind.parts):
-                put(state, name, placed_parameter(param, mesh))
+                add_to_tree(state, name, sharded_parameter(param, mesh))
     load(state, source, mesh.world, complete=kind.parts)
     for stage in stages:
         stage.requires_grad_(False)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from megatron.core.config.settings.run import CheckpointConfig, RunConfig
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.load import open_sound
+from megatron.core.dist_checkpointing.load import open_valid
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
 from megatron.core.parallel import collectives
@@ -146,20 +146,22 @@ def decided(axis: Axis, action: Callable[[], Result]) -> Result:
 def _look(path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool) -> ResumeRequest | None:
     """What a path means. chosen: whether --ckpt-step and --require-iteration speak of it."""
     step = options.ckpt_step if chosen else None
-    foreign = find_foreign(path, step) if not store.walk(path).steps else None
+    foreign = find_foreign(path, step) if not store.scan_folder(path).steps else None
     if foreign is not None:
         return ResumeRequest(path, weights_only, dialect=foreign[0].name, place=foreign[1])
     steps = own_steps(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
     newer = (
-        [text for iteration, text in store.walk(path).damaged if iteration > steps[0].iteration] if step is None else []
+        [text for iteration, text in store.scan_folder(path).damaged if iteration > steps[0].iteration]
+        if step is None
+        else []
     )
     if newer and chosen and options.require_iteration is not None:
         raise CheckpointError(
             f"--require-iteration {options.require_iteration}: {path} has a later checkpoint, which is damaged", newer
         )
-    named = store.tracked(path)
+    named = store.tracker_iteration(path)
     if step is None and named is not None and named != steps[0].iteration:
         newer.append(
             f"{store.TRACKER} in {path} names iteration {named}, but {steps[0].iteration} was committed last and is loaded; "
@@ -171,7 +173,7 @@ def _look(path: str, options: CheckpointConfig, *, weights_only: bool, chosen: b
 def _open_ours(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
     options = config.checkpoint
     try:
-        saved, refused = open_sound(request.steps, axis, verified=options.verify_integrity)
+        saved, refused = open_valid(request.steps, axis, verified=options.verify_integrity)
     except CheckpointError as error:
         raise CheckpointError(
             f"{request.path} holds no sound checkpoint"

@@ -31,7 +31,7 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest, saved_values
+from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest_iteration, saved_values
 from megatron.training.cli.help import Help
 from megatron.training.cli.legacy_flags import nearest, translate
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted, launcher_place
@@ -353,7 +353,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
     for path, step in ((args.load, args.ckpt_step), (args.pretrained_checkpoint, None)):
         if not path:
             continue
-        if newest(path) is not None:
+        if newest_iteration(path) is not None:
             return checkpoint_values(path, step), {}
         from megatron.training.checkpoint.formats import (
             foreign_settings,  # needs torch, which no other command line waits for
@@ -369,7 +369,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
 def _keep_the_mean(args: argparse.Namespace) -> None:
     """Let a run go on with the mean over tokens that its loss was when the checkpoint was saved, unless it is told another."""
     try:
-        if newest(args.load) is not None:
+        if newest_iteration(args.load) is not None:
             saved = saved_values(args.load, args.ckpt_step)
         else:
             from megatron.core.families.megatron.open import megatron_arguments  # needs torch, as above

@@ -25,7 +25,13 @@ from megatron.core.datasets.paths import check_data_files
 from megatron.core.dist_checkpointing.store import why_unwritable
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.tokenizers.build import absent_files, build_tokenizer, problems_of, unread, without_unread
+from megatron.core.tokenizers.build import (
+    build_tokenizer,
+    missing_files,
+    problems_of,
+    unused_settings,
+    without_unused_settings,
+)
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.launch.elastic import fit
 
@@ -56,13 +62,13 @@ def preflight(
     config, problems = examine(given, world_size)
     wrong = problems_of(config.tokenizer)
     problems += [("tokenizer", line) for line in wrong]
-    config = dataclasses.replace(config, tokenizer=without_unread(config.tokenizer))
+    config = dataclasses.replace(config, tokenizer=without_unused_settings(config.tokenizer))
     notes, tokenizer, absent = list(accepted(given, device)), None, list(_absent(config, reads_data=reads_data))
     if files and not problems:
         problems += [("files", line) for line in absent]
     elif not files:
         notes += [f"{line} (on this machine)" for line in absent]
-    if not wrong and not absent_files(config.tokenizer):
+    if not wrong and not missing_files(config.tokenizer):
         tokenizer, lines = _read(config.tokenizer, tuple(map(os.path.getmtime, _files(config.tokenizer))))
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
@@ -80,7 +86,7 @@ def preflight(
 def accepted(given: RequestedRun, device: str = "") -> Iterator[str]:
     """A sentence for each setting that is accepted and changes nothing."""
     kind = given.tokenizer.tokenizer_type
-    for flag in unread(given.tokenizer).values():
+    for flag in unused_settings(given.tokenizer).values():
         yield f"{flag} is accepted, as it changes nothing: --tokenizer-type {kind} does not read it"
     cut = given.parallel.expert_tensor_parallel_size
     if cut is not None and not given.model.moe.num_experts:
@@ -167,7 +173,7 @@ def lines_of(error: ConfigError) -> list[str]:
 
 def _absent(config: RunConfig, *, reads_data: bool) -> Iterator[str]:
     """Files that the run will want and that are not here, and a folder that it cannot write."""
-    for file in absent_files(config.tokenizer):
+    for file in missing_files(config.tokenizer):
         yield f"{file}, of the tokenizer, is not here; give the path of a file that is"
     if reads_data and config.data.dataloader_type != "external":
         yield from _complaints(lambda: check_data_files(config.data))

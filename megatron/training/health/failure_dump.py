@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import to_values
 from megatron.core.dist_checkpointing.saver import Saver, SaveRules
-from megatron.core.dist_checkpointing.store import Description, walk
+from megatron.core.dist_checkpointing.store import Description, scan_folder
 from megatron.core.optimizer.clip import counted_ranges, without_tied_duplicates
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -125,7 +125,7 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
 def _facts(work: StepWork, verdict: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
     trainer, config = work.trainer, work.trainer.run.config
     here = config.checkpoint.save or config.checkpoint.load
-    steps = [step for step in walk(here).steps if step.iteration <= trainer.progress.iteration] if here else []
+    steps = [step for step in scan_folder(here).steps if step.iteration <= trainer.progress.iteration] if here else []
     newest = max(steps, key=lambda step: step.iteration, default=None)
     return {
         "iteration": trainer.progress.iteration + 1,

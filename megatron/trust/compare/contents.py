@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.manifest import WIDTHS, parsed
+from megatron.core.dist_checkpointing.manifest import WIDTHS, parse_manifest
 from megatron.core.dist_checkpointing.store import (
     COMMIT,
     MANIFEST,
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.store import (
     describe,
     read_commit,
     read_committed,
-    walk,
+    scan_folder,
 )
 
 OWN = "this project"  # the dialect of our own
@@ -100,14 +100,14 @@ def own_step(path: str | Path, step: int | None = None) -> Path | None:
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
-    steps: Sequence[SavedStep] = candidates(path, step) if walk(path).steps else ()
+    steps: Sequence[SavedStep] = candidates(path, step) if scan_folder(path).steps else ()
     return steps[0].folder if steps else None
 
 
 def own_contents(folder: Path) -> Contents:
     """A checkpoint of our own, from its manifest. Raises `CheckpointError` when it is damaged."""
     description, commit = describe(folder), read_commit(folder)
-    manifest = parsed(read_committed(folder, MANIFEST, commit.manifest))
+    manifest = parse_manifest(read_committed(folder, MANIFEST, commit.manifest))
     tensors = tuple(
         Entry(
             name,

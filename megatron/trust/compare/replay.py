@@ -28,7 +28,7 @@ from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.store import CheckpointError, candidates
-from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, put
+from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
 from megatron.core.kernels.table import Need, select
 from megatron.core.optimizer.clip import global_norm
 from megatron.core.parallel.flight_recorder import describe_action
@@ -243,7 +243,7 @@ def _load(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
     state: Tree = {}
     for stage in trainer.stages:
         for param in stage.parameters():
-            put(state, f"model.{spec_of(param).name}", placed_parameter(param, trainer.run.mesh))
+            add_to_tree(state, f"model.{spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
     load(state, source, complete=("model.",))
     missing = facts["iteration"] - 1 - source.commit.iteration
     return [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.dist_checkpointing.tree import Placed, Tree
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.trust.parity.local_ranks import RankFailed, on_ranks
 from megatron.trust.parity.proxy_config import ProxyConfig
 from megatron.trust.parity.short_run import (
@@ -161,7 +161,7 @@ def _tensors(kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tre
     ]
 
 
-def _apart(kind: str, expected: Tensor, held: Sequence[tuple[int, Placed]], floor: float) -> tuple[float, str]:
+def _apart(kind: str, expected: Tensor, held: Sequence[tuple[int, ShardedTensor]], floor: float) -> tuple[float, str]:
     """How far the pieces of a tensor are from the whole, relative to its largest value, and in words. floor: the least such size."""
     assembled = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
     size, gap, says = max(floor, float(expected.abs().max())), 0.0, ""
@@ -183,7 +183,7 @@ def _apart(kind: str, expected: Tensor, held: Sequence[tuple[int, Placed]], floo
     return _gap(gap, size), says
 
 
-def _whole(placed: Placed) -> Tensor:
+def _whole(placed: ShardedTensor) -> Tensor:
     value = torch.full(tuple(placed.shape), float("nan"), dtype=placed.dtype)
     for box, piece in placed.pieces:
         value[box.slices()] = piece

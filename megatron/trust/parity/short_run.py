@@ -26,7 +26,7 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_segment, put
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_optimizer_state
 from megatron.core.distributed.finalize import finalize
 from megatron.core.kernels.table import Need, select
 from megatron.core.parallel import collectives
@@ -262,11 +262,11 @@ def owned(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
     """Copies of what belongs to the parameters that this rank owns, by name. values: flat, one for each of its segments."""
     tree: Tree = {}
     for segment, value in zip(trainer.optimizer.segments, values, strict=True):
-        put(tree, segment.name, _copied(placed_segment(segment, value, trainer.run.mesh)))
+        add_to_tree(tree, segment.name, _copied(sharded_optimizer_state(segment, value, trainer.run.mesh)))
     return tree
 
 
-def _copied(placed: Placed) -> Placed:
+def _copied(placed: ShardedTensor) -> ShardedTensor:
     return replace(placed, pieces=[(box, piece.clone()) for box, piece in placed.pieces])
 
 

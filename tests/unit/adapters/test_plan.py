@@ -35,7 +35,7 @@ def test_the_list_of_linear_layers_is_that_of_the_network(name: str) -> None:
         assert listed == there
         for path, shape in linear_layers(model, layer.plan).items():
             parts = getattr(layer.get_submodule(path).weight, "spec").shards
-            cut = next((one.parts for one in parts if one.axis in ("tp", "etp") and one.dim == len(parts) - 1), None)
+            cut = next((one.segments for one in parts if one.axis in ("tp", "etp") and one.dim == len(parts) - 1), None)
             if len(shape.parts) > 1:
                 assert cut is not None and [part.size for part in cut] == [size for _, size in shape.parts]
 

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.files import DISK, Disk, Writing
+from megatron.core.dist_checkpointing.files import DISK, Disk, WritableFile
 
 
 class Faulty(Disk):
@@ -44,7 +44,7 @@ class Faulty(Disk):
         self.strike("make_folder", path)
         super().make_folder(path, durable=durable)
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> WritableFile:
         self.strike("create", path)
         return FaultyFile(self, path, super().create(path))
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.dist_checkpointing.load import load, open_sound
+from megatron.core.dist_checkpointing.load import load, open_valid
 from megatron.core.dist_checkpointing.saver import save
 from megatron.core.dist_checkpointing.store import Description, candidates
-from megatron.core.dist_checkpointing.tree import Tree, placed_parameter, placed_segment, put
+from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
 from megatron.core.distributed.buffers import make_buckets
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant
@@ -123,13 +123,13 @@ def hold(seed: int, layout: Layout, mesh: Mesh) -> tuple[Tree, list[tuple[str, T
     bag, tree, memory = Bag(seed, mesh), Tree(), []
     buckets = make_buckets(bag, mesh, grad_dtype=torch.float32, sharded=layout.sharded, bucket_size=40)
     for param in bag.parameters():
-        put(tree, f"model.{param.spec.name}", placed_parameter(param, mesh))
+        add_to_tree(tree, f"model.{param.spec.name}", sharded_parameter(param, mesh))
         memory.append((f"weight {param.spec.name}", param.data, local_tensor(param.spec, "weight", mesh)))
     for segment in (segment for bucket in buckets for segment in bucket.segments()):
         for slot in SLOTS:
             expected = local_tensor(segment.spec, slot, mesh).flatten()[segment.low : segment.high]
             tensor = expected.clone()
-            put(tree, f"optimizer.{slot}.{segment.name}", placed_segment(segment, tensor, mesh))
+            add_to_tree(tree, f"optimizer.{slot}.{segment.name}", sharded_optimizer_state(segment, tensor, mesh))
             memory.append((f"{slot} {segment.name} [{segment.low}, {segment.high})", tensor, expected))
     return tree, memory
 
@@ -147,7 +147,7 @@ def load_bag(seed: int, layout: Layout, folder: Path) -> list[str]:
     tree, memory = hold(seed, layout, mesh)
     for _, tensor, _ in memory:
         tensor.fill_(MARKER)
-    source, _ = open_sound(candidates(folder), mesh.world)
+    source, _ = open_valid(candidates(folder), mesh.world)
     values = load(tree | {"run.progress": None}, source, mesh.world, complete=("model.", "optimizer."))
     wrong = [what for what, tensor, expected in memory if not torch.equal(tensor, expected)]
     return wrong + ([] if values == {"run.progress": {"iteration": 3}} else [f"progress is {values}"])

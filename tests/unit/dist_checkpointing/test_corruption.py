@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.load import load, open_sound
-from megatron.core.dist_checkpointing.manifest import parsed
-from megatron.core.dist_checkpointing.saved import _share, open_saved, unknown_files
+from megatron.core.dist_checkpointing.load import load, open_valid
+from megatron.core.dist_checkpointing.manifest import parse_manifest
+from megatron.core.dist_checkpointing.saved import _part_of_ranges, open_saved, unknown_files
 from megatron.core.dist_checkpointing.shard import Range
 from megatron.core.dist_checkpointing.store import CheckpointError
 from tests.unit.dist_checkpointing.model_files import ModelFiles
@@ -81,7 +81,7 @@ def test_ranks_that_share_the_work_read_everything_once_between_them(parts: int)
 
 def test_ranks_that_share_the_work_have_equal_parts_of_it(tmp_path: Path) -> None:
     ranges = [Range("a", place * 10, 10, "", "") for place in range(100)]
-    parts = [_share(ranges, part, 4) for part in range(4)]
+    parts = [_part_of_ranges(ranges, part, 4) for part in range(4)]
     assert [len(part) for part in parts] == [25] * 4 and [one for part in parts for one in part] == ranges
 
 
@@ -175,11 +175,11 @@ def test_without_verification_the_sizes_are_still_looked_at_but_no_tensor_is_rea
     with open(folder / SHARDS[0], "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    saved, refused = open_sound(store.candidates(tmp_path), verified=False)
+    saved, refused = open_valid(store.candidates(tmp_path), verified=False)
     assert saved.folder == folder and refused == []
     cut(SHARDS[0], 100)(folder)
     with pytest.raises(CheckpointError, match="no checkpoint is sound"):
-        open_sound(store.candidates(tmp_path), verified=False)
+        open_valid(store.candidates(tmp_path), verified=False)
 
 
 def test_files_that_people_put_beside_do_no_harm(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_an_independent_reader_finds_the_same_bytes_where_the_manifest_says(tmp_
     from safetensors import safe_open
 
     folder = save_as_two(tmp_path, 10, 1).folder
-    manifest = parsed(json.loads((folder / store.MANIFEST).read_text()))
+    manifest = parse_manifest(json.loads((folder / store.MANIFEST).read_text()))
     result = {name: torch.full_like(value, float("nan")) for name, value in content(1).items()}
     for name, whole in manifest.tensors.items():
         for piece in whole.pieces:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.load import open_sound
+from megatron.core.dist_checkpointing.load import open_valid
 from megatron.core.dist_checkpointing.store import CheckpointError
 from tests.unit.dist_checkpointing.model_files import Crash, ModelFiles
 from tests.unit.dist_checkpointing.two_ranks import save_as_two, version_in
@@ -128,9 +128,9 @@ def unfit_for_more(files: ModelFiles) -> str:
     """Whether all that is named like a checkpoint is sound, older ones too; and whether the next process can save, load that,
     and leave no remains behind. What is wrong otherwise."""
     try:
-        there = store.walk(SAVE, files=files)
+        there = store.scan_folder(SAVE, files=files)
         for step in there.steps:
-            open_sound([step], files=files)
+            open_valid([step], files=files)
         if there.damaged:
             return str(there.damaged)
         save_as_two(SAVE, 50, 9, files=files)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan
-from megatron.core.dist_checkpointing.load import load, open_sound
-from megatron.core.dist_checkpointing.plan import Offer
-from megatron.core.dist_checkpointing.saved import Saved, as_today, open_saved
+from megatron.core.dist_checkpointing.load import load, open_valid
+from megatron.core.dist_checkpointing.plan import WriteCandidate
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, migrate_settings, open_saved
 from megatron.core.dist_checkpointing.saver import save
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates
-from megatron.core.dist_checkpointing.tree import Placed, Tree
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel.boxes import Box, intersect
 from tests.helpers.world import RankFailed, Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, Faulty
@@ -37,7 +37,7 @@ FOUR = [
 ]
 
 
-def saved(state: Tree, folder: Path) -> Saved:
+def saved(state: Tree, folder: Path) -> SavedCheckpoint:
     """A tree, saved and opened."""
     return open_saved(save(state, folder, 1, Description({}, 1)))
 
@@ -91,11 +91,11 @@ def test_replicas_are_shared_out_evenly(world: Worlds, tmp_path: Path) -> None:
 def test_a_plan_gives_each_box_to_one_holder_and_loads_differ_by_no_more_than_a_box(
     tensors: list[tuple[int, set[int]]],
 ) -> None:
-    ranks: list[list[Offer]] = [[] for _ in range(4)]
+    ranks: list[list[WriteCandidate]] = [[] for _ in range(4)]
     for number, (size, holders) in enumerate(tensors):
         for rank in holders:
-            ranks[rank].append(Offer(f"t{number}", Box((0,), (size,)), "F32", (size,)))
-    shares = plan.share_out(ranks)
+            ranks[rank].append(WriteCandidate(f"t{number}", Box((0,), (size,)), "F32", (size,)))
+    shares = plan.assign_writers(ranks)
     given_out = [(offer.name, rank) for rank, share in enumerate(shares) for offer in share]
     assert sorted(name for name, _ in given_out) == sorted(f"t{number}" for number in range(len(tensors)))
     assert all(rank in tensors[int(name[1:])][1] for name, rank in given_out)
@@ -140,14 +140,14 @@ def test_values_come_back_as_json_says_them(tmp_path: Path) -> None:
 def test_latent_attention_saved_with_norms_of_its_own_is_todays_network_or_refused() -> None:
     before = {"multi_latent_attention": True, "qk_layernorm": False, "rotary_interleaved": True}
     norms = ["model.decoder.layers.0.self_attention.kv_layernorm.weight"]
-    assert as_today(before, norms, "x") == {
+    assert migrate_settings(before, norms, "x") == {
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "rotary_interleaved": False,
     }
-    assert as_today(before, [], "x") == before, "without norms it is of today"
+    assert migrate_settings(before, [], "x") == before, "without norms it is of today"
     with pytest.raises(CheckpointError, match="rotated the halves of a head"):
-        as_today({**before, "rotary_interleaved": False}, norms, "x")
+        migrate_settings({**before, "rotary_interleaved": False}, norms, "x")
 
 
 def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Path) -> None:
@@ -158,7 +158,10 @@ def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Pat
         torch.zeros(4, 4),
         torch.zeros(4, 4, dtype=torch.float64),
     )
-    load({"model.w": Placed((4, 4), torch.float16, [(Box((0, 0), (4, 4)), half), (Box((0, 0), (4, 4)), wide)])}, source)
+    load(
+        {"model.w": ShardedTensor((4, 4), torch.float16, [(Box((0, 0), (4, 4)), half), (Box((0, 0), (4, 4)), wide)])},
+        source,
+    )
     assert torch.equal(half, value.bfloat16().half()) and torch.equal(wide, value.bfloat16().float())
     load({"model.w": exact}, source, complete=("model.",), instead={"model.w": "optimizer.master.w"})
     assert torch.equal(exact, value.double())
@@ -207,7 +210,7 @@ def test_all_ranks_hear_what_one_rank_misses(world: Worlds, tmp_path: Path) -> N
 def open_here(folder: Path) -> tuple[int, list[str]] | str:
     """On every rank: the iteration that is found sound and what was refused, or the error."""
     try:
-        result, refused = open_sound(candidates(folder), mesh_of(ALONE).world)
+        result, refused = open_valid(candidates(folder), mesh_of(ALONE).world)
     except CheckpointError as error:
         return str(error)
     return result.commit.iteration, refused
@@ -242,7 +245,7 @@ def open_own_folder(folder: Path) -> str:
     """On every rank: a folder of its own, as where a disk is not shared."""
     mesh = mesh_of(ALONE)
     try:
-        open_sound(candidates(folder / str(mesh.world.rank % 2)), mesh.world)
+        open_valid(candidates(folder / str(mesh.world.rank % 2)), mesh.world)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -297,7 +300,7 @@ def test_a_disk_that_cannot_read_is_told_and_not_the_end_of_the_process(tmp_path
         save_at(tmp_path, iteration)
     files = Faulty("" if on == "fetch" else "iter_0000002/rank", fault=BROKEN, on=on)
     with pytest.raises(CheckpointError, match="rank_00000.safetensors cannot be read: Input/output error"):
-        open_sound(candidates(tmp_path, 2), files=files)
+        open_valid(candidates(tmp_path, 2), files=files)
 
 
 def test_a_box_that_one_piece_holds_is_read_without_a_copy(tmp_path: Path) -> None:
@@ -308,7 +311,7 @@ def test_a_box_that_one_piece_holds_is_read_without_a_copy(tmp_path: Path) -> No
 
 def save_with_a_hole(folder: Path) -> None:
     save(
-        {"a": Placed((4,), torch.float32, [(Box((0,), (2,)), torch.ones(2))])},
+        {"a": ShardedTensor((4,), torch.float32, [(Box((0,), (2,)), torch.ones(2))])},
         folder,
         1,
         Description({}, 1),

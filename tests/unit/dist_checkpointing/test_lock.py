@@ -85,7 +85,7 @@ def test_a_second_job_is_told_whose_the_folder_is_and_succeeds_one_that_was_kill
     first.wait()
     lock = FolderLock(tmp_path)
     assert f"taken over from a job that has ended without a word: process {first.pid}" in lock.acquire()
-    lock.demand()
+    lock.check_ownership()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -132,9 +132,9 @@ def test_an_owner_finds_out_that_it_was_taken_over_and_leaves_its_successors_loc
     former.acquire()
     assert later.acquire() == "", "the same process may have it again"
     with pytest.raises(CheckpointError, match="another job has taken --save .* over"):
-        former.demand()
+        former.check_ownership()
     former.release()
-    later.demand()
+    later.check_ownership()
     later.release()
 
 
@@ -142,7 +142,7 @@ def test_a_lock_that_somebody_removed_is_put_back(tmp_path: Path) -> None:
     lock = quick(tmp_path / "folder")
     lock.acquire()
     (tmp_path / "folder" / LOCK).unlink()
-    lock.demand()
+    lock.check_ownership()
     assert (tmp_path / "folder" / LOCK).is_file()
     lock.release()
 
@@ -155,7 +155,7 @@ def test_a_lock_that_nobody_can_read_is_watched_like_another(tmp_path: Path, con
         (tmp_path / LOCK).write_bytes(content)
     lock = quick(tmp_path)
     lock.acquire()
-    lock.demand()
+    lock.check_ownership()
     lock.release()
 
 
@@ -168,7 +168,7 @@ def test_a_file_system_without_hard_links_has_locks_too(
     monkeypatch.setattr(os, "link", refused)
     lock = quick(tmp_path)
     lock.acquire()
-    lock.demand()
+    lock.check_ownership()
     monkeypatch.undo()
     second = start(tmp_path)
     go(second)

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing import saver as saver_module
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.files import DISK
-from megatron.core.dist_checkpointing.load import load, open_sound
+from megatron.core.dist_checkpointing.load import load, open_valid
 from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules, save
 from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates, complete_iterations
 from tests.helpers.world import Worlds
@@ -37,7 +37,7 @@ def state_of(value: float) -> dict[str, Any]:
 def loaded(folder: Path, step: int | None = None) -> float:
     """The one number that everything in a checkpoint is."""
     target: dict[str, Any] = {**state_of(-1.0), "run.progress": None}
-    values = load(target, open_sound(candidates(folder, step))[0])
+    values = load(target, open_valid(candidates(folder, step))[0])
     (value,) = values["run.progress"]["value"]
     assert bool((target["model.a"] == value).all()) and bool((target["model.b"] == value).all())
     return value
@@ -99,7 +99,7 @@ def test_the_plan_is_made_anew_when_the_tensors_change(tmp_path: Path) -> None:
     ):
         saver.start(state, iteration, ABOUT)
         assert saver.finish().problems == ()
-        assert set(open_sound(candidates(tmp_path))[0].formats) == {name for name in state if name.startswith("model.")}
+        assert set(open_valid(candidates(tmp_path))[0].formats) == {name for name in state if name.startswith("model.")}
 
 
 def test_a_machine_without_the_memory_for_a_copy_saves_while_training_waits_and_says_so(

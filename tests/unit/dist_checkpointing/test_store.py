@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.store import CheckpointError, Description
 
 
 def save(folder: Path, iteration: int, **values: object) -> Path:
-    store.collect(folder)
-    made = store.begin(folder, iteration, "0" * 32)
+    store.clean_up(folder)
+    made = store.begin_save(folder, iteration, "0" * 32)
     (made / "data").write_text(str(iteration))
     step, note = store.commit(
         folder, iteration, save="0" * 32, manifest=b"{}", sizes={}, description=Description(values, world_size=2)
@@ -33,26 +33,30 @@ def save(folder: Path, iteration: int, **values: object) -> Path:
 
 
 def retain(folder: Path, saved: int, interval: int | None = None, keep_last: int | None = None) -> list[int]:
-    gone = store.doomed(folder, saved=saved, interval=interval, keep_last=keep_last)
-    assert store.retain(folder, gone) == ""
+    gone = store.expired_checkpoints(folder, saved=saved, interval=interval, keep_last=keep_last)
+    assert store.delete_checkpoints(folder, gone) == ""
     return sorted(step.iteration for step in gone)
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
-    made = store.begin(tmp_path, 100, "f" * 32)
-    assert made.parent == tmp_path and store.complete_iterations(tmp_path) == [] and store.newest(tmp_path) is None
+    made = store.begin_save(tmp_path, 100, "f" * 32)
+    assert (
+        made.parent == tmp_path
+        and store.complete_iterations(tmp_path) == []
+        and store.newest_iteration(tmp_path) is None
+    )
     target = save(tmp_path, 100, a=1)
     assert target == tmp_path / "iter_0000100" and not made.exists(), "another save is over, its remains are collected"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "100"
-    assert store.newest(tmp_path) == 100 and store.tracked(tmp_path) == 100
+    assert store.newest_iteration(tmp_path) == 100 and store.tracker_iteration(tmp_path) == 100
     assert store.describe(target) == Description({"a": 1}, world_size=2)
 
 
 def test_a_save_that_died_is_neither_loaded_nor_left_behind(tmp_path: Path) -> None:
     save(tmp_path, 100)
-    remains = store.begin(tmp_path, 200, "f" * 32)
+    remains = store.begin_save(tmp_path, 200, "f" * 32)
     (remains / "data").write_text("half")
-    assert store.newest(tmp_path) == 100
+    assert store.newest_iteration(tmp_path) == 100
     save(tmp_path, 300)
     assert not remains.exists() and store.complete_iterations(tmp_path) == [100, 300]
 
@@ -69,7 +73,7 @@ def test_the_newest_is_what_was_committed_last_even_after_going_back(tmp_path: P
         save(tmp_path, iteration)
     assert [step.iteration for step in store.candidates(tmp_path)] == [150, 300, 200, 100]
     save(tmp_path, 200)
-    assert store.newest(tmp_path) == 200 and store.complete_iterations(tmp_path) == [100, 150, 200, 300]
+    assert store.newest_iteration(tmp_path) == 200 and store.complete_iterations(tmp_path) == [100, 150, 200, 300]
 
 
 @pytest.mark.parametrize("text", ["100", "", "rubbish", "150", "-1", "\u00e9", None])
@@ -80,13 +84,13 @@ def test_the_tracker_is_a_hint_and_decides_nothing(tmp_path: Path, text: str | N
     tracker.unlink()
     if text is not None:
         tracker.write_text(text, encoding="utf-8")
-    assert store.newest(tmp_path) == 10_000_000
+    assert store.newest_iteration(tmp_path) == 10_000_000
 
 
 def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(CheckpointError, match="holds no complete one"):
-        store.find(tmp_path)
+        store.find_checkpoint(tmp_path)
 
 
 def test_folders_that_lost_their_commit_are_an_error_and_no_fresh_start(tmp_path: Path) -> None:
@@ -96,16 +100,16 @@ def test_folders_that_lost_their_commit_are_an_error_and_no_fresh_start(tmp_path
         CheckpointError,
         match="holds no complete checkpoint\n.*iter_0000100 is no complete checkpoint: it has no commit.txt",
     ):
-        store.find(tmp_path)
+        store.find_checkpoint(tmp_path)
 
 
 def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
-    assert store.find(tmp_path, 100).iteration == 100 and store.find(tmp_path).iteration == 200
-    assert store.find(tmp_path / "none") is None
+    assert store.find_checkpoint(tmp_path, 100).iteration == 100 and store.find_checkpoint(tmp_path).iteration == 200
+    assert store.find_checkpoint(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="--ckpt-step 150: .* it has: 100, 200"):
-        store.find(tmp_path, 150)
+        store.find_checkpoint(tmp_path, 150)
 
 
 def test_a_required_iteration_must_be_the_newest(tmp_path: Path) -> None:
@@ -175,7 +179,7 @@ def test_a_save_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_pat
         with pytest.raises(ConfigError, match=rf"--save {folder} cannot be written: (File exists|Not a directory)"):
             store.check_writable(folder)
     with pytest.raises(CheckpointError, match="cannot be made"):
-        store.begin(tmp_path / "file", 100, "0" * 32)
+        store.begin_save(tmp_path / "file", 100, "0" * 32)
     if os.geteuid() != 0:  # root may write everywhere
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(ConfigError, match="Permission denied"):
@@ -262,18 +266,18 @@ def test_an_error_shows_its_first_problems_and_counts_the_rest() -> None:
 def test_a_folder_that_lacks_what_was_written_is_not_committed(
     tmp_path: Path, spoil: Callable[[Path], None], said: str
 ) -> None:
-    made = store.begin(tmp_path, 5, "0" * 32)
+    made = store.begin_save(tmp_path, 5, "0" * 32)
     for rank in (0, 1):
         (made / f"rank_0000{rank}.safetensors").write_text("abc")
     spoil(made / "rank_00001.safetensors")
     sizes = {f"rank_0000{rank}.safetensors": 3 for rank in (0, 1)}
     with pytest.raises(CheckpointError, match="does another job write into this folder") as refused:
         store.commit(tmp_path, 5, save="0" * 32, manifest=b"{}", sizes=sizes, description=Description({}, world_size=2))
-    assert list(refused.value.problems) == [said] and store.newest(tmp_path) is None
+    assert list(refused.value.problems) == [said] and store.newest_iteration(tmp_path) is None
 
 
 def test_remains_lose_their_name_before_their_files(tmp_path: Path) -> None:
-    remains = store.begin(tmp_path, 5, "f" * 32)
+    remains = store.begin_save(tmp_path, 5, "f" * 32)
     (remains / "data").write_text("")
 
     class Stuck(Disk):
@@ -282,9 +286,9 @@ def test_remains_lose_their_name_before_their_files(tmp_path: Path) -> None:
         def remove(self, path: Path) -> None:
             raise OSError(5, "no")
 
-    store.collect(tmp_path, files=Stuck())
+    store.clean_up(tmp_path, files=Stuck())
     assert not remains.exists() and (remains.with_suffix(".gone") / "data").exists()
-    store.collect(tmp_path)
+    store.clean_up(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -304,9 +308,9 @@ def test_what_stands_in_the_place_of_a_checkpoint_goes_and_what_a_link_leads_to_
         os.mkfifo(place)
     else:
         place.write_text("")
-    assert store.walk(tmp_path / "save").steps == ()
+    assert store.scan_folder(tmp_path / "save").steps == ()
     save(tmp_path / "save", 5)
-    assert store.newest(tmp_path / "save") == 5 and (other / "precious").exists()
+    assert store.newest_iteration(tmp_path / "save") == 5 and (other / "precious").exists()
     assert sorted(path.name for path in place.parent.iterdir()) == ["iter_0000005", store.TRACKER]
 
 
@@ -315,11 +319,11 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path
     save(tmp_path, 5)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    assert store.tracked(tmp_path) == (None if name == store.TRACKER else 5)
-    result = store.walk(tmp_path)
+    assert store.tracker_iteration(tmp_path) == (None if name == store.TRACKER else 5)
+    result = store.scan_folder(tmp_path)
     assert bool(result.steps) == (not name.endswith(store.COMMIT))
     if name.endswith(store.CONFIG):
         with pytest.raises(CheckpointError, match="config.json cannot be read: it is no file"):
             store.describe(tmp_path / "iter_0000005")
     save(tmp_path, 6)
-    assert store.tracked(tmp_path) == 6
+    assert store.tracker_iteration(tmp_path) == 6

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_parameter, placed_segment, placed_tensor, put
+from megatron.core.dist_checkpointing.tree import (
+    ShardedTensor,
+    Tree,
+    add_to_tree,
+    replicated_tensor,
+    sharded_optimizer_state,
+    sharded_parameter,
+)
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant
 from tests.unit.dist_checkpointing.held import MARKER, local_tensor, specs, whole_tensor
@@ -29,7 +36,7 @@ def mesh_at(tp: int, rank: int) -> Mesh:
     return replace(Mesh.single(), tp=Axis("tp", tp, rank, tuple(range(tp))))
 
 
-def spread(placed: Placed) -> Tensor:
+def spread(placed: ShardedTensor) -> Tensor:
     """The global tensor as far as it is held, NaN elsewhere."""
     result = torch.full(placed.shape, float("nan"))
     for box, tensor in placed.pieces:
@@ -51,7 +58,7 @@ def test_flat_ranges_of_cut_parameters_land_on_their_global_elements() -> None:
         for spec in specs(seed, tp):
             local = local_tensor(spec, "weight", mesh)
             low, high = sorted((choose.randint(0, local.numel()), choose.randint(0, local.numel())))
-            placed = placed_segment(Flat(spec, tuple(local.shape), low, high), local.flatten()[low:high], mesh)
+            placed = sharded_optimizer_state(Flat(spec, tuple(local.shape), low, high), local.flatten()[low:high], mesh)
             # Global values are distinct, so an element of the range is found again by its value.
             whole = whole_tensor(spec.name, "weight", spec.shape)
             mine = torch.isin(whole, local.flatten()[low:high])
@@ -71,7 +78,7 @@ def test_parameters_are_placed_without_their_padding() -> None:
         mesh = mesh_at(4, rank)
         param = nn.Parameter(local_tensor(spec, "weight", mesh))
         param.spec = spec  # type: ignore[attr-defined]
-        placed = placed_parameter(param, mesh)
+        placed = sharded_parameter(param, mesh)
         assert placed.shape == (5, 2)
         assert not any((tensor == MARKER).any() for _, tensor in placed.pieces)
         held.append([(box.offset, box.shape) for box, _ in placed.pieces])
@@ -81,16 +88,16 @@ def test_parameters_are_placed_without_their_padding() -> None:
 def test_pieces_are_views_that_a_load_can_write_into() -> None:
     spec = specs(0, 1)[0]
     tensor = torch.zeros(math.prod(spec.shape))
-    for _, view in placed_segment(Flat(spec, spec.shape, 0, tensor.numel()), tensor, Mesh.single()).pieces:
+    for _, view in sharded_optimizer_state(Flat(spec, spec.shape, 0, tensor.numel()), tensor, Mesh.single()).pieces:
         view.fill_(2.0)
     assert torch.equal(tensor, torch.full_like(tensor, 2.0))
     scalar = torch.tensor(1.0)
-    placed_tensor(scalar).pieces[0][1].fill_(5.0)
+    replicated_tensor(scalar).pieces[0][1].fill_(5.0)
     assert scalar == 5.0
 
 
 def test_a_name_held_twice_keeps_both_pieces() -> None:
     tree, first, second = Tree(), torch.zeros(3), torch.zeros(3)
-    put(tree, "a", placed_tensor(first))
-    put(tree, "a", placed_tensor(second))
+    add_to_tree(tree, "a", replicated_tensor(first))
+    add_to_tree(tree, "a", replicated_tensor(second))
     assert [tensor.data_ptr() for _, tensor in tree["a"].pieces] == [first.data_ptr(), second.data_ptr()]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan, shard, store
 from megatron.core.dist_checkpointing.files import DISK, Files
-from megatron.core.dist_checkpointing.load import load, open_sound
+from megatron.core.dist_checkpointing.load import load, open_valid
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
-from megatron.core.dist_checkpointing.saved import Saved
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint
 from megatron.core.dist_checkpointing.store import Description, SavedStep
-from megatron.core.dist_checkpointing.tree import Placed, Tree
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel.boxes import Box
 
 SHAPES = {"model.cut": (4, 3), "model.whole": (5,), "optimizer.step": ()}
@@ -33,7 +33,7 @@ def states(version: int) -> list[Tree]:
     return [
         {
             **whole,
-            "model.cut": Placed((4, 3), torch.float32, [(Box((row, 0), (2, 3)), cut[row : row + 2])]),
+            "model.cut": ShardedTensor((4, 3), torch.float32, [(Box((row, 0), (2, 3)), cut[row : row + 2])]),
             "run.version": version,
         }
         for row in (0, 2)
@@ -44,11 +44,11 @@ def save_as_two(
     folder: Path, iteration: int, version: int, *, keep_last: int | None = None, files: Files = DISK
 ) -> SavedStep:
     """What `Saver` does on two ranks, one rank after the other."""
-    ranks = [plan.placed(state) for state in states(version)]
-    shares = plan.share_out([plan.offers(tensors) for tensors in ranks])
+    ranks = [plan.sharded_tensors(state) for state in states(version)]
+    shares = plan.assign_writers([plan.write_candidates(tensors) for tensors in ranks])
     identity = f"{version:08x}" * 4
-    store.collect(folder, save=identity, files=files)
-    made = store.begin(folder, iteration, identity, files=files)
+    store.clean_up(folder, save=identity, files=files)
+    made = store.begin_save(folder, iteration, identity, files=files)
     hashes = []
     for rank, (tensors, share) in enumerate(zip(ranks, shares, strict=True)):
         header = plan.file_header(rank, share, save=identity, iteration=iteration)
@@ -57,7 +57,7 @@ def save_as_two(
             for offer in share
         ]
         hashes.append(shard.write_shard(files, made / file_name(rank), header, memory))
-    facts, tensors = plan.described(shares, hashes, save=identity, iteration=iteration)
+    facts, tensors = plan.manifest_entries(shares, hashes, save=identity, iteration=iteration)
     text = Manifest(identity, iteration, facts, tensors, {"run.version": version}).text()
     step, note = store.commit(
         folder,
@@ -69,8 +69,8 @@ def save_as_two(
         files=files,
     )
     assert note == "", note
-    doomed = store.doomed(folder, saved=iteration, interval=None, keep_last=keep_last, files=files)
-    assert store.retain(folder, doomed, files=files) == ""
+    doomed = store.expired_checkpoints(folder, saved=iteration, interval=None, keep_last=keep_last, files=files)
+    assert store.delete_checkpoints(folder, doomed, files=files) == ""
     return step
 
 
@@ -79,11 +79,11 @@ def version_in(folder: Path, *, files: Files = DISK, step: int | None = None) ->
     steps = store.candidates(folder, step, files=files)
     if not steps:
         return None
-    saved, _ = open_sound(steps, files=files)
+    saved, _ = open_valid(steps, files=files)
     return saved.commit.iteration, checked(saved)
 
 
-def checked(saved: Saved) -> int:
+def checked(saved: SavedCheckpoint) -> int:
     """The version that a checkpoint holds, if it holds all of it."""
     result: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     version = load({**result, "run.version": None}, saved, complete=("",))["run.version"]

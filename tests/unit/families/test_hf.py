@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.rewrite import Cast
+from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
@@ -70,7 +70,7 @@ def test_boxes_of_a_parameter_are_parts_of_the_whole(llama: Path) -> None:
 
 def test_only_one_whole_tensor_is_in_memory_while_a_folder_is_written(tmp_path: Path) -> None:
     source = Made(LLAMA)
-    hf.export(Cast(source, torch.bfloat16), tmp_path / "out")
+    hf.export(CastSource(source, torch.bfloat16), tmp_path / "out")
     assert source.most == 0, f"{source.most} tensors were still held when the next was read"
 
 
@@ -288,14 +288,14 @@ def test_a_source_that_is_not_the_network_of_its_settings_is_refused(tmp_path: P
 
 
 def test_weights_change_their_dtype_when_asked_and_not_when_it_cannot_hold_them(tmp_path: Path) -> None:
-    hf.export(Cast(Made(LLAMA), torch.bfloat16), tmp_path / "half")
+    hf.export(CastSource(Made(LLAMA), torch.bfloat16), tmp_path / "half")
     found, expected = hf.open_folder(tmp_path / "half"), Made(LLAMA)
     box = whole_box((32, 16))
     assert torch.equal(found.read(QKV, box), expected.read(QKV, box).bfloat16())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     rewrite(one_file(tmp_path / "large", LLAMA), lambda tensors: tensors["model.norm.weight"].fill_(7e4))
     with pytest.raises(CheckpointError, match="final_layernorm.weight has values that float16 cannot hold"):
-        hf.export(Cast(hf.open_folder(tmp_path / "large"), torch.float16), tmp_path / "out")
+        hf.export(CastSource(hf.open_folder(tmp_path / "large"), torch.float16), tmp_path / "out")
 
 
 def test_keys_of_a_folder_of_the_same_class_and_another_model_type_are_kept(llama: Path, tmp_path: Path) -> None:

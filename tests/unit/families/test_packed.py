@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.rewrite import Cast
+from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
@@ -225,7 +225,7 @@ def test_a_network_that_was_published_in_eight_bits_is_read(tmp_path: Path) -> N
 
 
 def test_the_biases_of_experts_stay_fp32_whatever_the_weights_become() -> None:
-    cast = Cast(Made(DEEPSEEK), torch.bfloat16)
+    cast = CastSource(Made(DEEPSEEK), torch.bfloat16)
     wide = [name for name, one in cast.formats.items() if one.dtype == torch.float32]
     assert wide == ["model.decoder.layers.1.mlp.router.expert_bias"]
     assert cast.read(wide[0], whole_box((4,))).dtype == torch.float32

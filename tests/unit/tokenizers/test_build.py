@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.tokenizers.base import around, flat, marked
+from megatron.core.tokenizers.base import flatten_ids, tokenize_around_special, with_prefix_and_suffix
 from megatron.core.tokenizers.build import (
     KINDS,
     READS,
     ByteTokenizer,
     NullTokenizer,
     build_tokenizer,
-    size_before_a_run,
+    expected_vocab_size,
 )
 
 
@@ -182,7 +182,7 @@ def test_a_chat_template_is_given_as_text_or_as_a_file(tmp_path):
     st.lists(st.integers(20, 29), max_size=2),
 )
 def test_what_is_put_around_texts_stands_around_each(texts, before, after):
-    ids, lengths = around(before, *flat(texts), after)
+    ids, lengths = with_prefix_and_suffix(before, *flatten_ids(texts), after)
     expected = [[*before, *text, *after] for text in texts]
     assert ids.tolist() == [token for text in expected for token in text] and lengths.tolist() == list(
         map(len, expected)
@@ -197,17 +197,17 @@ def test_names_of_special_tokens_are_found_the_longest_first(text, expected):
     def spell(part):
         return [60 if letter == "<" else ord(letter) - 96 for letter in part]
 
-    assert marked(text, {"<e>": 9, "<e>f": 8, "e>b": 7}, spell) == expected
+    assert tokenize_around_special(text, {"<e>": 9, "<e>f": 8, "e>b": 7}, spell) == expected
 
 
 def test_before_a_run_the_size_is_that_of_the_files_or_gpt_2s(tmp_path: Path) -> None:
     data = Path(__file__).resolve().parents[3] / "examples" / "data"
     files = {"vocab_file": str(data / "demo-vocab.json"), "merge_file": str(data / "demo-merges.txt")}
-    assert size_before_a_run(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files)) == (
+    assert expected_vocab_size(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files)) == (
         len(json.loads((data / "demo-vocab.json").read_text())),
         "",
     )
-    assert size_before_a_run(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)) == (99, "")
+    assert expected_vocab_size(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)) == (99, "")
     for config, word in (
         (TokenizerConfig(), "no file"),
         (TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="away.json"), "away.json: not here"),
@@ -216,5 +216,5 @@ def test_before_a_run_the_size_is_that_of_the_files_or_gpt_2s(tmp_path: Path) ->
             "demo-vocab.json",
         ),
     ):
-        size, doubt = size_before_a_run(config)
+        size, doubt = expected_vocab_size(config)
         assert size == 50257 and word in doubt

@@ -17,7 +17,7 @@ from transformers import GPT2TokenizerFast
 
 from megatron.core.tokenizers import engines
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
-from megatron.core.tokenizers.bytelevel import MergesSource, byte_of_letter
+from megatron.core.tokenizers.bytelevel import MergesSource, byte_of_character
 from megatron.core.tokenizers.sample import DIFFICULT
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "data"
@@ -133,7 +133,7 @@ def test_an_engine_that_deviates_on_one_kind_of_text_is_refused_by_its_name(kind
         wrong = np.repeat([text == DIFFICULT[kind] for text in texts], lengths)
         return ids + wrong, lengths
 
-    engine, sentence = engines.fastest({"gigatoken": lambda: deviating}, reference, "tokenizers")
+    engine, sentence = engines.choose_engine({"gigatoken": lambda: deviating}, reference, "tokenizers")
     assert engine is reference and sentence.endswith(f"gigatoken gives other ids for {kind}")
 
 
@@ -141,7 +141,7 @@ def test_an_engine_that_cannot_be_built_is_passed_over():
     def broken():
         raise RuntimeError("no such pattern")
 
-    _, sentence = engines.fastest({"gigatoken": broken}, built(DEMO)["tokenizers"], "tokenizers")
+    _, sentence = engines.choose_engine({"gigatoken": broken}, built(DEMO)["tokenizers"], "tokenizers")
     assert sentence.endswith("gigatoken cannot be used: no such pattern")
 
 
@@ -161,7 +161,7 @@ def merges_of_few_letters(draw):
 def test_ranks_stand_for_merges_only_when_they_give_the_same_ids(merges, texts):
     merges = list(dict.fromkeys(merges))
     vocab = {
-        token: number for number, token in enumerate([*byte_of_letter(), *dict.fromkeys(a + b for a, b in merges)])
+        token: number for number, token in enumerate([*byte_of_character(), *dict.fromkeys(a + b for a, b in merges)])
     }
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -179,7 +179,7 @@ def test_trained_merges_have_ranks():
 
 def test_a_token_that_its_merges_cannot_reach_keeps_ranks_out():
     # b c is joined first, so that a b c never becomes abc, as ranks would have it.
-    vocab = {letter: number for number, letter in enumerate(byte_of_letter())}
+    vocab = {letter: number for number, letter in enumerate(byte_of_character())}
     vocab |= {"bc": 256, "ab": 257, "abc": 258, "<|endoftext|>": 259}
     tokenizer = _written(vocab, ["b c", "a b", "ab c"])
     assert tokenizer.source.ranks is None
@@ -206,7 +206,9 @@ def _written(vocab, merges):
 )
 def test_merges_that_the_proof_leaves_out_keep_ranks_out(merges, text, expected):
     made = [merge.replace(" ", "") for merge in merges]
-    vocab = {token: number for number, token in enumerate(dict.fromkeys([*byte_of_letter(), *made, "<|endoftext|>"]))}
+    vocab = {
+        token: number for number, token in enumerate(dict.fromkeys([*byte_of_character(), *made, "<|endoftext|>"]))
+    }
     tokenizer = _written(vocab, merges)
     assert tokenizer.source.ranks is None and not tokenizer.engine.startswith("text is encoded by tiktoken")
     assert [tokenizer.id_to_token(token) for token in tokenizer.tokenize(text)] == expected

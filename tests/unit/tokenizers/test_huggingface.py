@@ -117,7 +117,7 @@ def test_special_tokens_in_text_are_text_unless_a_programme_wrote_it(tmp_path):
     tokenizer = HuggingFaceTokenizer(folder)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     text = "one<|endoftext|></s> two"
-    assert tokenizer.tokenize_marked(text) == theirs(text, add_special_tokens=False).input_ids
+    assert tokenizer.tokenize_with_special(text) == theirs(text, add_special_tokens=False).input_ids
     assert not {tokenizer.bos, 0} & set(tokenizer.tokenize(text)[1:-1])
     assert (
         tokenizer.tokenize("")[0] == tokenizer.bos
@@ -136,7 +136,7 @@ def test_the_settings_beside_it_name_the_special_tokens_and_the_template(tmp_pat
         additional_special_tokens=["</s>"],
     )
     tokenizer = HuggingFaceTokenizer(folder)
-    end = tokenizer.tokenize_marked("</s>")
+    end = tokenizer.tokenize_with_special("</s>")
     assert (tokenizer.eod, tokenizer.eos, tokenizer.pad) == (0, 0, None) and tokenizer.chat_template == "{{ messages }}"
     assert list(tokenizer.additional_special_tokens_ids) == end and set(tokenizer.special_ids) == {
         0,
@@ -200,7 +200,7 @@ def test_half_of_a_surrogate_pair_is_refused(tmp_path):
     tokenizer = HuggingFaceTokenizer(saved(byte_level(), tmp_path / "tokenizer"))
     for call in (
         tokenizer.tokenize,
-        tokenizer.tokenize_marked,
+        tokenizer.tokenize_with_special,
         tokenizer.spans,
         lambda text: tokenizer.encode_flat(["a", text]),
     ):

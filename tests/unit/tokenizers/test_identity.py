@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import digest, fingerprint
+from megatron.core.tokenizers.base import fingerprint, hash_parts
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.bytelevel import bytes_of
+from megatron.core.tokenizers.bytelevel import token_bytes
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "data"
 VOCAB, MERGES = DATA / "demo-vocab.json", DATA / "demo-merges.txt"
@@ -45,7 +45,7 @@ def as_ranks(folder):
     path = folder / "demo.tiktoken"
     vocab = {token: number for token, number in json.loads(VOCAB.read_text("utf-8")).items() if number}
     path.write_text(
-        "".join(f"{base64.b64encode(bytes_of(token)).decode()} {number}\n" for token, number in vocab.items())
+        "".join(f"{base64.b64encode(token_bytes(token)).decode()} {number}\n" for token, number in vocab.items())
     )
     return path
 
@@ -119,4 +119,4 @@ def test_whatever_changes_ids_changes_the_hash(tmp_path):
     "left, right", [([b"ab", b"c"], [b"a", b"bc"]), ([b"", b"a"], [b"a", b""]), ([b"a"], [b"a", b""])]
 )
 def test_a_digest_knows_where_parts_end(left, right):
-    assert digest(left) != digest(right)
+    assert hash_parts(left) != hash_parts(right)

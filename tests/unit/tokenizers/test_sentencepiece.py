@@ -90,7 +90,7 @@ def test_the_named_kind_adds_megatrons_tokens_behind_the_model():
         tokenizer.additional_special_tokens_ids == (rows + 5, rows + 6, rows + 7) and tokenizer.vocab_size == rows + 8
     )
     text = "Call me"
-    assert tokenizer.tokenize_marked(f"<CLS>{text}<extra_id_1>") == [rows, *tokenizer.tokenize(text), rows + 6]
+    assert tokenizer.tokenize_with_special(f"<CLS>{text}<extra_id_1>") == [rows, *tokenizer.tokenize(text), rows + 6]
     assert max(tokenizer.tokenize("<CLS> <EOD> <extra_id_1> </s>")) < rows
     assert tokenizer.detokenize([rows, *tokenizer.tokenize(text), rows + 2, rows + 99]) == "<CLS>Call me<EOD>"
 
@@ -116,7 +116,7 @@ def test_half_of_a_surrogate_pair_is_refused():
     tokenizer = build("Llama2Tokenizer", LLAMA)
     for call in (
         tokenizer.tokenize,
-        tokenizer.tokenize_marked,
+        tokenizer.tokenize_with_special,
         tokenizer.spans,
         lambda text: tokenizer.encode_flat(["a", text]),
     ):

@@ -73,10 +73,10 @@ def test_special_tokens_take_the_first_ids_and_end_documents(json_file):
     tokenizer = TikTokenizer(json_file, "v2", num_special=1000, vocab_size=2000)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos, tokenizer.eod) == (2000, 1, 2, 2)
     assert (tokenizer.mask, tokenizer.pad, tokenizer.cls, tokenizer.sep) == (3, 4, 5, 6)
-    assert tokenizer.id_to_token(17) == "<SPECIAL_17>" and tokenizer.tokenize_marked("</s>") == [2]
+    assert tokenizer.id_to_token(17) == "<SPECIAL_17>" and tokenizer.tokenize_with_special("</s>") == [2]
     assert 2 not in tokenizer.tokenize("</s>") and 4 not in tokenizer.special_ids
     local = TikTokenizer(json_file, "v2", num_special=4, names=["<s>", "</s>", "<unk>", "<|im_end|>"])
-    assert (local.bos, local.eod, local.pad, local.tokenize_marked("a<|im_end|>")[-1]) == (0, 1, None, 3)
+    assert (local.bos, local.eod, local.pad, local.tokenize_with_special("a<|im_end|>")[-1]) == (0, 1, None, 3)
 
 
 def test_the_plain_file_of_gpt2_is_gpt2():

@@ -64,7 +64,7 @@ def test_begin_end_and_sentinels_follow_the_vocabulary():
     assert (tokenizer.bos, tokenizer.eos, tokenizer.eod) == (size, size + 1, size + 1)
     assert tokenizer.additional_special_tokens_ids == tuple(range(size + 2, size + 102))
     assert tokenizer.vocab_size == size + 102 and tokenizer.id_to_token(size + 101) == "<extra_id_99>"
-    assert tokenizer.tokenize_marked("[CLS]a<extra_id_7>[SEP]") == [2, *tokenizer.tokenize("a"), size + 9, 3]
+    assert tokenizer.tokenize_with_special("[CLS]a<extra_id_7>[SEP]") == [2, *tokenizer.tokenize("a"), size + 9, 3]
     assert not {2, 3, 4} & set(tokenizer.tokenize("[CLS] [SEP] [MASK]"))
 
 
@@ -108,7 +108,7 @@ def test_half_of_a_surrogate_pair_is_refused():
     tokenizer = BertWordPieceTokenizer(DEMO, lower_case=True)
     for call in (
         tokenizer.tokenize,
-        tokenizer.tokenize_marked,
+        tokenizer.tokenize_with_special,
         tokenizer.spans,
         lambda text: tokenizer.encode_flat(["a", text]),
     ):

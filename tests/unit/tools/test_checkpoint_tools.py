@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from megatron.core.dist_checkpointing.saved import Saved, open_saved
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
 from megatron.core.families import hf
 from megatron.core.families.megatron.export import write_legacy
 from megatron.tools.checkpoint import diff, export, inspect, reshard, verify
@@ -285,7 +285,7 @@ def test_weights_alone_and_in_another_dtype_are_a_checkpoint_that_can_be_tuned(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed(capsys, reshard, "--load", made, "--save", tmp_path / "weights", "--weights-only", "--dtype", "float32")
-    saved: Saved = open_saved(tmp_path / "weights" / "iter_0000002")
+    saved: SavedCheckpoint = open_saved(tmp_path / "weights" / "iter_0000002")
     assert all(name.startswith("model.") and one.dtype == torch.float32 for name, one in saved.formats.items())
     assert set(saved.values) == {"run.config", "run.progress", "run.tokenizer"}
     tuned = train_alone(

@@ -15,7 +15,7 @@ import torch
 
 from megatron.core.dist_checkpointing.files import Disk
 from megatron.core.dist_checkpointing.load import verify
-from megatron.core.dist_checkpointing.rewrite import Cast, rewrite
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
@@ -129,7 +129,7 @@ def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(
 
 def test_weights_get_the_dtype_that_is_asked_for(tool: ModuleType, folder: Path, tmp_path: Path) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--dtype", "float32", "--verify"])
-    same_tensors(open_saved(tmp_path / "own" / "iter_0000000"), Cast(hf.open_folder(folder), torch.float32))
+    same_tensors(open_saved(tmp_path / "own" / "iter_0000000"), CastSource(hf.open_folder(folder), torch.float32))
 
 
 def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -
         "optimizer.none": Format((0, 4), torch.float32),
     }
     source.values = {"run.progress": {"iteration": 7}}
-    rewrite(Cast(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3)
+    rewrite(CastSource(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3)
     saved = open_saved(tmp_path / "iter_0000007")
     assert len(saved.manifest.files) == 3 and saved.values == source.values and verify(saved) == []
     assert max(facts.size for facts in saved.manifest.files.values()) < 0.5 * saved.size
-    same_tensors(saved, Cast(source, torch.bfloat16))
+    same_tensors(saved, CastSource(source, torch.bfloat16))
     assert saved.formats["optimizer.exp_avg.x"].dtype == torch.float32
 
 

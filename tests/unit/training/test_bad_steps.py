@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.store import find
+from megatron.core.dist_checkpointing.store import find_checkpoint
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
@@ -54,7 +54,7 @@ def not_a_number(stage: GPTModel, output: Tensor) -> Tensor:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """The weights in the newest checkpoint of a folder."""
-    saved = open_saved(find(folder).folder)
+    saved = open_saved(find_checkpoint(folder).folder)
     return {
         name: saved.read(name, Box((0,) * len(found.shape), tuple(found.shape))).clone()
         for name, found in saved.formats.items()

@@ -602,4 +602,4 @@ def test_a_network_that_cannot_be_exported_is_told_and_saved(tmp_path: Path, cap
     with caplog.at_level(logging.WARNING, logger="tiny"):
         train_and_save(tmp_path / "save", export_hf=str(tmp_path / "hf"), async_save=False, squared_relu=True)
     assert "WAS NOT EXPORTED" in caplog.text and "--squared-relu" in caplog.text
-    assert store.newest(tmp_path / "save") == 2 and not (tmp_path / "hf").exists()
+    assert store.newest_iteration(tmp_path / "save") == 2 and not (tmp_path / "hf").exists()

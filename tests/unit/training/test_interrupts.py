@@ -86,7 +86,7 @@ def interrupted(script: str, flags: Sequence[str], after: Sequence[str], **envir
 
 def test_the_first_interrupt_saves_and_ends(tmp_path: Path) -> None:
     code, said = interrupted("pretrain_gpt.py", ["--save", str(tmp_path), "--log-interval", "5"], ["lm loss"])
-    assert code == 0 and "Traceback" not in said and store.newest(tmp_path), said
+    assert code == 0 and "Traceback" not in said and store.newest_iteration(tmp_path), said
     assert "SIGINT: the run ends after this step and saves; once more (Ctrl-C) ends it at once" in said
     assert "exiting program after receiving SIGINT" in said
 

@@ -318,7 +318,7 @@ def test_a_run_trains_and_saves_among_pipes_links_that_loop_and_full_disks(
     with pytest.raises(CheckpointError, match="names a checkpoint, but"):
         trained([*flags, "--load", str(tmp_path), "--train-iters", "2"])
     trained([*flags, "--train-iters", "2"])
-    assert saved(tmp_path) == [1, 2] and store.tracked(tmp_path) == 2
+    assert saved(tmp_path) == [1, 2] and store.tracker_iteration(tmp_path) == 2
     capsys.readouterr()
     trained([*flags, "--load", str(tmp_path), "--train-iters", "3", "--override-opt-param-scheduler"])
     assert saved(tmp_path) == [1, 2, 3]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.tree import Placed
+from megatron.core.dist_checkpointing.tree import ShardedTensor
 from megatron.core.parallel.boxes import Box
 from megatron.trust.parity.local_ranks import RankFailed, on_ranks
 from megatron.trust.parity.parity import Parity, compare
@@ -147,8 +147,8 @@ def alone(
         {"lm loss": loss},
         1.0,
         list(seen),
-        {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value)])},
-        {"fc.weight": Placed((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value.clone())])},
+        {"fc.weight": ShardedTensor((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value)])},
+        {"fc.weight": ShardedTensor((2, 2), value.dtype, [(Box((0, 0), (2, 2)), value.clone())])},
     )
     return ShortRun(0, {"tp": (0, 1), "cp": (0, 1), "dp": (0, 1), "pp": (0, 1), "ep": (0, 1)}, (step,))
 
@@ -171,7 +171,7 @@ def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely
                 [],
                 step.gradients,
                 {
-                    "fc.weight": Placed(
+                    "fc.weight": ShardedTensor(
                         (2, 2), torch.float64, [(Box((0, 0), (1, 2)), torch.ones(1, 2, dtype=torch.float64))]
                     )
                 },

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.config.flags import to_values
-from megatron.core.dist_checkpointing.tree import Placed
+from megatron.core.dist_checkpointing.tree import ShardedTensor
 from megatron.core.kernels.table import Need, select
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -105,7 +105,7 @@ def saved(one: Session) -> dict[str, str]:
     """What a save would hold now, as text."""
     found = {}
     for name, value in one.checkpoint.state().items():
-        if isinstance(value, Placed):
+        if isinstance(value, ShardedTensor):
             value = [(str(box), tensor.tolist()) for box, tensor in value.pieces]
         found[name] = str(value.tolist()) if isinstance(value, torch.Tensor) else json.dumps(value)
     return found
