@@ -160,7 +160,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "keys, values and their gradients stay where they are",
         (("cp2", "gpt"), ("cp4 mb2", "gqa2")),
-        ((ring, "collectives", collectives_with(start_shift=_keep_gradients_where_they_were_found)),),
+        ((ring, "collectives", collectives_with(start_ring_shift=_keep_gradients_where_they_were_found)),),
     ),
     Defect(
         "a window is one place short across the border of two chunks",
@@ -241,7 +241,7 @@ CONTEXT: tuple[Defect, ...] = (
         (
             (
                 attention,
-                "all_keys",
+                "gather_keys",
                 lambda k, mask, mesh: (k, dataclasses.replace(mask, length=None, key_places=mask.query_places)),
             ),
         ),

@@ -24,7 +24,10 @@ class Defect:
 
 
 def collectives_with(**replaced: Callable[..., Any]) -> SimpleNamespace:
-    """The collectives as one module sees them, some of them replaced."""
+    """The collectives as one module sees them, some of them replaced, all of which exist."""
+    assert not replaced.keys() - vars(collectives).keys(), (
+        f"no collective is called {replaced.keys() - vars(collectives).keys()}"
+    )
     return SimpleNamespace(**{**vars(collectives), **replaced})
 
 

@@ -225,12 +225,12 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "whole gradients are summed where columns were gathered",
         (("tp2 mb4", "mtp"), ("tp2 sp mb2", "mtp2")),
-        ((region, "collectives", collectives_with(gather_columns_then_cut=_GatherThenSum.apply)),),
+        ((region, "collectives", collectives_with(gather_columns_then_split=_GatherThenSum.apply)),),
     ),
     Defect(
         "columns are gathered in the wrong order",
         (("tp2 mb4", "mtp"),),
-        ((region, "collectives", collectives_with(gather_columns_then_cut=_columns_backwards)),),
+        ((region, "collectives", collectives_with(gather_columns_then_split=_columns_backwards)),),
     ),
     Defect(
         "states of two depths change places on their way to the head",

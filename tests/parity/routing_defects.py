@@ -107,6 +107,6 @@ ROUTING: tuple[Defect, ...] = (
     Defect(
         "forced balance goes by the place of a token on its rank",
         (("tp2 sp ep2 dp2", "moe-forced"),),
-        ((router, "collectives", collectives_with(cut=lambda tensor, axis: tensor.chunk(axis.size)[0])),),
+        ((router, "collectives", collectives_with(local_chunk=lambda tensor, axis: tensor.chunk(axis.size)[0])),),
     ),
 )

@@ -85,5 +85,5 @@ def test_equal_short_sequences_are_shared_out_evenly() -> None:
 
 
 def test_a_sequence_longer_than_all_ranks_hold_is_refused() -> None:
-    with pytest.raises(AssertionError, match="41 places does not fit on 4 ranks of 10"):
+    with pytest.raises(AssertionError, match="41 positions does not fit on 4 ranks of 10"):
         assign_sequences([41], ranks=4, limit=10)
