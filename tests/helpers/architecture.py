@@ -80,7 +80,7 @@ LATE_OWN = (
         ("megatron/training/cli/arguments.py", f"megatron.training.cli.preflight.{name}")
         for name in ("LOCAL", "preflight", "examine")
     ),
-    ("megatron/core/models/describe.py", "megatron.core.models.on_meta.held_parameters"),
+    ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
     ("megatron/tools/checkpoint/inspect.py", "megatron.trust.compare.foreign_contents.foreign_contents"),
     ("megatron/tools/check_config.py", "megatron.trust.flags.parameter_counts.check_build"),
