@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.flags import from_namespace
+from megatron.core.config.rules.engine import NEEDS, broken
+from megatron.core.config.rules.rule import Setting
 from megatron.core.config.settings.run import RequestedRun
-from megatron.rl.settings import RLConfig, problems
+from megatron.rl.settings import RLConfig, generation_config, problems
 from megatron.training.cli.arguments import parse_args
 
 
@@ -36,7 +38,12 @@ def defaults_of(words: Sequence[str]) -> Mapping[str, Any]:
 def rl_problems(args: Namespace, world_size: int) -> list[str]:
     """What is wrong between the flags of reinforcement learning and those of the run, a line each."""
     rl, requested = from_namespace(RLConfig, args), from_namespace(RequestedRun, args)
-    return list(problems(rl, requested.resolve(world_size)))
+    run = requested.resolve(world_size)
+    lines = list(problems(rl, run))
+    if rl.copies_network(run) and not any(rule.says(Setting(run, world_size)) for rule in NEEDS):
+        generating = broken(generation_config(run, rl.inference_sizes), world_size)
+        lines += [f"the network that generates: {message}" for _, message in generating]
+    return lines
 
 
 def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks: bool) -> tuple[Namespace, RLConfig]:

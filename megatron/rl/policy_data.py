@@ -37,8 +37,9 @@ from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.batches import Arrays, TrainedRollout
 from megatron.rl.environments.config import environment_of, read_environments
 from megatron.rl.policy_loss import PolicyLoss
+from megatron.rl.refit import Generator
 from megatron.rl.rollouts import Limits, Rollout, Task, play
-from megatron.rl.settings import RLConfig, reference_folder
+from megatron.rl.settings import RLConfig, generation_config, reference_folder
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.evaluate import resting
@@ -106,6 +107,13 @@ class PolicyData(StepHooks):
         self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
         self.environments = read_environments(str(rl.langrl_env_config))
         self._reference = _reference_trainer(trainer, rl)
+        self._generator = (
+            Generator(
+                trainer, generation_config(self.run.config, rl.inference_sizes), verify=rl.rl_verify_model_weights_swap
+            )
+            if rl.copies_network(self.run.config)
+            else None
+        )
         self._round: tuple[int, list[TrainedRollout]] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._informative = True
@@ -178,6 +186,8 @@ class PolicyData(StepHooks):
             return self._from_bank(file, first)
         with self.run.timers("rollouts", 1), resting(self.trainer):
             number = first // self.step.steps
+            if self._generator is not None:
+                self._generator.refit()
             if (interval := self.run.config.train.eval_interval) and self.rl.rl_prompts_per_eval:
                 if first // interval != (first - self.step.steps) // interval or not first:
                     self.evaluate()
@@ -205,7 +215,7 @@ class PolicyData(StepHooks):
 
     @property
     def _stages(self) -> list[GPTModel]:
-        return list(self.trainer.stages)  # type: ignore[arg-type]
+        return list(self.trainer.stages if self._generator is None else self._generator.stages)  # type: ignore[arg-type]
 
     @property
     def _limits(self) -> Limits:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.core.config.flags import flag, spelling
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -67,6 +68,23 @@ class RLConfig:
     rl_use_sequence_packing: bool = flag(
         False, "train on several rollouts in a row of --seq-length, which do not see each other"
     )
+    rl_inference_tensor_model_parallel_size: int | None = flag(
+        None,
+        "tensor size of the network that generates, a copy of its own then; left out: as in training",
+        metavar="SIZE",
+    )
+    rl_inference_pipeline_model_parallel_size: int | None = flag(
+        None, "pipeline size of the network that generates; left out: as in training", metavar="SIZE"
+    )
+    rl_inference_expert_model_parallel_size: int | None = flag(
+        None, "expert size of the network that generates; left out: as in training", metavar="SIZE"
+    )
+    rl_inference_expert_tensor_model_parallel_size: int | None = flag(
+        None, "expert-tensor size of the network that generates; left out: as in training", metavar="SIZE"
+    )
+    rl_verify_model_weights_swap: bool = flag(
+        False, "compare a hash of all weights after they were copied into the network that generates"
+    )
     rl_prompts_per_eval: int = flag(32, "held-out problems of each environment at each --eval-interval; 0: none")
     rl_rollout_bank_dir: str | None = flag(
         None, "folder of JSON lines of all rollouts; left out: SAVE/rollouts", metavar="FOLDER"
@@ -76,6 +94,40 @@ class RLConfig:
     def rollouts_per_round(self) -> int:
         """Answers sampled before the weights change."""
         return self.grpo_prompts_per_step * self.grpo_group_size
+
+    @property
+    def inference_sizes(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """Tensor, pipeline, expert and expert-tensor size of the network that generates; None: as in training."""
+        return (
+            self.rl_inference_tensor_model_parallel_size,
+            self.rl_inference_pipeline_model_parallel_size,
+            self.rl_inference_expert_model_parallel_size,
+            self.rl_inference_expert_tensor_model_parallel_size,
+        )
+
+    def copies_network(self, run: RunConfig) -> bool:
+        """Whether a network of its own generates: in another layout, or because sequences are cut in training."""
+        return run.parallel.context_parallel_size > 1 or any(size is not None for size in self.inference_sizes)
+
+
+def generation_config(config: RunConfig, sizes: Sequence[int | None]) -> RunConfig:
+    """Return the config of the generating network. sizes: its tensor, pipeline, expert and expert-tensor sizes; None: as in training."""
+    parallel = config.parallel
+    tensor, pipeline, expert, expert_tensor = sizes
+    layout = ParallelConfig(
+        tensor_model_parallel_size=tensor or parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline or parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=expert or parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor or (parallel.expert_tensor_parallel_size if not tensor else None),
+        distributed_backend=parallel.distributed_backend,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    model = config.model
+    if model.true_vocab_size is not None:
+        model = replace(model, padded_vocab_size=None).with_vocabulary(
+            model.true_vocab_size, layout.tensor_model_parallel_size
+        )
+    return replace(config, parallel=layout, model=model)
 
 
 def reference_folder(rl: RLConfig, run: RunConfig) -> str | None:
@@ -122,8 +174,6 @@ def _sampling_problems(rl: RLConfig) -> Iterator[str]:
 
 def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     """What policy training needs of the settings of every run."""
-    if run.parallel.context_parallel_size > 1:
-        yield "text is generated without --context-parallel-size; leave it out"
     if run.model.hidden_dropout or run.model.attention_dropout:
         yield "with dropout, training would not compute the log-probabilities of generation; give --hidden-dropout 0 --attention-dropout 0"
     if not run.train.calculate_per_token_loss:

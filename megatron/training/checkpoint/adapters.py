@@ -128,7 +128,7 @@ def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) ->
             seen.add(spec.name)
             for piece in local_shards(spec, mesh) if frozen and counted else ():
                 if piece.is_first_replica:
-                    total += _hashed(
+                    total += box_hash(
                         param.detach()[piece.local.slices()], piece.box, spec.shape, derive_seed("base", spec.name)
                     )
     return f"{int(collectives.all_reduce(total, mesh.world)) % 2**64:016x}"
@@ -141,11 +141,11 @@ def source_hash(source: Source, config: AdapterConfig) -> str:
         name = full_name.removeprefix("model.")
         if full_name != name and not is_adapter(name) and not is_trained(name, config):
             box = whole_box(one.shape)
-            total += _hashed(source.read(full_name, box), box, one.shape, derive_seed("base", name))
+            total += box_hash(source.read(full_name, box), box, one.shape, derive_seed("base", name))
     return f"{int(total) % 2**64:016x}"
 
 
-def _hashed(values: Tensor, box: Box, shape: tuple[int, ...], seed: int) -> Tensor:
+def box_hash(values: Tensor, box: Box, shape: tuple[int, ...], seed: int) -> Tensor:
     """The sum [] over a box of a tensor of this whole shape."""
     place = torch.zeros((), dtype=torch.int64, device=values.device)
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):

@@ -312,19 +312,22 @@ LATER = (
     FlagGroup("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
     FlagGroup("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
     FlagGroup("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
-          switches="grpo-filter-groups-with-same-reward rl-inference-logprobs-is-correction rl-use-sequence-packing",
+          switches="grpo-filter-groups-with-same-reward rl-inference-logprobs-is-correction rl-use-sequence-packing "
+                   "rl-verify-model-weights-swap",
           values="grpo-prompts-per-step grpo-group-size grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta "
                  "grpo-entropy-term-weight langrl-env-config rl-default-temperature rl-default-top-p rl-default-top-k "
-                 "rl-importance-sampling-truncation-coef rl-rollout-bank-dir rl-prompts-per-eval"),
+                 "rl-importance-sampling-truncation-coef rl-rollout-bank-dir rl-prompts-per-eval "
+                 "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
+                 "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size"),
+    FlagGroup("ignored", "weights are copied to the network that generates by one all-to-all of the run's own transport", values="refit-method"),
     FlagGroup("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
     FlagGroup("later", "this part of reinforcement learning is not built yet",
           switches="rl-offload-optimizer-during-inference rl-persist-cuda-graphs rl-partial-rollouts rl-training-cuda-graphs "
-                   "rl-offload-inference-model-weights-when-idle rl-verify-model-weights-swap rl-skip-bos-token rl-profile",
+                   "rl-offload-inference-model-weights-when-idle rl-skip-bos-token rl-profile",
           values="rl-generation-lag rl-max-inflight-requests rl-submission-granularity rl-consumption-granularity "
                  "rl-rollout-bank-max-bytes rl-kv-cache-management-mode rl-sequence-packing-max-sequences-per-bin "
-                 "rl-sequence-packing-algo rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
-                 "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size "
-                 "rl-inference-model-unified-memory-level refit-method rl-profile-dir rl-inference-parsers env-config"),
+                 "rl-sequence-packing-algo "
+                 "rl-inference-model-unified-memory-level rl-profile-dir rl-inference-parsers env-config"),
     FlagGroup("later", "quantisation, distillation and export after training are not built yet",
           switches="modelopt-enabled logits-load-ignore-errors",
           values="export-* logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir "

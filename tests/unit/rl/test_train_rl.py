@@ -117,10 +117,12 @@ def test_what_the_run_refuses_the_checker_refuses_in_the_same_words(
     assert any(message in line for line in said) and all(line in text for line in said)
 
 
-def test_context_ranks_are_refused() -> None:
-    flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--context-parallel-size", "2"]
-    said = [broken.says for broken in read_command(["train_rl.py", *flags], ranks=2).unread]
-    assert "text is generated without --context-parallel-size; leave it out" in said
+def test_a_layout_of_generation_that_breaks_a_rule_is_refused() -> None:
+    flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--rl-inference-tensor-model-parallel-size", "3"]
+    said = [broken.says for broken in read_command(["train_rl.py", *flags], ranks=3).unread]
+    assert any(
+        line.startswith("the network that generates: ") and "--num-attention-heads 2" in line for line in said
+    ), said
 
 
 def test_flags_of_reinforcement_learning_are_known_to_other_scripts_by_name() -> None:

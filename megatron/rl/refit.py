@@ -1,0 +1,215 @@
+"""Refit: copy the weights in training into a network of another layout, for generation on the same ranks.
+
+    training  TP 2 x PP 2 x CP 2        ->  who holds which box of which parameter, on both sides; their intersections are what is sent
+    generation  TP 1 x DP 8             ->  once a round, in groups of parameters, so that only a group is held twice
+
+The plan is made once. It follows from the boxes alone, so that any two layouts fit; replicas are read from the rank itself where it has
+them, and else from ranks in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stages_of
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_parameter, put
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
+from megatron.core.parallel.boxes import Box, intersect
+from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.rng import derive_seed
+from megatron.core.parallel.spec import spec_of
+from megatron.training.checkpoint.adapters import box_hash
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.run import Run
+from megatron.training.trainer import Trainer
+
+GROUP_BYTES = 1 << 28  # of parameters that are sent together
+
+Boxes = dict[str, list[Box]]  # parameter -> what a rank holds of it
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box that one rank reads from another. source_box, target_box: the index of the piece on either side that has it;
+    dtype: of the reader.
+    """
+
+    name: str
+    source: int
+    target: int
+    source_box: int
+    target_box: int
+    box: Box
+    dtype: torch.dtype
+
+
+class Generator:
+    """A network of its own for generation, on the ranks of the training. stages: this rank's, in evaluation mode."""
+
+    def __init__(self, trainer: Trainer, config: RunConfig, *, verify: bool) -> None:
+        """config: as `settings.generation_config` gives it. verify: compare a hash of all weights after each refit."""
+        self.trainer, self._verify = trainer, verify
+        mesh = (
+            Mesh.build(config.parallel, trainer.run.mesh.device)
+            if trainer.run.mesh.world.size > 1
+            else trainer.run.mesh
+        )
+        run: Run = replace(trainer.run, config=config, mesh=mesh)
+        specs = [spec for spec in stages_of(config) if spec.rank == mesh.pp.rank]
+        self.stages = [GPTModel(spec, run.build).materialize(config.train.seed).eval() for spec in specs]
+        for stage in self.stages:
+            stage.requires_grad_(requires_grad=False)
+        self.mesh = mesh
+        self._transfers: list[list[Transfer]] | None = None
+
+    def refit(self) -> None:
+        """Copy the weights in training, which must be whole on their ranks. All ranks call this together.
+
+        Raises `CheckpointError` when the two networks do not have the same parameters, or with verify when their weights differ afterwards.
+        """
+        world = self.trainer.run.mesh.world
+        source = {
+            name.removeprefix("model."): placed
+            for name, placed in Checkpoint(self.trainer).weights(rounded=True).items()
+        }
+        target: Tree = {}
+        for stage in self.stages:
+            for param in stage.parameters():
+                put(target, spec_of(param).name, placed_parameter(param, self.mesh))
+        if self._transfers is None:
+            self._transfers = _plan(source, target, world)
+        with torch.no_grad():
+            for group in self._transfers:
+                _send(group, source, target, world, self.mesh.device)
+        if self._verify:
+            mine, theirs = tree_hash(source, world), tree_hash(target, world)
+            if mine != theirs:
+                raise CheckpointError(
+                    f"the weights for generation have hash {theirs}, those in training {mine}: the refit did not copy all of them"
+                )
+
+
+def tree_hash(tree: Tree, world: Axis) -> str:
+    """Return a hash of weights that is the same under every layout. All ranks call this together.
+
+    A sum over elements, modulo 2**64; a box that several ranks hold is counted by the first of them.
+    """
+    earlier: set[tuple[str, Box]] = set()
+    for boxes in collectives.gather_objects(_boxes(tree), world)[: world.rank]:
+        earlier |= {(name, box) for name, held in boxes.items() for box in held}
+    total = torch.zeros((), dtype=torch.int64)
+    for name, placed in tree.items():
+        for box, values in placed.pieces:
+            if (name, box) not in earlier:
+                earlier.add((name, box))
+                total += box_hash(values, box, placed.shape, derive_seed("refit", name)).to(total.device)
+    return f"{sum(collectives.gather_objects(int(total), world)) % 2**64:016x}"
+
+
+def _plan(source: Tree, target: Tree, world: Axis) -> list[list[Transfer]]:
+    """Return the transfers of all ranks, in groups of about GROUP_BYTES; the same on every rank."""
+    facts = {name: (placed.shape, placed.dtype) for name, placed in target.items()}
+    gathered = collectives.gather_objects((_boxes(source), _boxes(target), facts), world)
+    sources, targets = [each[0] for each in gathered], [each[1] for each in gathered]
+    formats: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for *_, known in gathered:
+        formats |= known
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in formats.items()}
+    lacking = sorted(sizes.keys() ^ {name for boxes in sources for name in boxes})
+    if lacking:
+        raise CheckpointError(
+            f"networks of training and generation differ in {len(lacking)} parameters: {', '.join(lacking[:5])}"
+        )
+    groups: list[list[Transfer]] = [[]]
+    held = 0
+    for name in sorted(sizes):
+        if held and held + sizes[name] > GROUP_BYTES:
+            groups.append([])
+            held = 0
+        held += sizes[name]
+        for rank, boxes in enumerate(targets):
+            groups[-1] += _sources_of(name, rank, boxes.get(name, []), sources, formats[name][1])
+    return groups
+
+
+def _sources_of(
+    name: str, rank: int, boxes: Sequence[Box], sources: Sequence[Boxes], dtype: torch.dtype
+) -> Iterator[Transfer]:
+    """Yield what a rank reads for its boxes of a parameter: from itself first, then from the ranks after it in turn."""
+    for index, box in enumerate(boxes):
+        missing = [box]
+        for distance in range(len(sources)):
+            other = (rank + distance) % len(sources)
+            for place, held in enumerate(sources[other].get(name, [])):
+                for part in [common for rest in missing if (common := intersect(rest, held)) is not None]:
+                    yield Transfer(name, other, rank, place, index, part, dtype)
+                    missing = [piece for rest in missing for piece in without(rest, part)]
+            if not missing:
+                break
+        if missing:
+            raise CheckpointError(f"no rank holds {missing[0]} of {name}")
+
+
+def without(box: Box, part: Box) -> list[Box]:
+    """Return the rest of a box without a part, as boxes that do not overlap."""
+    common = intersect(box, part)
+    if common is None:
+        return [box]
+    rest = []
+    for dim in range(len(box.shape)):
+        start, stop = box.offset[dim], box.offset[dim] + box.shape[dim]
+        low, high = common.offset[dim], common.offset[dim] + common.shape[dim]
+        rest += [_along(box, dim, a, b) for a, b in ((start, low), (high, stop)) if b > a]
+        box = _along(box, dim, low, high)
+    return rest
+
+
+def _along(box: Box, dim: int, start: int, stop: int) -> Box:
+    """A box with another range of one dimension."""
+    offset, shape = list(box.offset), list(box.shape)
+    offset[dim], shape[dim] = start, stop - start
+    return Box(tuple(offset), tuple(shape))
+
+
+def _send(transfers: Sequence[Transfer], source: Tree, target: Tree, world: Axis, device: torch.device) -> None:
+    """Carry out a group of transfers, by one all-to-all of bytes."""
+    outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]
+    incoming: list[list[tuple[Tensor, int]]] = [[] for _ in range(world.size)]
+    for transfer in transfers:
+        if transfer.source == world.rank:
+            outgoing[transfer.target].append(
+                _view(source[transfer.name], transfer.source_box, transfer.box)
+                .to(transfer.dtype)
+                .contiguous()
+                .flatten()
+                .view(torch.uint8)
+            )
+        if transfer.target == world.rank:
+            view = _view(target[transfer.name], transfer.target_box, transfer.box)
+            incoming[transfer.source].append((view, view.numel() * view.element_size()))
+    sent = [tensor for tensors in outgoing for tensor in tensors]
+    flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
+    sizes = [sum(size for _, size in parts) for parts in incoming]
+    received = collectives.all_to_all(flat, [sum(t.numel() for t in tensors) for tensors in outgoing], sizes, world)
+    start = 0
+    for view, size in (part for parts in incoming for part in parts):
+        view.copy_(received[start : start + size].view(view.dtype).view(view.shape))
+        start += size
+
+
+def _view(placed: Placed, index: int, box: Box) -> Tensor:
+    """The values of a box within a piece."""
+    outer, values = placed.pieces[index]
+    return values[box.shifted(tuple(-start for start in outer.offset)).slices()]
+
+
+def _boxes(tree: Tree) -> Boxes:
+    return {name: [box for box, _ in placed.pieces] for name, placed in tree.items()}

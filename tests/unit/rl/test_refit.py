@@ -1,0 +1,84 @@
+"""Weights in training are copied into a network of another layout, on the same ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.parallel.boxes import Box, intersect
+from megatron.core.parallel.spec import spec_of
+from megatron.rl import refit
+from megatron.rl.settings import generation_config
+from tests.helpers.policy import RL, train_policy_here, trainer_of
+from tests.helpers.world import Worlds
+from tests.unit.rl.test_policy import LLAMA, MOE, compare
+
+VERIFY: dict[str, Any] = {"rl_verify_model_weights_swap": True}
+TP1 = {"rl_inference_tensor_model_parallel_size": 1}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "tp2 to dp2": (2, LLAMA, {"tensor_model_parallel_size": 2}, TP1),
+    "dp2 to tp2": (2, LLAMA, {"use_distributed_optimizer": True}, {"rl_inference_tensor_model_parallel_size": 2}),
+    "cp2 to dp2": (2, LLAMA, {"context_parallel_size": 2}, {}),
+    "cp2, packed, gspo twice": (
+        2,
+        LLAMA,
+        {"context_parallel_size": 2},
+        {"rl_use_sequence_packing": True, "rl_algorithm": "gspo", "grpo_iterations": 2},
+    ),
+    "tp2 pp2 to dp4": (
+        4,
+        {},
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {**TP1, "rl_inference_pipeline_model_parallel_size": 1},
+    ),
+    "fsdp2 to tp2": (2, LLAMA, {"use_torch_fsdp2": True}, {"rl_inference_tensor_model_parallel_size": 2}),
+    "ep2 to ep1": (2, MOE, {"expert_model_parallel_size": 2}, {"rl_inference_expert_model_parallel_size": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generation_in_another_layout_gives_the_same_training(world: Worlds, case: str) -> None:
+    ranks, network, layout, rl = CASES[case]
+    results = world(ranks).run(train_policy_here, {**VERIFY, **rl}, {**network, **layout}, 3)
+    plain = {name: value for name, value in rl.items() if "inference" not in name}
+    serial = train_policy_here(plain, network, 3)
+    compare(serial, (*results[0][:2], [held for one in results for held in one[2]], results[0][3]))
+
+
+def test_a_weight_that_is_left_out_is_found() -> None:
+    trainer, _ = trainer_of(RL, **LLAMA)
+    generator = refit.Generator(trainer, generation_config(trainer.run.config, (1, None, None, None)), verify=True)
+    with torch.no_grad():
+        for param in trainer.stages[0].parameters():
+            param.add_(0.25)
+    generator.refit()
+    send = refit._send
+    with torch.no_grad():
+        parameters = {spec_of(param).name: param for param in trainer.stages[0].parameters()}
+        parameters["decoder.layers.1.mlp.linear_fc2.weight"].add_(0.5)
+
+    def without_the_last(transfers: Any, *rest: Any) -> None:
+        send([one for one in transfers if one.name != "decoder.layers.1.mlp.linear_fc2.weight"], *rest)
+
+    with (
+        patch.object(refit, "_send", without_the_last),
+        pytest.raises(CheckpointError, match="did not copy all of them"),
+    ):
+        generator.refit()
+
+
+def test_the_rest_of_a_box_covers_it_once() -> None:
+    box, part = Box((2, 0, 1), (4, 3, 5)), Box((3, 1, 0), (9, 1, 4))
+    rest = refit.without(box, part)
+    common = intersect(box, part)
+    assert common is not None
+    counts = torch.zeros(8, 4, 8)
+    for one in (*rest, common):
+        counts[one.slices()] += 1
+    expected = torch.zeros(8, 4, 8)
+    expected[box.slices()] = 1
+    assert torch.equal(counts, expected) and refit.without(box, Box((9, 9, 9), (1, 1, 1))) == [box]
