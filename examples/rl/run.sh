@@ -22,7 +22,7 @@ NETWORK=(
 POLICY=(
     --langrl-env-config "$ROOT/examples/rl/environments.yaml" --rl-algorithm grpo --rl-max-new-tokens 6
     --grpo-prompts-per-step 32 --grpo-group-size 16 --grpo-iterations 1 --grpo-kl-beta 0
-    --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --rl-prompts-per-eval 25
+    --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --grpo-entropy-term-weight 0.05 --rl-prompts-per-eval 25
     --micro-batch-size 64 --train-iters 500 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --adam-beta2 0.95 --eval-interval 50
     --pretrained-checkpoint "$OUT/base" --save "$OUT/policy" --save-interval 500 --log-jsonl "$OUT/log.jsonl"
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.dist_checkpointing.tree import Placed, Tree, placed_parameter, put
+from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_parameter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box, intersect
@@ -83,7 +83,7 @@ class Generator:
         target: Tree = {}
         for stage in self.stages:
             for param in stage.parameters():
-                put(target, spec_of(param).name, placed_parameter(param, self.mesh))
+                add_to_tree(target, spec_of(param).name, sharded_parameter(param, self.mesh))
         if self._transfers is None:
             self._transfers = _plan(source, target, world)
         with torch.no_grad():
@@ -205,7 +205,7 @@ def _send(transfers: Sequence[Transfer], source: Tree, target: Tree, world: Axis
         start += size
 
 
-def _view(placed: Placed, index: int, box: Box) -> Tensor:
+def _view(placed: ShardedTensor, index: int, box: Box) -> Tensor:
     """The values of a box within a piece."""
     outer, values = placed.pieces[index]
     return values[box.shifted(tuple(-start for start in outer.offset)).slices()]

@@ -34,7 +34,7 @@ class ShardedTensor:
     pieces: list[tuple[Box, Tensor]] = field(default_factory=list)
 
 
-Tree = dict[str, Any]  # name -> Placed, a tensor that every rank holds alike, or a value that JSON can say
+Tree = dict[str, Any]  # name -> ShardedTensor, a tensor that every rank holds alike, or a value that JSON can say
 
 
 class Segment(Protocol):
