@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.kernels import reference  # noqa: E402
-from megatron.core.kernels.linear_loss import Words  # noqa: E402
+from megatron.core.kernels.linear_loss import VocabularyShard  # noqa: E402
 from megatron.core.kernels.mask import MaskSpec  # noqa: E402
 from megatron.core.kernels.table import CANDIDATES, Need  # noqa: E402
 from megatron.core.parallel.device import keep_freed_memory  # noqa: E402
@@ -101,7 +101,7 @@ def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
     ).repeat(1, 2)[:, None, None]
     yield Job("rotary", (draw(s, b, n, d),), lambda op, x: op(x, angles.cos(), angles.sin(), False))
     targets = torch.randint(0, sizes.vocabulary - 50, (s * b,), device=device)
-    words = Words(0, sizes.vocabulary, None, lambda stated: stated)
+    words = VocabularyShard(0, sizes.vocabulary, None, lambda stated: stated)
     yield Job(
         "cross_entropy",
         (draw(s * b, h), draw(sizes.vocabulary, h) * h**-0.5),

@@ -118,6 +118,8 @@ PACKAGES: Sequence[str] = (
     "megatron/core/families",
     "megatron/core/models",
     "megatron/core/optimizer",
+    "megatron/core/kernels",
+    "megatron/rl",
     "megatron/core/distributed",
     "megatron/training",
     "megatron/inference",

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels import reference
-from megatron.core.kernels.linear_loss import Words
+from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need
@@ -185,7 +185,7 @@ def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> KernelTrial:
     """A loss whose logits are made in it; some words are padding, and some tokens take no part."""
     tokens, words = 24, 60
     targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
-    known = Words(0, words, config.model.final_logit_softcap, lambda stated: stated)
+    known = VocabularyShard(0, words, config.model.final_logit_softcap, lambda stated: stated)
     return KernelTrial(
         "cross_entropy",
         (draw(tokens, width), draw(words + 4, width) / width**0.5),
@@ -194,7 +194,7 @@ def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> KernelTrial:
     )
 
 
-def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: Words) -> Tensor:
+def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: VocabularyShard) -> Tensor:
     """What `kernels.linear_loss` computes, of logits that are all there."""
     logits = F.linear(x, weight, bias)[:, : words.valid]
     logits = logits if words.softcap is None else words.softcap * torch.tanh(logits / words.softcap)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.kernels import linear_loss, reference
-from megatron.core.kernels.linear_loss import Words
+from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.table import CANDIDATES
 from megatron.training.cli.device_checks import kernel_need
@@ -106,7 +106,7 @@ def test_the_loss_of_blocks_takes_far_less_memory_than_the_logits(fused: bool) -
         weight,
         None,
         torch.zeros(tokens, dtype=torch.long, device=CUDA),
-        Words(0, words, None, lambda stated: stated),
+        VocabularyShard(0, words, None, lambda stated: stated),
         fused=fused,
     )
     losses.mean().backward()

@@ -71,7 +71,7 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, Any]], ...] = (
     ),
     (
         triton_loss._statistics,
-        {"logits": STATES, "rows": PLACES, "found": NUMBERS, "valid": SIZE, "size": SIZE},
+        {"logits": STATES, "rows": PLACES, "result": NUMBERS, "valid": SIZE, "size": SIZE},
         {"BLOCK": 4096},
     ),
     (

@@ -1,14 +1,14 @@
-"""Kernels: the one place that calls optional accelerators. Kernels are functions of tensors; parameters stay in our layers.
+"""Kernels: functions of tensors that compute the expensive operations. Parameters stay in our layers. Only this package calls optional libraries.
 
-mask.py       MaskSpec: which key each query may see, before anyone makes a tensor of it
-reference.py  every op in plain torch: the meaning of the others
+mask.py       MaskSpec: which keys each query may attend to, before anyone makes a mask tensor
+reference.py  every op in plain torch: the definition that all other kernels must match
 fused.py      torch's own fused kernels (scaled dot product attention); flex.py: FlexAttention
-blockwise_attention.py  attention over a block of keys, whose results merge (ring attention)
-chunked_attention.py    attention with dropout on CPUs, a chunk of queries at a time
-linear_loss.py  the loss of every token without the full matrix of logits
-permute.py    rows of tokens to the order of experts, and back; grouped.py: the linear layers of many experts as one
-triton/       norms, gated activations, rotations, rows of experts and the loss's softmax in Triton
+blockwise_attention.py  attention over a block of keys, whose results can be merged (ring attention)
+chunked_attention.py    attention with dropout on CPUs, one chunk of queries at a time
+linear_loss.py  cross entropy of every token without the full matrix of logits
+permute.py    permute tokens to the order of experts and back; grouped.py: the linear layers of many experts as one op
+triton/       norms, gated activations, rotary embeddings, token permutation and the softmax of the loss in Triton
 external/     flash-attn 2 and 3, Transformer Engine, DeepEP, torchao
-low_precision/  fp8 and NVFP4 matrices, their recipes, and a GPU's own fp8 products
-table.py      Kernels record; select(): the best candidate per op, with reasons
+low_precision/  fp8 and NVFP4 matrices, scaling recipes, and the GPU's native fp8 matrix products
+table.py      the Kernels record, and select(): the best candidate for each op, with reasons
 """

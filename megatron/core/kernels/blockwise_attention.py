@@ -1,11 +1,11 @@
-"""Blockwise attention: of some queries over a block of keys, such that results over several blocks can be merged (ring attention).
+"""Attention over one block of keys, such that the results over several blocks can be merged (ring attention).
 
     a block gives      output = softmax(scores) v   and   lse = log(sum(exp(scores)))
     two blocks merge   lse = log(exp(lse1) + exp(lse2)),   output = exp(lse1 - lse) output1 + exp(lse2 - lse) output2
 
-(Milakov and Gimelshein, 2018). The backward pass of a block needs no more than the output and lse over all keys, since
-exp(scores - lse) are its true shares (Dao et al., 2022). Heads come before places here: q [b, n, queries, d], k [b, g, keys,
-d], v [b, g, keys, dv], output [b, n, queries, dv], lse [b, n, queries]; lse is -inf for a query that sees no key.
+(Milakov and Gimelshein, 2018). The backward pass of a block needs only the output and lse over all keys, since exp(scores - lse) are
+the true probabilities (Dao et al., 2022). Here heads come before positions: q [b, n, queries, d], k [b, g, keys, d], v [b, g, keys, dv], output
+[b, n, queries, dv], lse [b, n, queries]; lse is -inf for a query that attends to no key.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """How scores are made and seen.
+    """How the scores of a block are computed and masked.
 
-    scale, softcap: as in `Scores`. seen: bool [b or 1, 1, queries, keys]; None: everything. causal: only keys up to the query's
-    own place, of as many keys as queries. kept: [b, n, queries, keys], what dropout multiplies the shares by. fused: torch's own
-    kernels may serve.
+    scale, softcap: as in `Scores`. seen: bool [b or 1, 1, queries, keys], True where a query attends to a key; None: everywhere. causal: keys up to the query's
+    own position, with as many keys as queries. kept: [b, n, queries, keys], the factors of dropout. fused: whether torch's own kernels may be used.
     """
 
     scale: float
@@ -39,14 +38,14 @@ class Block:
     fused: bool = True
 
     def suits_flash(self, q: Tensor) -> bool:
-        """Whether torch's flash kernel can compute the block: on a CPU, and of plain scores."""
+        """Whether torch's flash kernel can compute the block: on a CPU, with plain scores."""
         return (
             self.fused and q.device.type == "cpu" and self.softcap is None and self.seen is None and self.kept is None
         )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """The block's output and lse, in the format of wide sums (the output of torch's kernels has been rounded to that of q)."""
+    """Return the block's output and lse in accumulator precision (the output of torch's kernels was rounded to q's dtype)."""
     if block.suits_flash(q):
         output, lse = _flash(*_for_flash(q, k, v), 0.0, block.causal, scale=block.scale)
         return output[..., : v.shape[-1]].to(lse.dtype), lse
@@ -62,9 +61,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tens
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v that come through this block, in the format of wide sums.
+    """Return the gradients of q, k and v through this block, in accumulator precision.
 
-    gradient, output, lse: over all keys; gradient and output in the format of v.
+    gradient, output, lse: over all keys; gradient and output in v's dtype.
     """
     if block.suits_flash(q):
         made, size = _for_flash(q, k, v), max(q.shape[-1], v.shape[-1])
@@ -78,12 +77,12 @@ def backward(
     scores, slope = _scores(q, k, block)
     shares = (scores - _finite(_grouped(lse, groups))[..., None]).exp()
     rows = _rows(_grouped(gradient, groups))
-    kept = None if block.kept is None else _grouped(block.kept, groups)
-    dropped = shares if kept is None else shares * kept
+    dropout_mask = None if block.kept is None else _grouped(block.kept, groups)
+    dropped = shares if dropout_mask is None else shares * dropout_mask
     dv = _rows(dropped.to(v.dtype)).transpose(-2, -1) @ rows
     dshares = (rows @ v.transpose(-2, -1)).to(scores.dtype).view_as(shares)
-    if kept is not None:
-        dshares = dshares * kept
+    if dropout_mask is not None:
+        dshares = dshares * dropout_mask
     mean = (gradient.to(lse.dtype) * output.to(lse.dtype)).sum(-1, keepdim=True)
     dscores = shares * (dshares - _grouped(mean, groups)) * block.scale
     if slope is not None:
@@ -94,14 +93,14 @@ def backward(
 
 
 def merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and lse over two sets of keys from those over each."""
+    """Merge the outputs and lse over two sets of keys into those over both."""
     both = torch.logaddexp(lse, more_lse)
     finite = _finite(both)
     return (lse - finite).exp()[..., None] * output + (more_lse - finite).exp()[..., None] * more, both
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
-    """The scores [b, g, n/g, queries, keys], -inf where nothing is seen, and what a cap multiplies their gradients by."""
+    """Return the scores [b, g, n/g, queries, keys], -inf where masked, and the derivative of the soft cap, or None."""
     groups, slope = k.shape[1], None
     rows = _rows(_grouped(q, groups)) @ k.transpose(-2, -1)
     scores = rows.to(wide(q.dtype)).unflatten(2, (-1, q.shape[2])) * block.scale
@@ -117,27 +116,27 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """lse with 0 for a query that sees nothing: exp(-inf - 0) is the share it gives."""
+    """Return lse with 0 for queries that attend to nothing, so that their probabilities exp(-inf - 0) are 0."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[b, n, ...] as [b, g, n/g, ...]."""
+    """Reshape [b, n, ...] to [b, g, n/g, ...]."""
     return x.unflatten(1, (groups, -1))
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[b, g, n/g, queries, ...] as [b, g, n/g * queries, ...]: all queries that share a key head, in one matmul."""
+    """Reshape [b, g, n/g, queries, ...] to [b, g, n/g * queries, ...]: all queries that share a key head, for one matmul."""
     return x.flatten(2, 3)
 
 
 def _for_flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v for torch's kernel, which wants one number of heads and one size: zeros add nothing to scores and outputs."""
+    """Return q, k and v with equal head counts and sizes, as torch's kernel requires; padding with zeros changes nothing."""
     repeats, size = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
     k, v = (_fill(x, size).repeat_interleave(repeats, dim=1) for x in (k, v))
     return _fill(q, size), k, v
 
 
 def _fill(x: Tensor, size: int) -> Tensor:
-    """x with zeros up to a last dimension of `size`."""
+    """Pad the last dimension with zeros up to `size`."""
     return F.pad(x, (0, size - x.shape[-1]))

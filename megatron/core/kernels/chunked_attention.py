@@ -1,10 +1,10 @@
-"""Chunked attention with dropout on CPUs, for which torch has no kernel: a chunk of queries at a time, forward and backward.
+"""Attention with dropout on CPUs, for which torch has no fused kernel: one chunk of queries at a time, forward and backward.
 
     S = scale q k^T + bias,  P = softmax(S),  O = (kept * P) v
     dv = (kept * P)^T dO,  dP = kept * (dO v^T),  dS = P * (dP - sum(P * dP)),  dq = scale dS k,  dk = scale dS^T q
 
-A chunk reads only the keys that its queries may see. Probabilities P are not saved: the backward pass recomputes them, with the
-same random numbers for dropout. A sink is one more score in every row. `kept` is 0 or 1 / (1 - dropout).
+A chunk reads only the keys that its queries may attend to. The probabilities P are not saved: the backward pass recomputes them, with the same random
+numbers for dropout. A sink is one more score in every row. `kept` is 0 or 1 / (1 - dropout).
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ _CHANCES = 2**16  # random numbers have 16 bits here: four come from one of torc
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores = Scores()) -> Tensor:
-    """`reference.attention` without a cap. dropout is taken to the next of 65,536 steps.
+    """Compute `reference.attention` without a soft cap. dropout: rounded to the next of 65,536 steps.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
     """
-    return _Rows.apply(mask, dropout, replace(scores, bias=None, sink=None), q, k, v, scores.bias, scores.sink)
+    return _ChunkedAttention.apply(
+        mask, dropout, replace(scores, bias=None, sink=None), q, k, v, scores.bias, scores.sink
+    )
 
 
-class _Rows(torch.autograd.Function):
-    """Inside, [b * g, n/g * queries, d] meets [b * g, keys, d]: all queries that share a key head, in one matmul."""
+class _ChunkedAttention(torch.autograd.Function):
+    """The autograd function. Internally, [b * g, n/g * queries, d] meets [b * g, keys, d]: all queries that share a key head, in one matmul."""
 
     @staticmethod
     def forward(context: Any, mask: MaskSpec, dropout: float, scores: Scores, *tensors: Any) -> Tensor:
         context.settings, context.state = (mask, dropout, scores), torch.get_rng_state()
         context.save_for_backward(*tensors)
-        work = _Work(mask, dropout, scores, *tensors)
+        work = _ChunkedCall(mask, dropout, scores, *tensors)
         output = work.q.new_empty((*work.q.shape[:3], work.v.shape[-1]))
         for part in work.parts():
-            shares, kept = work.shares(part), work.kept(part)
-            work.put(output, part, shares.mul_(kept).to(work.v.dtype) @ work.values[:, part.keys] * work.factor)
+            shares, dropout_mask = work.shares(part), work.kept(part)
+            work.put(output, part, shares.mul_(dropout_mask).to(work.v.dtype) @ work.values[:, part.keys] * work.factor)
         return output.flatten(2)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         with torch.random.fork_rng(devices=()):
             torch.set_rng_state(context.state)
-            return None, None, None, *_Work(*context.settings, *context.saved_tensors).gradients(gradient)
+            return None, None, None, *_ChunkedCall(*context.settings, *context.saved_tensors).gradients(gradient)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Some queries, and all keys that one of them sees. seen: [b or 1, 1, 1, queries, keys]; None: as `ahead` has it."""
+class _QueryChunk:
+    """A chunk of queries and the keys that any of them attends to. seen: mask [b or 1, 1, 1, queries, keys]; None: given by `ahead`."""
 
     queries: slice
     keys: slice
@@ -62,12 +64,12 @@ class _Part:
 
     @property
     def size(self) -> tuple[int, int]:
-        """How many queries and keys."""
+        """Number of queries and of keys."""
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
 
-class _Work:
-    """One call: its tensors as its matmuls want them."""
+class _ChunkedCall:
+    """One call, with its tensors in the layout of its matmuls."""
 
     def __init__(
         self,
@@ -87,62 +89,67 @@ class _Work:
         self.keys, self.values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))
         self.heads = q.shape[1], k.shape[2], q.shape[2] // k.shape[2]  # b, g, n/g
 
-    def parts(self) -> Iterator[_Part]:
-        """All queries, in order."""
+    def parts(self) -> Iterator[_QueryChunk]:
+        """Yield the chunks of all queries, in order."""
         queries, keys, mask = len(self.q), len(self.k), self.mask
-        own = (
-            mask.query_documents
-            if mask.query_documents is not None or mask.documents is None
-            else mask.documents[:, -queries:]
-        )
         ordered = mask.query_places is mask.key_places is None
-        places = torch.arange(keys - queries, keys) if mask.query_places is None else mask.query_places
-        left, right = (-1, -1) if mask.window is None else mask.window
         for start in range(0, queries, _ROWS):
             rows = slice(start, min(start + _ROWS, queries))
-            first, last = start + keys - queries, rows.stop + keys - queries  # where these queries stand among the keys
-            low = max(0, first - left) if ordered and left >= 0 else 0
-            ahead = 0 if mask.causal else right
-            high = max(low, min(keys, last + ahead)) if ordered and ahead >= 0 else keys
-            columns = slice(low, high)
-            if mask.is_plain and ordered and (not mask.causal or first >= 0):
-                yield _Part(rows, columns, None)
-                continue
-            there = torch.arange(keys)[columns] if mask.key_places is None else mask.key_places[columns]
-            cut: dict[str, Any] = {
-                name: None if whole is None else whole[:, columns]
-                for name, whole in (("documents", mask.documents), ("padding", mask.padding))
-            }
-            part = replace(
-                mask,
-                query_places=places[rows],
-                key_places=there,
-                query_documents=None if own is None else own[:, rows],
-                **cut,
-            )
-            yield _Part(rows, columns, part.visible(rows.stop - start, high - low, self.q.device)[:, :, None])
+            columns = self._reachable_keys(rows) if ordered else slice(0, keys)
+            if mask.is_plain and ordered and (not mask.causal or start + keys - queries >= 0):
+                yield _QueryChunk(rows, columns, None)
+            else:
+                visible = self._mask_of(rows, columns).visible(
+                    rows.stop - start, columns.stop - columns.start, self.q.device
+                )
+                yield _QueryChunk(rows, columns, visible[:, :, None])
 
-    def shares(self, part: _Part) -> Tensor:
-        """P of these rows, [b * g, n/g * queries, keys], before dropout."""
+    def _reachable_keys(self, rows: slice) -> slice:
+        """The range of keys that causality and the window leave for a chunk of queries, which are the last of the keys."""
+        keys, mask = len(self.k), self.mask
+        left, right = (-1, -1) if mask.window is None else mask.window
+        first, last = rows.start + keys - len(self.q), rows.stop + keys - len(self.q)  # positions among the keys
+        ahead = 0 if mask.causal else right
+        low = max(0, first - left) if left >= 0 else 0
+        return slice(low, max(low, min(keys, last + ahead)) if ahead >= 0 else keys)
+
+    def _mask_of(self, rows: slice, columns: slice) -> MaskSpec:
+        """The mask of a chunk of queries over a range of keys."""
+        queries, keys, mask = len(self.q), len(self.k), self.mask
+        documents = mask.query_documents
+        if documents is None and mask.documents is not None:
+            documents = mask.documents[:, -queries:]
+        places = torch.arange(keys - queries, keys) if mask.query_places is None else mask.query_places
+        return replace(
+            mask,
+            query_places=places[rows],
+            key_places=torch.arange(keys)[columns] if mask.key_places is None else mask.key_places[columns],
+            query_documents=None if documents is None else documents[:, rows],
+            documents=None if mask.documents is None else mask.documents[:, columns],
+            padding=None if mask.padding is None else mask.padding[:, columns],
+        )
+
+    def shares(self, part: _QueryChunk) -> Tensor:
+        """Return the probabilities of a chunk, [b * g, n/g * queries, keys], before dropout."""
         return self._shares_and_sink(part)[..., : part.size[1]]
 
-    def kept(self, part: _Part) -> Tensor:
-        """What dropout keeps of these rows' shares, 0 or 1."""
+    def kept(self, part: _QueryChunk) -> Tensor:
+        """Return the dropout mask of a chunk's probabilities, 0 or 1."""
         batch, groups, each = self.heads
         shape = (batch * groups, each * part.size[0], part.size[1])
         count = batch * groups * each * part.size[0] * part.size[1]
         draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
         return (draws >= self.dropped - _CHANCES // 2).view(shape)
 
-    def put(self, whole: Tensor, part: _Part, found: Tensor) -> None:
-        """Write [b * g, n/g * queries, d] to where it belongs in [queries, b, n, d]."""
+    def put(self, whole: Tensor, part: _QueryChunk, result: Tensor) -> None:
+        """Write [b * g, n/g * queries, d] to its positions in [queries, b, n, d]."""
         batch, groups, each = self.heads
-        whole[part.queries].view(-1, batch, groups, each, found.shape[-1]).copy_(
-            found.view(batch, groups, each, part.size[0], -1).permute(3, 0, 1, 2, 4)
+        whole[part.queries].view(-1, batch, groups, each, result.shape[-1]).copy_(
+            result.view(batch, groups, each, part.size[0], -1).permute(3, 0, 1, 2, 4)
         )
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Of q, k, v, bias and sink."""
+        """Return the gradients of q, k, v, bias and sink."""
         exact = wide(self.q.dtype)
         dq, dk, dv = (
             torch.empty_like(self.q, memory_format=torch.contiguous_format),
@@ -152,9 +159,9 @@ class _Work:
         arriving = gradient.view(*self.q.shape[:3], -1) * self.factor
         for part in self.parts():
             whole = self._shares_and_sink(part)
-            shares, kept, rows = whole[..., : part.size[1]], self.kept(part), self._rows(arriving, part)
-            _add(dv[:, part.keys], (shares * kept).to(self.v.dtype).transpose(1, 2), rows)
-            dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(kept)
+            shares, dropout_mask, rows = whole[..., : part.size[1]], self.kept(part), self._rows(arriving, part)
+            _add(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
+            dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(dropout_mask)
             if dsink is not None:
                 dshares = torch.nn.functional.pad(dshares, (0, 1))
             dscores = torch._softmax_backward_data(dshares, whole, -1, exact)
@@ -181,13 +188,13 @@ class _Work:
             ),
         )
 
-    def _rows(self, x: Tensor, part: _Part) -> Tensor:
-        """These queries of [queries, b, n, d], as [b * g, n/g * queries, d]."""
+    def _rows(self, x: Tensor, part: _QueryChunk) -> Tensor:
+        """Return a chunk of [queries, b, n, d] as [b * g, n/g * queries, d]."""
         batch, groups, each = self.heads
         return x[part.queries].permute(1, 2, 0, 3).reshape(batch * groups, each * part.size[0], -1)
 
-    def _shares_and_sink(self, part: _Part) -> Tensor:
-        """`shares`, and in the last column what the sink takes, if there is one."""
+    def _shares_and_sink(self, part: _QueryChunk) -> Tensor:
+        """Return `shares`, with the probability of the sink as the last column if there is one."""
         batch, groups, each = self.heads
         scores = (
             (self._rows(self.q, part) @ self.keys[:, part.keys].transpose(1, 2)).to(wide(self.q.dtype)).mul_(self.scale)
@@ -210,7 +217,7 @@ class _Work:
 
 
 def _add(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in the format of the total."""
+    """total += left @ right, accumulated in the dtype of total."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)
     else:

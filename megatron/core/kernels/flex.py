@@ -1,10 +1,10 @@
-"""Attention by torch's FlexAttention (Dong et al., 2024): the mask and what becomes of scores are said in code, and compiled.
+"""Attention by torch's FlexAttention (Dong et al., 2024): mask and score changes are functions, which torch compiles.
 
-    score of query i and key j   ->  score_mod: cap, bias          ->  softmax over the j that mask_mod shows i
-    blocks of 128 x 128          ->  those that show nothing are left out
+    score of query i and key j   ->  score_mod: cap, bias          ->  softmax over the keys j that mask_mod allows for i
+    blocks of 128 x 128          ->  fully masked ones are skipped
 
-A sink of score z takes its weight afterwards: with it the shares of all keys are smaller by exp(lse) / (exp(lse) + exp(z)),
-which is sigmoid(lse - z), lse being the logarithm of the sum of their exponentials.
+An attention sink of score z is applied afterwards: it multiplies the output by exp(lse) / (exp(lse) + exp(z)) = sigmoid(lse - z), where lse is the log-sum-exp
+of the other scores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 
 @cache
 def compiled() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
-    """The attention, and what makes its masks. Without compilation they hold all scores, and are slower than the plain formula."""
+    """Return the compiled attention and the compiled mask builder. Without compilation FlexAttention holds all scores, and is slower than the plain formula."""
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
-    """`reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
+    """Compute `reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
     assert not dropout, "the table offers it without dropout only"
     attend, masked = compiled()
     queries, keys, batch = len(q), len(k), q.shape[1]
@@ -47,7 +47,7 @@ def attention(
         )
     )
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    found = attend(
+    attended = attend(
         *heads,
         score_mod=_score_mod(scores),
         block_mask=seen,
@@ -56,9 +56,9 @@ def attention(
         return_aux=None if scores.sink is None else AuxRequest(lse=True),
     )
     if scores.sink is None:
-        output = found
+        output = attended
     else:
-        output, aux = found
+        output, aux = attended
         output = output * torch.sigmoid(aux.lse - scores.sink.to(aux.lse.dtype)[:, None])[..., None].to(output.dtype)
     return output.permute(2, 0, 1, 3).flatten(2)
 
@@ -66,7 +66,7 @@ def attention(
 def mask_mod(
     mask: MaskSpec, queries: int, keys: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether query i of row b may see key j, as FlexAttention asks for it. It says what `MaskSpec.visible` says."""
+    """Return FlexAttention's mask function, (row b, head, query i, key j) -> bool; it agrees with `MaskSpec.visible`."""
     places = torch.arange(keys - queries, keys, device=device) if mask.query_places is None else mask.query_places
     key_places = torch.arange(keys, device=device) if mask.key_places is None else mask.key_places
     # The compiler looks into what `seen` holds: tensors and numbers are the same to it in every microbatch, an object is not.
@@ -75,22 +75,22 @@ def mask_mod(
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         ahead = key_places[j] - places[i]
-        shown = ahead <= 0 if causal else ahead == ahead
+        allowed = ahead <= 0 if causal else ahead == ahead
         if left >= 0:
-            shown = shown & (ahead >= -left)
+            allowed = allowed & (ahead >= -left)
         if right >= 0:
-            shown = shown & (ahead <= right)
+            allowed = allowed & (ahead <= right)
         if own is not None and documents is not None:
-            shown = shown & (own[b, i] == documents[b, j])
+            allowed = allowed & (own[b, i] == documents[b, j])
         if padding is not None:
-            shown = shown & padding[b, j]
-        return shown
+            allowed = allowed & padding[b, j]
+        return allowed
 
     return seen
 
 
 def unfit(*, device: str, dtype: torch.dtype, dropout: float) -> str:
-    """Why it cannot serve attention; "" if it can."""
+    """Return why it cannot compute attention; an empty string if it can."""
     if device != "cuda":
         return "compiled for a CPU it has no backward pass"
     if dtype == torch.float64:
@@ -99,7 +99,7 @@ def unfit(*, device: str, dtype: torch.dtype, dropout: float) -> str:
 
 
 def _by_row(mask: MaskSpec) -> bool:
-    """Whether rows of the batch see differently."""
+    """Whether the rows of the batch have different masks."""
     return mask.documents is not None or mask.padding is not None
 
 

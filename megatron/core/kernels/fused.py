@@ -1,16 +1,16 @@
-"""Kernels that come with torch itself: fused attention and norms.
+"""Kernels that come with torch: fused attention and norms.
 
-Torch's scaled dot product attention knows neither windows nor sinks; both are brought into its form.
+Torch's scaled dot product attention knows neither windows nor sinks; both are expressed by what it has.
 
-A window far shorter than the text is a band. Queries are cut into blocks, each of which meets its own slab of keys only:
+A window much shorter than the sequence is a band. Queries are split into blocks, each of which attends to its own range of keys:
 
     keys     0 1 2 3 4 5 6 7 8 9 ..        window (2, 0), blocks of 4
     block 0  [. . 0 1 2 3]
-    block 1      [2 3 4 5 6 7]             work grows with block + window, not with the text
+    block 1      [2 3 4 5 6 7]             the work grows with block + window, not with the sequence
     block 2              [6 7 8 9 ..]
 
-A sink of score z is one more key with a value of zero. To make its score the same for every query, queries and keys get more
-sizes: the query's hold z, the key's one, and those of all other keys zero.
+A sink of score z is an extra key whose value is zero. To make its score the same for every query, heads get extra elements: z in the queries, one in the
+sink's key, zero in all other keys.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more th
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
-    """`reference.attention` by torch's scaled dot product attention: the best of its backends for this device.
+    """Compute `reference.attention` by torch's scaled dot product attention, with the best of its backends for this device.
 
-    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. No scores are kept for the
-    backward pass: where torch has no such kernel, on CPUs with dropout, `chunked_attention` is used, and in compiled regions they are computed again.
+    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. No scores are kept for the backward pass: where torch has no
+    such kernel, on CPUs with dropout, `chunked_attention` is used, and in compiled regions scores are recomputed.
     """
     if scores.softcap is not None:
         return reference.attention(q, k, v, mask, dropout, scores)
@@ -67,7 +67,7 @@ def flash_attention(
 def cudnn_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
-    """Like `attention`, by torch's cuDNN backend only, which wants a key head for every query head."""
+    """Like `attention`, by torch's cuDNN backend only, which requires as many key heads as query heads."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -75,14 +75,14 @@ def cudnn_attention(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """`reference.rms_norm` by torch's kernel."""
+    """Compute `reference.rms_norm` by torch's kernel."""
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: Scores
 ) -> Tensor:
-    """Attention of q: [b, n, queries, d] over k, v: [b, g, keys, d]. seen: what the mask shows, or added to the scores."""
+    """Attention of q [b, n, queries, d] over k, v [b, g, keys, d]. seen: a bool mask, or what is added to the scores."""
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     size = v.shape[-1]
     if scores.sink is not None:
@@ -101,9 +101,9 @@ def _attend(
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sink: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The inputs of `_attend` with a first key of the scores `sink` [n], before they are scaled.
+    """Return the inputs of `_attend` with an extra first key, whose scores are `sink` [n].
 
-    Torch counts causality from the first query and the first key; so there a first query is added too, of no use.
+    Torch aligns causality at the first query and the first key, so with causal masks an unused first query is added too.
     """
     high = sink.to(q.dtype)
     parts = torch.stack((high, (sink - high.to(sink.dtype)).to(q.dtype)), dim=-1)  # a half format alone would round it
@@ -116,7 +116,7 @@ def _with_sink(
 
 
 def _band(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
-    """Places before and after its own that a query sees, if that is little of the text and texts stand as they are."""
+    """Return how many positions before and after its own a query attends to, if that is a small part of the sequence; else None."""
     if (
         mask.window is None
         or queries != keys
@@ -132,7 +132,7 @@ def _band(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
 def _banded(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: Scores
 ) -> Tensor:
-    """`attention` in blocks of queries, each with the slab of keys that it may see."""
+    """Compute `attention` in blocks of queries, each over the range of keys that it attends to."""
     (left, ahead), (length, batch) = band, q.shape[:2]
     block = max(_BLOCK, left + ahead)
     count = -(-length // block)
@@ -163,5 +163,5 @@ def _banded(
 
 
 def _joined(output: Tensor) -> Tensor:
-    """[b, n, s, d] to [s, b, n * d]."""
+    """Reshape [b, n, s, d] to [s, b, n * d]."""
     return output.permute(2, 0, 1, 3).flatten(2)

@@ -1,10 +1,10 @@
-"""Many small linear layers as one: row i of the input meets the matrix of the expert that it belongs to.
+"""Grouped linear layers: row i of the input is multiplied by the matrix of its expert.
 
     rows      [ expert 0 | expert 1 | .. | expert 3 ]     sorted by expert, counts = (3, 1, 0, 2)
     weight    [e, out, in]
 
-`reference.grouped_linear` is the meaning: one matmul an expert. Here it is one op for autograd, which writes each result
-where it belongs; experts with few rows are padded to one batched matmul, since then a call costs more than its work.
+`reference.grouped_linear` defines the op: one matmul for each expert. Here it is a single autograd op that writes each result in place; experts with
+few rows are padded to one batched matmul, since a call then costs more than its work.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _WASTE = 4  # padded rows over true ones from which it was not
 
 
 class _Grouped(Function):
+    """The autograd function of `grouped_linear`."""
+
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
         context.save_for_backward(x, weight)
@@ -46,7 +48,7 @@ class _Grouped(Function):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.grouped_linear`, with fewer and larger steps. x: [n, in]; weight: [e, out, in]; returns [n, out]."""
+    """Compute `reference.grouped_linear` in fewer and larger steps. x: [n, in]; weight: [e, out, in]; counts: [e]; bias: [e, out]. Returns [n, out]."""
     sizes, experts = counts.tolist(), weight.shape[0]
     most = max(sizes)
     few = len(x) <= _FEW * experts and 0 < most * experts <= _WASTE * len(x)
@@ -55,7 +57,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
 
 
 def _padded(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
-    """All experts as one batched matmul, each with as many rows as the largest."""
+    """Compute all experts as one batched matmul, each padded to the rows of the largest."""
     owners = reference.owners_of(x, counts)
     place = owners * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[owners]
     table = x.new_zeros(weight.shape[0] * most, x.shape[1]).index_copy(0, place, x)
@@ -64,7 +66,7 @@ def _padded(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.grouped_linear` by torch's own kernel for GPUs, which needs no word from the host."""
+    """Compute `reference.grouped_linear` by torch's grouped GPU kernel, for which the host need not know the counts."""
     if x.shape[-1] % 8 or weight.shape[1] % 8:  # its rows must begin at multiples of 16 bytes
         return grouped_linear(x, weight, counts, bias)
     ends = counts.cumsum(0).to(torch.int32)
@@ -72,6 +74,8 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = 
 
 
 class _WeighedBias(Function):
+    """The autograd function of `weighed_bias`."""
+
     @staticmethod
     def forward(context: Any, weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
         owners = reference.owners_of(weights, counts)
@@ -87,7 +91,7 @@ class _WeighedBias(Function):
 
 
 def weighed_bias(weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """weight * bias of each row's expert, of which the backward pass keeps no rows.
+    """Return weight * bias of each row's expert, without keeping rows for the backward pass.
 
     weights: [n]; bias: [e, out]; counts: [e], rows of each expert. Returns [n, out].
     """

@@ -1,15 +1,14 @@
-"""The loss of every token from its hidden state, by a matrix of a row a word, whose logits are never all there.
+"""Cross entropy of every token directly from hidden states and the output matrix, without the full matrix of logits.
 
     states [t, h]  x  words [v, h]  ->  logits of a block of tokens [block, v]  ->  their losses, and at once their gradients
 
-The logits of a batch are often larger than all else that a network keeps. Here a block of them lives at a time: it turns into
-its own softmax in place, and what it says to the gradients of states and words is added before the next block takes its
-memory ("Liger Kernel", Hsu et al., 2024; "Cut Your Losses in Large-Vocabulary Language Models", Wijmans et al., 2024). So a
-forward pass makes the gradient of the sum of all losses, and a backward pass that weighs all tokens alike, as that of a mean
-does, has but to multiply it by one number. If it weighs them otherwise, the blocks are gone through again, which is exact too
-and takes longer.
+The logits of a batch are often larger than everything else a network keeps. Here only a block of them exists at a time: it is turned into its
+softmax in place, and its contributions to the gradients of states and output matrix are added before the next block reuses the memory ("Liger Kernel",
+Hsu et al., 2024; "Cut Your Losses in Large-Vocabulary Language Models", Wijmans et al., 2024). So the forward pass computes the gradient of the sum of all
+losses, and a backward pass that weighs all tokens equally, as that of a mean does, only multiplies it by one number. If it weighs tokens differently,
+the blocks are computed again, which is exact too and slower.
 
-A token whose target is below 0 takes no part: its loss is 0, and neither time nor memory goes to it.
+A token whose target is below 0 is ignored: its loss is 0, and no time or memory is spent on it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ _ROWS = 16  # rows handled at a time on a CPU: 16 rows of 50k columns stay in it
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """Which words a rank has a row for. first: the id of the first of them. valid: how many are words and not padding; 0 or less:
-    none. softcap: logits become cap * tanh(logit / cap). gather: what all ranks that share the vocabulary say of one thing, laid
-    end to end along dimension 0.
+class VocabularyShard:
+    """The shard of the vocabulary that a rank holds.
+
+    first: id of its first row. valid: number of rows that are words and not padding; 0 or less: none. softcap: logits become cap * tanh(logit / cap). gather:
+    all-gathers a tensor over the ranks that share the vocabulary, along dimension 0.
     """
 
     first: int
@@ -49,24 +49,24 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    words: Words,
+    words: VocabularyShard,
     *,
     fused: bool = False,
     into: _Taker | None = None,
 ) -> Tensor:
-    """The loss of every token: the logarithm of the share that the softmax of all words' logits gives to its target, negated.
+    """Return the cross entropy of every token, [t], in fp32 (fp64 for fp64 states).
 
-    x: [t, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [t] int64, below 0 for none. Returns [t], in fp32 (fp64 for fp64 states).
-    Gradients of x are this rank's share of a sum over the ranks that share the vocabulary. fused: the softmax by Triton's kernels,
-    where logits are not capped. into: takes the gradient of the words, which autograd does not get then, and a number to multiply it by.
+    x: [t, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [t] int64, below 0 for tokens to ignore. Gradients of x are this rank's share of a sum over the ranks
+    that share the vocabulary. fused: softmax by Triton kernels, for logits without a soft cap. into: receives the gradient of the output matrix, which autograd
+    then does not get, and a factor for it.
     """
     begin = _fused_shares if fused and words.softcap is None else _shares
     return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin, into), torch.is_grad_enabled())
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Some tokens. tokens: which; x: their states; row: of each one's target among this rank's, 0 if it is not here; here: 1 or 0."""
+class _TokenBlock:
+    """A block of tokens. tokens: which; x: their states; row: of each target among this rank's rows, 0 if elsewhere; here: 1 if it is here, else 0."""
 
     tokens: slice
     x: Tensor
@@ -75,12 +75,12 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
-    """The logits of a block, on their way to a softmax. largest: of each token; sums: of the exponentials of what is less than it;
-    target: the logit of its row, 0 if it is not here; [k] each.
+class _SoftmaxTerms:
+    """The logits of a block, on their way to a softmax, [k] tokens.
 
-    gradient: (factor, hit) -> the gradients of the logits, [k, v] in the format of the states: the exponentials times what makes
-    them shares, less `hit` for the token's row. Or `apart`, the exponentials and the slope of a capped logit at the token's row.
+    largest: each token's largest logit; sums: of exp(logit - largest); target: logit of the target, 0 if it is on another rank; [k] each. gradient: (factor, hit) ->
+    gradient of the logits [k, v] in the dtype of the states: the exponentials times the factor, less `hit` at the target. apart: instead, the exponentials
+    and the derivative of the soft cap at the target.
     """
 
     largest: Tensor
@@ -92,33 +92,35 @@ class _Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What is done with every block. begin: makes shares of logits. into: takes the gradient of the words, if somebody does."""
+    """What is done with every block. begin: starts a softmax from logits. into: receives the gradient of the output matrix, if anybody does."""
 
-    words: Words
-    begin: Callable[[Tensor, _Block, Words], _Shares]
+    words: VocabularyShard
+    begin: Callable[[Tensor, _TokenBlock, VocabularyShard], _SoftmaxTerms]
     into: _Taker | None = None
 
 
 @dataclass(slots=True)
 class _Gradients:
-    """Of the states [t, h], the words [v, h] and their biases [v], as far as they are wanted; sums are kept wide."""
+    """Gradients of the states [t, h], the output matrix [v, h] and its bias [v], as far as needed, accumulated in fp32."""
 
     x: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
     @staticmethod
-    def begin(x: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> _Gradients:
-        """Before the first block, which writes that of the words where the others add to it."""
+    def begin(x: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
+        """Allocate them before the first block, which overwrites that of the output matrix; the others add to it."""
         words = torch.empty_like if len(x) else torch.zeros_like
         return _Gradients(
-            torch.empty_like(x) if wanted[0] else None,
-            words(weight, dtype=wide(x.dtype)) if wanted[1] else None,
-            torch.zeros_like(bias, dtype=wide(x.dtype)) if bias is not None and wanted[2] else None,
+            torch.empty_like(x) if needed[0] else None,
+            words(weight, dtype=wide(x.dtype)) if needed[1] else None,
+            torch.zeros_like(bias, dtype=wide(x.dtype)) if bias is not None and needed[2] else None,
         )
 
-    def add(self, block: _Block, shares: _Shares, weight: Tensor, factor: Tensor, weights: Tensor | float) -> None:
-        """What a block says. factor: [k], what makes exponentials shares, times `weights`, what each token's loss weighs."""
+    def add(
+        self, block: _TokenBlock, shares: _SoftmaxTerms, weight: Tensor, factor: Tensor, weights: Tensor | float
+    ) -> None:
+        """Add a block's contribution. factor: [k], turns exponentials into probabilities, times `weights`, the gradient of each token's loss."""
         hit = block.here * weights
         if shares.gradient is None:
             assert shares.apart is not None, "a block has its gradients, or what they are made of"
@@ -135,9 +137,9 @@ class _Gradients:
             self.bias.add_(change.sum(0, dtype=self.bias.dtype))
 
     def _add_apart(
-        self, block: _Block, apart: tuple[Tensor, Tensor | None], weight: Tensor, factor: Tensor, hit: Tensor
+        self, block: _TokenBlock, apart: tuple[Tensor, Tensor | None], weight: Tensor, factor: Tensor, hit: Tensor
     ) -> None:
-        """The same without another pass through the block: factor and hit go to the much smaller states and rows of words."""
+        """The same without another pass over the block: factor and hit are applied to the much smaller states and rows."""
         exponentials, slope = apart
         hit = hit if slope is None else hit * slope
         if self.x is not None:
@@ -156,7 +158,7 @@ class _Gradients:
             self.bias.addmv_(exponentials.t(), factor).index_add_(0, block.row, -hit)
 
     def times(self, factor: Tensor | None, dtype: torch.dtype, into: _Taker | None) -> tuple[Tensor | None, ...]:
-        """All of them times a number, or as they are, in this format; None for the words', if somebody takes these."""
+        """Return all of them times a factor, in this dtype; None for that of the output matrix if `into` receives it."""
         if into is not None and self.weight is not None:
             into(self.weight, factor)
             self.weight = None
@@ -167,6 +169,8 @@ class _Gradients:
 
 
 class _LinearCrossEntropy(Function):
+    """The autograd function of `linear_cross_entropy`."""
+
     @staticmethod
     def forward(
         context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, task: _Task, learns: bool
@@ -195,36 +199,36 @@ class _LinearCrossEntropy(Function):
         made, context.made = context.made, None
         (weights,) = _chosen(rows, gradient)
         if made is not None and (not len(weights) or bool((weights == weights[0]).all())):
-            found = made.times(weights[0] if len(weights) else None, x.dtype, context.task.into)
+            gradients = made.times(weights[0] if len(weights) else None, x.dtype, context.task.into)
         else:
             some, some_targets = _chosen(rows, x, targets)
             again = _Gradients.begin(some, weight, bias, context.needs_input_grad)
             for block, shares in _blocks(some, some_targets, weight, bias, context.task):
                 (top, total), mine = totals[:, block.tokens], weights[block.tokens]
                 again.add(block, shares, weight, (shares.largest - top).exp_() / total * mine, mine)
-            found = again.times(None, x.dtype, context.task.into)
-        of_x, of_weight, of_bias = found
+            gradients = again.times(None, x.dtype, context.task.into)
+        of_x, of_weight, of_bias = gradients
         if rows is not None and of_x is not None:
             of_x = torch.zeros_like(x).index_copy_(0, rows, of_x)
         return of_x, of_weight, of_bias, None, None, None
 
 
 def _chosen(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """These rows of tensors; None: all."""
+    """Select these rows of tensors; None: all rows."""
     return tensors if rows is None else tuple(tensor.index_select(0, rows) for tensor in tensors)
 
 
 def _blocks(
     x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, task: _Task
-) -> Iterator[tuple[_Block, _Shares]]:
-    """All tokens, some at a time; what is said of one block is lost with the next."""
+) -> Iterator[tuple[_TokenBlock, _SoftmaxTerms]]:
+    """Yield all tokens in blocks; the logits of a block are lost with the next one."""
     size = max(_FEWEST, -(-len(x) // _PARTS))
     memory = x.new_empty((min(size, len(x)), len(weight)))
     for start in range(0, len(x), size):
         tokens = slice(start, min(start + size, len(x)))
         row = targets[tokens] - task.words.first
         here = (row >= 0) & (row < len(weight))
-        block = _Block(tokens, x[tokens], row.masked_fill(~here, 0), here.to(wide(x.dtype)))
+        block = _TokenBlock(tokens, x[tokens], row.masked_fill(~here, 0), here.to(wide(x.dtype)))
         logits = memory[: len(block.x)]
         if bias is None:
             torch.mm(block.x, weight.t(), out=logits)
@@ -233,8 +237,8 @@ def _blocks(
         yield block, task.begin(logits, block, task.words)
 
 
-def _shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
-    """What is to be known of a block's logits [k, v], which become their exponentials where they are, or in a wider copy."""
+def _shares(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
+    """Compute the softmax terms of a block's logits [k, v], which are replaced by their exponentials in place, or in a wider copy."""
     narrow, slope = logits.dtype, None
     logits = logits.to(wide(narrow))
     if words.softcap is not None:
@@ -256,20 +260,20 @@ def _shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
         logits.mul_(slope)
     hit_slope = None if slope is None else slope.gather(1, row)[:, 0]
     if on_cpu and logits.dtype == narrow:
-        return _Shares(largest, sums, target, apart=(logits, hit_slope))
+        return _SoftmaxTerms(largest, sums, target, apart=(logits, hit_slope))
 
     def gradient(factor: Tensor, hit: Tensor) -> Tensor:
         hit = hit if hit_slope is None else hit * hit_slope
         return logits.mul_(factor[:, None]).scatter_add_(1, row, -hit[:, None]).to(narrow)
 
-    return _Shares(largest, sums, target, gradient)
+    return _SoftmaxTerms(largest, sums, target, gradient)
 
 
-def _fused_shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
-    """The same by Triton's kernels, which leave the logits in their format."""
+def _fused_shares(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
+    """The same by Triton kernels, which leave the logits in their dtype."""
     kernels = import_module("megatron.core.kernels.triton.loss")
     largest, sums, target = kernels.statistics(logits, block.row, words.valid)
-    return _Shares(
+    return _SoftmaxTerms(
         largest,
         sums,
         target.masked_fill_(block.here == 0, 0.0),
@@ -277,8 +281,8 @@ def _fused_shares(logits: Tensor, block: _Block, words: Words) -> _Shares:
     )
 
 
-def _over_ranks(shares: _Shares, words: Words) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's largest logit, sum of exponentials of what is less than it, and target logit, of all words; [k] each."""
+def _over_ranks(shares: _SoftmaxTerms, words: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's largest logit, sum of exponentials and target logit over the whole vocabulary; [k] each."""
     largest, sums, target = words.gather(torch.stack((shares.largest, shares.sums, shares.target))[None]).unbind(1)
     top = largest.amax(0)
     return top, (sums * (largest - top).exp()).sum(0), target.sum(0)

@@ -1,4 +1,4 @@
-"""Which key each query may see, and what becomes of its score, said in a few facts; kernels decide how."""
+"""Which keys each query may attend to, and how scores are changed, described without tensors of all pairs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """causal: no key after the query. window: (left, right), no key more than so many places before or after the query;
-    -1 for any number.
+    """An attention mask.
 
-    documents: [b, keys] numbers; a query sees only keys of its own document. padding: bool [b, keys], False where there is no
-    token. query_places, key_places: int64 [queries] and [keys], where in the whole sequence they stand; without them
-    keys count from 0 and the last query stands at the last key. query_documents: [b, queries], where queries are not the
-    last of the keys. A query that sees no key at all gets zero.
+    causal: no key after the query. window: (left, right), no key more than so many positions before or after the query; -1: unlimited.
+    documents: [b, keys] numbers; a query attends only to keys of its own document. padding: bool [b, keys], False where there is no token. query_places,
+    key_places: int64 [queries] and [keys], positions in the whole sequence; without them keys count from 0 and the last query is at the last key.
+    query_documents: [b, queries], where queries are not the last keys. A query that attends to no key gets zero.
 
-    length: places of the whole sequence, when queries and keys are only the pieces that a context rank holds; query_places are
-    those of its piece then, documents and padding those of the whole. `context_parallel` makes of it the masks that kernels see.
+    length: of the whole sequence, when queries and keys are only the shards that a context rank holds; query_places are then those of its shard, while
+    documents and padding are those of the whole sequence. `context_parallel` turns it into the masks that kernels get.
     """
 
     causal: bool = True
@@ -33,15 +32,15 @@ class MaskSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether causality is all there is, so that kernels need no tensor."""
+        """Whether the mask is causal and nothing else, so that kernels need no mask tensor."""
         return self.documents is None and self.padding is None and self.window is None and self.query_places is None
 
     def within(self, window: tuple[int, int] | None) -> MaskSpec:
-        """This mask for a layer with a window, or without (None)."""
+        """Return this mask for a layer with a window, or without one (None)."""
         return self if window is None or window == (-1, -1) else replace(self, window=window)
 
     def visible(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """Boolean [b or 1, 1, queries, keys], True where the query may look."""
+        """Return the mask as a tensor: bool [b or 1, 1, queries, keys], True where the query attends to the key."""
         keys = torch.arange(num_keys, device=device) if self.key_places is None else self.key_places
         queries = (
             torch.arange(num_keys - num_queries, num_keys, device=device)
@@ -66,10 +65,10 @@ class MaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What happens to the scores of queries and keys before the softmax, in this order.
+    """How attention scores are changed before the softmax, in this order.
 
-    scale: their factor; None: 1/sqrt(head size). softcap: they become softcap * tanh(score / softcap) (Gemma 2). bias: [1, n,
-    queries, keys], added to them. sink: [n], one more score a head, which takes weight and gives nothing (gpt-oss).
+    scale: factor; None: 1/sqrt(head size). softcap: softcap * tanh(score / softcap) (Gemma 2). bias: [1, n, queries, keys], added. sink: [n], an extra score for
+    each head, which takes probability and contributes nothing (gpt-oss).
     """
 
     scale: float | None = None
@@ -79,5 +78,5 @@ class Scores:
 
     @property
     def are_plain(self) -> bool:
-        """Whether scores are scaled and no more."""
+        """Whether scores are scaled and nothing else."""
         return self.softcap is None and self.bias is None and self.sink is None

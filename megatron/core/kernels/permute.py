@@ -1,9 +1,9 @@
-"""Rows of tokens to the order of experts, and back: every row of the result is a sum of some rows.
+"""Permute tokens to the order of experts, and back: every row of the result is a sum of rows.
 
-    to experts   row i of the result is the token that choice i is of          k = 1
-    and back     token t is the sum of the rows that its k choices became
+    to experts   row i of the result is the token of choice i        k = 1
+    back         token t is the sum of the rows of its k choices
 
-Each is the gradient of the other, so both only read, and nothing is added atomically: the same sums in the same order every time.
+Each is the gradient of the other, so both only gather; nothing is added atomically, and sums have the same order every time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from megatron.core.kernels.reference import wide
 
 
 class _Permute(Function):
+    """The autograd function of `permute`."""
+
     @staticmethod
     def forward(context: Any, values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
         context.save_for_backward(back)
@@ -30,16 +32,16 @@ class _Permute(Function):
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
-    """Row i is the sum over j of values[places[i, j]], taken in a wide format. values: [m, h]; places: [n, k]; returns [n, h].
+    """Return rows i: the sum over j of values[places[i, j]], in accumulator precision. values: [m, h]; places: [n, k]; returns [n, h].
 
-    back: [m, l], where row i of values went: places read from the other side. A place one past the end is none; empties: whether
-    there may be such in places; losses: in back.
+    back: [m, l], the inverse: where row i of values went. An index one past the end means no row; empties: whether places can have such an index;
+    losses: whether back can.
     """
     return _Permute.apply(values, places, back, empties, losses)
 
 
 def _take(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
-    """values[index]; with holes: zeros where the index is one past the end."""
+    """Return values[index]; with holes: zeros where the index is one past the end."""
     if not len(values):
         return values.new_zeros((len(index), *values.shape[1:]))
     if not holes:
@@ -48,7 +50,7 @@ def _take(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
 
 
 def _sum(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
-    """The sums over k of values[places[:, k]]."""
+    """Return the sums over k of values[places[:, k]]."""
     first, *others = places.unbind(1)
     total = _take(values, first, holes=holes)
     if others:

@@ -1,6 +1,6 @@
-"""Every op in plain torch: readable, differentiable, on any device. These functions *define* the ops.
+"""Every op in plain torch: readable, differentiable, on any device. These functions *define* the ops; all other kernels are compared with them.
 
-Sums are taken in fp32 for fp16 and bf16 inputs, and in fp64 for fp64 inputs.
+Sums are accumulated in fp32 for fp16 and bf16 inputs, and in fp64 for fp64 inputs.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The format in which sums over `dtype` are taken."""
+    """Return the dtype in which sums over `dtype` are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
-    """Softmax attention of every query over the keys that the mask lets it see (Vaswani et al., 2017).
+    """Softmax attention of every query over the keys that the mask allows (Vaswani et al., 2017).
 
-    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv], each of the g heads serving n/g query heads. Returns
-    [queries, b, n * dv]; zeros for a query that sees no key.
+    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv], each of the g heads serving n/g query heads. Returns [queries, b, n * dv]; zeros for a query
+    that attends to no key.
     """
     queries, batch, heads, size = q.shape
     repeat = heads // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    found = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * (size**-0.5 if scores.scale is None else scores.scale)
+    scored = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * (size**-0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
-        found = scores.softcap * torch.tanh(found / scores.softcap)
+        scored = scores.softcap * torch.tanh(scored / scores.softcap)
     if scores.bias is not None:
-        found = found + scores.bias
+        scored = scored + scores.bias
     seen = mask.visible(queries, k.shape[2], q.device)
     blind = None if mask.is_plain else ~seen.any(dim=-1, keepdim=True)  # the softmax of nothing is not a number
-    found = found.masked_fill(~seen if blind is None else ~(seen | blind), float("-inf"))
+    scored = scored.masked_fill(~seen if blind is None else ~(seen | blind), float("-inf"))
     if scores.sink is not None:
-        sink = scores.sink.to(found.dtype).view(1, -1, 1, 1).expand(*found.shape[:3], 1)
-        found = torch.cat((found, sink), dim=-1)
-    shares = found.softmax(dim=-1)[..., : k.shape[2]]
+        sink = scores.sink.to(scored.dtype).view(1, -1, 1, 1).expand(*scored.shape[:3], 1)
+        scored = torch.cat((scored, sink), dim=-1)
+    shares = scored.softmax(dim=-1)[..., : k.shape[2]]
     if blind is not None:
         shares = shares.masked_fill(blind, 0.0)
     weights = F.dropout(shares, dropout).to(v.dtype)
@@ -50,9 +50,9 @@ def attention(
 
 
 def largest_scores(q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None = None, block: int = 256) -> Tensor:
-    """The largest scaled score of every head among those that the mask shows, [n]; -inf where it shows none.
+    """Return the largest scaled score of every head among the allowed ones, [n]; -inf where none is allowed.
 
-    q: [queries, b, n, d]; k: [keys, b, g, d]. Scores of `block` queries are held at a time.
+    q: [queries, b, n, d]; k: [keys, b, g, d]. The scores of `block` queries are held at a time.
     """
     queries, _, heads, size = q.shape
     keys, groups = k.shape[0], k.shape[2]
@@ -64,23 +64,23 @@ def largest_scores(q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None = N
     )
     q = q.unflatten(2, (groups, heads // groups)).permute(1, 2, 3, 0, 4)
     k = k.permute(1, 2, 3, 0)[:, :, None]
-    found = q.new_full((groups, heads // groups), float("-inf"), dtype=wide(q.dtype))
+    largest = q.new_full((groups, heads // groups), float("-inf"), dtype=wide(q.dtype))
     for start in range(0, queries, block):
         rows = slice(start, start + block)
         part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
-        some = (q[..., rows, :] @ k).to(found.dtype) * (size**-0.5 if scale is None else scale)
+        some = (q[..., rows, :] @ k).to(largest.dtype) * (size**-0.5 if scale is None else scale)
         seen = part.visible(some.shape[-2], keys, q.device)[:, :, None]
-        found = torch.maximum(found, some.masked_fill(~seen, float("-inf")).amax(dim=(0, 3, 4)))
-    return found.flatten()
+        largest = torch.maximum(largest, some.masked_fill(~seen, float("-inf")).amax(dim=(0, 3, 4)))
+    return largest.flatten()
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """LayerNorm over the last dimension (Ba et al., 2016)."""
+    """LayerNorm over the last dimension (Ba et al., 2016). x: [..., h]; weight, bias: [h]. Returns the shape of x."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """x over its root mean square, along the last dimension (Zhang and Sennrich, 2019), times the weight if there is one."""
+    """x over its root mean square along the last dimension (Zhang and Sennrich, 2019), times the weight [h] if there is one. Returns the shape of x."""
     wide_x = x.to(wide(x.dtype))
     normed = (wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
     return normed if weight is None else normed * weight
@@ -89,13 +89,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 def residual_norm(
     x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """x + update, and its norm: LayerNorm with a bias, RMSNorm without."""
+    """Return x + update, and its norm: LayerNorm with a bias, RMSNorm without. x, update: [..., h]."""
     total = x + update
     return total, rms_norm(total, weight, epsilon) if bias is None else layer_norm(total, weight, bias, epsilon)
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """gelu, gelu_tanh, silu, quick_gelu (x * sigmoid(1.702 x)), relu or squared_relu, element by element."""
+    """Apply gelu, gelu_tanh, silu, quick_gelu (x * sigmoid(1.702 x)), relu or squared_relu to each element of x [...]."""
     if name == "gelu":
         return F.gelu(x)
     if name == "gelu_tanh":
@@ -112,9 +112,9 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """What a gated MLP does beside its activation (gpt-oss).
+    """What a gated MLP does besides its activation (gpt-oss).
 
-    clamp: gate and linear half are kept below it, and the linear half above its negative. offset: added to the linear half.
+    clamp: upper limit of the gate, and limit of the linear half in both directions. offset: added to the linear half.
     """
 
     clamp: float | None = None
@@ -122,7 +122,7 @@ class Gating:
 
 
 def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
-    """activation(gate) * (up + offset) for x = [gate | up] along the last dimension (Shazeer, 2020)."""
+    """Return activation(gate) * (up + offset) for x = [gate | up] [..., 2 f] along the last dimension (Shazeer, 2020). Returns [..., f]."""
     gate, up = x.chunk(2, dim=-1)
     if gating.clamp is not None:
         gate, up = gate.clamp(max=gating.clamp), up.clamp(-gating.clamp, gating.clamp)
@@ -130,9 +130,9 @@ def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first r sizes of every head by position (Su et al., 2021).
+    """Rotate the first r elements of every head by position (Su et al., 2021).
 
-    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32. interleaved: pairs are neighbours, else the two halves.
+    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32. interleaved: pairs are neighbours; else the two halves. Returns the shape of x.
     """
     size = cos.shape[-1]
     turned, rest = x[..., :size], x[..., size:]
@@ -147,7 +147,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b with a matrix and bias of its own for every expert; rows of x are sorted by expert.
+    """x W^T + b with the matrix and bias of each row's expert; rows of x are sorted by expert.
 
     x: [n, in]; weight: [e, out, in]; counts: [e] int64, rows of each expert; bias: [e, out]. Returns [n, out].
     """
@@ -157,11 +157,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
 
 
 def with_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """Each row plus the bias [e, out] of the expert that it belongs to."""
+    """Return each row [n, out] plus the bias [e, out] of its expert. counts: [e]."""
     return rows if bias is None else rows + bias.index_select(0, owners_of(rows, counts))
 
 
 def owners_of(rows: Tensor, counts: Tensor) -> Tensor:
-    """The expert of each row, [n], when so many belong to each."""
+    """Return the expert of each row, [n]. counts: [e], rows of each expert."""
     experts = torch.arange(len(counts), device=counts.device)
     return experts.repeat_interleave(counts, output_size=len(rows))

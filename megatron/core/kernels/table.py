@@ -1,7 +1,7 @@
-"""Which kernel serves which op: chosen once at start, with reasons.
+"""Which kernel computes which op: chosen once at start, with reasons.
 
-A candidate says why it does not fit a need, or nothing. `auto` takes the first that fits; a wish that cannot be met is
-an error with the reason.
+A candidate returns why it does not fit a need, or "". `auto` takes the first that fits; a kernel that is requested by name and cannot be used is an error
+with the reason.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the run asks of its kernels. window, softcap, sinks, biased_scores: some layers see a window, and some scores are
-    capped, have a sink, or a bias. head_sizes: of keys and of values; uneven_heads: these differ. experts_cut: an expert lies on
-    several ranks. overlapped_experts: something computes while tokens travel. pieces: attention sees pieces of sequences.
-    low: what is multiplied in 8 bits, and how; alone: no other rank works on a rank's tokens; delays_wgrad: weight gradients are computed later.
-    preferred: the library whose kernels are taken first where they can serve, unasked.
+    """What the run requires of its kernels.
+
+    window, softcap, sinks, biased_scores: some layers have a window, some scores a cap, a sink or a bias. head_sizes: of keys and of values; uneven_heads: they
+    differ. experts_cut: an expert is sharded over several ranks. overlapped_experts: computation runs while tokens are exchanged. pieces: attention gets shards of
+    sequences. low: what is multiplied in low precision, and how; alone: no other rank works on a rank's tokens; delays_wgrad: weight gradients are computed
+    later. preferred: the library whose kernels are tried first.
     """
 
     device: str = "cpu"
@@ -59,9 +60,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to compute an op; `unfit` returns the reason why it cannot serve a need, or an empty string.
+    """One way to compute an op. unfit: returns why it cannot serve a need, or "".
 
-    unasked: the reason why it can, but is not taken unless it is asked for.
+    unasked: why it can but is not chosen automatically.
     """
 
     op: str
@@ -73,7 +74,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One callable an op; None: without one, by what is there anyway. `report`: (op, chosen, why the better ones were not)."""
+    """One callable for each op; None: no kernel, the layer computes it itself. `report`: (op, chosen kernel, why better ones were not chosen)."""
 
     attention: Callable = fused.attention
     layer_norm: Callable = reference.layer_norm
@@ -135,7 +136,7 @@ def _package_unfit(version: int) -> Callable[[Need], str]:
             dtype=need.dtype,
             head_sizes=need.head_sizes,
             dropout=need.attention_dropout,
-            lacks=next((reason for reason, wanted in lacking.items() if wanted), ""),
+            lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
         )
 
     return unfit
@@ -150,7 +151,9 @@ def _transformer_engine_unfit(need: Need) -> str:
         "sequences are cut over context ranks": need.pieces,
     }
     return transformer_engine.unfit(
-        device=need.device, dtype=need.dtype, lacks=next((reason for reason, wanted in lacking.items() if wanted), "")
+        device=need.device,
+        dtype=need.dtype,
+        lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
     )
 
 
@@ -163,7 +166,7 @@ def _torchao_unfit(need: Need) -> str:
     return torchao.unfit(
         recipe=need.low.recipe,
         alone=need.alone,
-        lacks=next((reason for reason, wanted in lacking.items() if wanted), ""),
+        lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
     )
 
 
@@ -200,7 +203,7 @@ def _triton_unfit(need: Need) -> str:
 
 
 def _late(module: str, name: str) -> Callable:
-    """A function of a file that needs a package of others, which is imported when it is first called."""
+    """Return a function that imports a module with optional dependencies when it is first called."""
 
     def call(*inputs: Any, **choices: Any) -> Any:
         return getattr(import_module(f"megatron.core.kernels.{module}"), name)(*inputs, **choices)
@@ -251,43 +254,41 @@ CANDIDATES = (
 
 
 def kernel_flag(op: str, name: str) -> str:
-    """How a kernel of an op is asked for on the command line."""
+    """Return the flag that requests a kernel."""
     return f"--kernel {op}={name}" if op in NAMED else f"--{_FLAGS[op]} {name}"
 
 
 def available(need: Need, wish: dict[str, str], candidates: tuple[Candidate, ...] = CANDIDATES) -> dict[str, str]:
-    """The wishes without those that only another machine can meet, for who computes nothing, or something else, on this one."""
+    """Return the requested kernels without those that only another machine can run, for simulations on this one."""
     fits = {(candidate.op, candidate.name) for candidate in candidates if not candidate.unfit(need)}
     return {op: name for op, name in wish.items() if name in ("", "auto") or (op, name) in fits}
 
 
 def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Candidate, ...] = CANDIDATES) -> Kernels:
-    """The kernels of a run. wish: op -> candidate name, auto, or "" if there is no such op."""
-    chosen, report = {}, []
+    """Choose the kernels of a run. wish: op -> candidate name, auto, or an empty string for ops that the run does not need. Raises `ConfigError` with reasons."""
+    kernels: dict[str, Any] = {}
+    report = []
     for op in dict.fromkeys(candidate.op for candidate in candidates):
-        offers = sorted(
-            (candidate for candidate in candidates if candidate.op == op), key=lambda one: one.name != need.preferred
-        )
-        wanted = (wish or {}).get(op, "auto")
-        if not wanted:
-            continue
-        if wanted != "auto":
-            offers = [candidate for candidate in offers if candidate.name == wanted]
-        refusals = []
-        for candidate in offers:  # the best first; what is worse than the one chosen needs no reason
-            if reason := candidate.unfit(need) or (
-                candidate.unasked(need) if wanted == "auto" and candidate.name != need.preferred else ""
-            ):
-                refusals.append(f"{candidate.name}: {reason}")
-                continue
-            chosen[op] = candidate.call
-            report.append((op, candidate.name, "; ".join(refusals)))
-            break
-        else:
-            known = ", ".join(candidate.name for candidate in candidates if candidate.op == op)
-            raise ConfigError(
-                f"{kernel_flag(op, wanted)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of {known}, "
-                "or leave it out"
-            )
-    kernels: dict[str, Any] = dict(chosen)
+        requested = (wish or {}).get(op, "auto")
+        if requested:
+            chosen, refusals = _choose(need, [one for one in candidates if one.op == op], requested)
+            kernels[op] = chosen.call
+            report.append((op, chosen.name, "; ".join(refusals)))
     return Kernels(**kernels, report=tuple(report))
+
+
+def _choose(need: Need, candidates: list[Candidate], requested: str) -> tuple[Candidate, list[str]]:
+    """Return the best candidate of an op, and why those before it cannot serve. requested: a name, or auto. Raises `ConfigError`."""
+    refusals = list[str]()
+    for candidate in sorted(candidates, key=lambda one: one.name != need.preferred):
+        if requested not in ("auto", candidate.name):
+            continue
+        is_default = requested == "auto" and candidate.name != need.preferred
+        reason = candidate.unfit(need) or (candidate.unasked(need) if is_default else "")
+        if not reason:
+            return candidate, refusals
+        refusals.append(f"{candidate.name}: {reason}")
+    raise ConfigError(
+        f"{kernel_flag(candidates[0].op, requested)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of "
+        f"{', '.join(candidate.name for candidate in candidates)}, or leave it out"
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.linear_loss import Words
+from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.region import Region
@@ -89,7 +89,7 @@ def linear_cross_entropy(
     weights are made with those of states: none of them waits, whatever the schedule.
     """
     first = region.axis.rank * len(weight)
-    words = Words(first, true_vocab_size - first, softcap, partial(collectives.all_gather, axis=region.axis))
+    words = VocabularyShard(first, true_vocab_size - first, softcap, partial(collectives.all_gather, axis=region.axis))
     whole, into = region.copy_to_region(x), region.sum_of(weight)
     losses = kernel(
         whole.flatten(0, 1), weight, bias, targets.reshape(-1), words, into=None if into is None else into.add

@@ -91,15 +91,15 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
     mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draws of the forward pass are noted; the definition, with them, gives the same output and gradients."""
-    given, drawn, draw = inputs(), torch.zeros(B, N, S, S, dtype=torch.float64), chunked_attention._Work.kept
+    given, drawn, draw = inputs(), torch.zeros(B, N, S, S, dtype=torch.float64), chunked_attention._ChunkedCall.kept
 
-    def noted(work: chunked_attention._Work, part: chunked_attention._Part) -> Tensor:
+    def noted(work: chunked_attention._ChunkedCall, part: chunked_attention._QueryChunk) -> Tensor:
         kept = draw(work, part)
         drawn[:, :, part.queries, part.keys] = kept.view(B, N, *part.size).to(drawn)
         return kept
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunked_attention._Work, "kept", noted)
+        patch.setattr(chunked_attention._ChunkedCall, "kept", noted)
         output = chunked_attention.attention(*given, MASKS[mask], 0.25)
     seen = MASKS[mask].visible(S, S, torch.device("cpu")).expand(B, N, -1, -1)
     assert drawn[seen].mean() == pytest.approx(0.75, abs=0.01)

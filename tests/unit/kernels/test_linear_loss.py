@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.kernels import linear_loss
-from megatron.core.kernels.linear_loss import Words, linear_cross_entropy
+from megatron.core.kernels.linear_loss import VocabularyShard, linear_cross_entropy
 from megatron.core.kernels.table import Need, select
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.loss import cross_entropy
@@ -65,7 +65,7 @@ WEIGHTS = {"the sum": torch.ones(T), "the mean": torch.full((T,), 1 / T), "each 
 def test_losses_and_gradients_are_those_of_all_logits(
     blocks: None, dtype: torch.dtype, tolerance: float, ignored: bool, softcap: float | None, bias: bool
 ) -> None:
-    words = Words(0, V, softcap, lambda stated: stated)
+    words = VocabularyShard(0, V, softcap, lambda stated: stated)
     for weights in WEIGHTS.values():
         given = [one for one in inputs(dtype, bias=bias) if one is not None]
         exact = [one.detach().double().requires_grad_() for one in given]
@@ -80,7 +80,7 @@ def test_losses_and_gradients_are_those_of_all_logits(
 
 def test_a_second_backward_pass_over_the_same_losses_is_exact_too() -> None:
     given = list(inputs())
-    losses = linear_cross_entropy(*given, targets(), Words(0, V, None, lambda stated: stated))
+    losses = linear_cross_entropy(*given, targets(), VocabularyShard(0, V, None, lambda stated: stated))
     expected = torch.autograd.grad(by_torch(*given, targets(), None).mean() * 3, given)
     for _ in range(2):
         for a, b in zip(torch.autograd.grad(losses.mean() * 3, given, retain_graph=True), expected, strict=True):
@@ -89,7 +89,7 @@ def test_a_second_backward_pass_over_the_same_losses_is_exact_too() -> None:
 
 def test_nothing_is_learned_where_no_token_counts_or_nothing_asks_for_it() -> None:
     x, weight, bias = inputs()
-    words = Words(0, V, None, lambda stated: stated)
+    words = VocabularyShard(0, V, None, lambda stated: stated)
     losses = linear_cross_entropy(x, weight, bias, torch.full((T,), -1), words)
     assert not losses.any() and not any(one.any() for one in torch.autograd.grad(losses.sum(), (x, weight, bias)))
     frozen = linear_cross_entropy(x, weight.detach(), None, targets(), words)
@@ -110,7 +110,9 @@ def test_logits_far_from_zero_and_far_apart_are_exact() -> None:
         torch.tensor([[1.0], [1.0]], requires_grad=True),
         torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True),
     )
-    losses = linear_cross_entropy(x, weight, None, torch.tensor([1, 0]), Words(0, 3, None, lambda stated: stated))
+    losses = linear_cross_entropy(
+        x, weight, None, torch.tensor([1, 0]), VocabularyShard(0, 3, None, lambda stated: stated)
+    )
     losses.sum().backward()
     assert losses.tolist() == [2e4, 0.0] and torch.equal(weight.grad, torch.tensor([[1.0], [-1.0], [0.0]]))
     assert torch.equal(x.grad, torch.tensor([[2e4], [0.0]]))
@@ -118,7 +120,9 @@ def test_logits_far_from_zero_and_far_apart_are_exact() -> None:
 
 def test_in_fp16_the_shares_of_rare_words_do_not_vanish_before_they_are_scaled() -> None:
     x, weight = (torch.tensor(rows, dtype=torch.float16, requires_grad=True) for rows in ([[1.0]], [[0.0], [-18.0]]))
-    losses = linear_cross_entropy(x, weight, None, torch.tensor([0]), Words(0, 2, None, lambda stated: stated))
+    losses = linear_cross_entropy(
+        x, weight, None, torch.tensor([0]), VocabularyShard(0, 2, None, lambda stated: stated)
+    )
     (losses * 65536).sum().backward()
     assert weight.grad[1].item() == pytest.approx(65536 * math.exp(-18.0), rel=2e-3)
 
@@ -166,7 +170,11 @@ def test_no_tensor_is_as_large_as_the_logits_of_more_than_an_eighth_of_the_token
     x, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(words, 4, requires_grad=True)
     with Largest() as largest:
         losses = linear_cross_entropy(
-            x, weight, None, torch.zeros(tokens, dtype=torch.long), Words(0, words, None, lambda stated: stated)
+            x,
+            weight,
+            None,
+            torch.zeros(tokens, dtype=torch.long),
+            VocabularyShard(0, words, None, lambda stated: stated),
         )
         (losses if weights == "alike" else losses * torch.rand(tokens)).sum().backward()
     assert largest.found == tokens * words // 8

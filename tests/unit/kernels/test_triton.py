@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.kernels import linear_loss, reference, table
-from megatron.core.kernels.linear_loss import Words
+from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, select
@@ -177,7 +177,9 @@ def test_the_loss_of_blocks_equals_that_by_torch(
         (21, 0),
         (-3, 21),
     ):  # a rank's words, the last of which are padding; a rank with nothing but padding
-        words = Words(first, valid, None, lambda stated: torch.cat((stated, others.to(stated.dtype).expand_as(stated))))
+        words = VocabularyShard(
+            first, valid, None, lambda stated: torch.cat((stated, others.to(stated.dtype).expand_as(stated)))
+        )
         for weight_of in (torch.ones(9), weights):
             compare(
                 lambda x, w, b: linear_loss.linear_cross_entropy(x, w, b, targets, words, fused=True) * weight_of,

@@ -1,7 +1,7 @@
-"""Tokens to the ranks of their experts and back by DeepEP (github.com/deepseek-ai/DeepEP), where it is installed.
+"""Exchange of tokens between experts' ranks by DeepEP (github.com/deepseek-ai/DeepEP), where it is installed.
 
-A token travels once to each rank that has one of its experts, however many of them it chose there; an all-to-all of rows
-sends it once for each choice. What comes back is summed on the way. The gradient of one direction is the other.
+A token is sent once to each rank that has any of its experts; a plain all-to-all sends it once for each choice. On the way back the results are summed. The gradient
+of each direction is the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_installed() -> bool:
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """The library's buffer of a group, which all layers share: as large as its two tuned configurations ask."""
+    """Return the library's buffer of a process group, which all layers share: as large as its two tuned configurations require."""
     library = import_module("deep_ep").Buffer
     tuned = library.get_dispatch_config(group.size()), library.get_combine_config(group.size())
     near = max(config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in tuned)
@@ -33,6 +33,8 @@ def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
 
 
 class _Dispatch(Function):
+    """The autograd function of dispatch."""
+
     @staticmethod
     def forward(
         context: Any, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int, buffer: Any
@@ -61,6 +63,8 @@ class _Dispatch(Function):
 
 
 class _Combine(Function):
+    """The autograd function of combine."""
+
     @staticmethod
     def forward(context: Any, shares: Tensor, handle: Any, buffer: Any) -> Tensor:
         context.buffer, context.handle = buffer, handle
@@ -72,7 +76,7 @@ class _Combine(Function):
 
 
 class DeepEP:
-    """The library over one group of ranks."""
+    """The library over one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -80,22 +84,22 @@ class DeepEP:
     def dispatch(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """tokens: [t, h]; weights, experts: [t, k], -1 for no expert; num_experts: of all ranks.
+        """Send tokens to the ranks of their experts. tokens: [t, h]; weights, experts: [t, k], -1 for no expert; num_experts: of all ranks.
 
-        Returns the [n, h] tokens that some expert of this rank was chosen by, each once; their weights [n, k]; the experts
-        [n, k], counted from this rank's first, -1 where the choice is another rank's; and the handle for the way back.
+        Returns the [n, h] tokens that chose some expert of this rank, each once; their weights [n, k]; the experts [n, k], counted from this rank's first, -1 where the
+        choice is another rank's; and the handle for the way back.
         """
         buffer = _buffer(self.group, tokens.shape[1] * max(tokens.element_size(), 2))
         arrived, shares, own, handle = _Dispatch.apply(tokens, weights, experts, num_experts, buffer)
         return arrived, shares, own, handle
 
     def combine(self, shares: Tensor, handle: Any) -> Tensor:
-        """shares: [n, h], what this rank's experts say of each token that arrived. Returns [t, h], the sum over ranks."""
+        """Return results to the tokens' ranks. shares: [n, h], results of this rank's experts for each token that arrived. Returns [t, h], summed over ranks."""
         return _Combine.apply(shares, handle, _buffer(self.group, shares.shape[1] * max(shares.element_size(), 2)))
 
 
 def unfit(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
-    """Why it cannot serve these experts; "" if it can. cut: each expert lies on several ranks. overlaps: with other work."""
+    """Return why it cannot serve these experts; an empty string if it can. cut: each expert is sharded over several ranks. overlaps: with other work."""
     if device != "cuda":
         return "DeepEP is for GPUs"
     if not is_installed():

@@ -31,17 +31,16 @@ def is_installed(version: int) -> bool:
 
 
 def is_hopper() -> bool:
-    """Whether the GPU of this process is one of those that version 3 is written for."""
+    """Whether this process's GPU is one that version 3 supports."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores(), *, version: int
 ) -> Tensor:
-    """`reference.attention` by a package. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv].
+    """Compute `reference.attention` by flash-attn. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
 
-    Documents are runs of equal numbers. What only generation asks for, queries in other places than at the end of the keys and
-    keys without a token, is left to torch.
+    Documents must be contiguous. Masks that only generation needs (queries that are not the last keys, missing keys) are left to torch.
     """
     apart = mask.documents is not None
     if (
@@ -81,9 +80,9 @@ version_3 = partial(attention, version=3)
 
 @lru_cache(maxsize=4)  # all layers of a microbatch ask for the same, and counting documents makes the host wait
 def starts_of(documents: Tensor) -> Tensor:
-    """Where each document begins when the rows are laid end to end, and the end of the last: int32 [documents + 1].
+    """Return where each document begins when the rows are concatenated, and the end of the last: int32 [documents + 1].
 
-    documents: [b, s], in runs. A row begins a document of its own.
+    documents: [b, s], contiguous. Every row begins a new document.
     """
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -94,7 +93,7 @@ def starts_of(documents: Tensor) -> Tensor:
 def unfit(
     version: int, *, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str
 ) -> str:
-    """Why a package cannot serve attention; "" if it can. head_sizes: of keys and values; lacks: what no version has."""
+    """Return why the package cannot compute attention; an empty string if it can. head_sizes: of keys and values; lacks: required features that no version has."""
     if device != "cuda":
         return "it needs a CUDA device"
     if not is_installed(version):
@@ -112,6 +111,6 @@ def unfit(
     return lacks
 
 
-def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The output, of versions that give more beside it."""
-    return found if isinstance(found, Tensor) else found[0]
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return the output, of versions that return more."""
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,7 +1,7 @@
-"""Linear layers in 8 bits by torchao, where it is installed: one function of tensors, of the layer that holds them there.
+"""fp8 linear layers by torchao, where it is installed.
 
-It takes scales of the tensors that it sees. So it serves where a rank sees all that shares a scale, and no earlier step: tensorwise
-scales, of layers that are whole on every rank. Its products are torch's own, as ours are (fp8_native.py).
+It computes scales from the tensors that it gets. So it fits where a rank has everything that shares a scale, and scales need no history: tensorwise scaling of
+layers that are not sharded. Its products are torch's own, as ours are (fp8_native.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron.core.kernels.low_precision.fp8 import Number
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: Number, *, emulated: bool) -> Tensor:
-    """x W^T + b, all three products of operands in 8 bits with a scale a tensor. x: [.., in]; weight: [out, in]. Returns [.., out].
+    """Return x W^T + b, with the operands of all three products in fp8, one scale for each tensor. x: [.., in]; weight: [out, in]. Returns [.., out].
 
-    backward: format of gradients. emulated: by matmuls in the format of x, as on a CPU.
+    backward: format of gradients. emulated: by matmuls in the dtype of x, as on a CPU.
     """
     layer = _layer(backward.dtype, emulated)
     product = import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
@@ -30,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: Number, *, 
 
 @lru_cache(maxsize=4)
 def _layer(backward: torch.dtype, emulated: bool) -> Any:
-    """A layer without weights, which knows how to multiply."""
+    """Return torchao's layer without weights, which multiplies given ones."""
     names, library = import_module("torchao.float8.config"), import_module("torchao.float8.float8_linear")
     slow = names.Float8GemmConfig(use_fast_accum=False)
     config = names.Float8LinearConfig(
@@ -47,7 +47,7 @@ def _layer(backward: torch.dtype, emulated: bool) -> Any:
 
 
 def unfit(*, recipe: str, alone: bool, lacks: str) -> str:
-    """Why it cannot serve a run's linear layers; "" if it can. alone: no other rank works on a rank's tokens. lacks: what it has not."""
+    """Return why it cannot compute a run's linear layers; an empty string if it can. alone: no other rank works on a rank's tokens. lacks: required features that it lacks."""
     if not recipe:
         return "nothing is multiplied in 8 bits; give --fp8-format"
     if recipe != "tensorwise":

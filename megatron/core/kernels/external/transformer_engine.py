@@ -1,7 +1,7 @@
 """Attention by NVIDIA's Transformer Engine, where it is installed: cuDNN's and flash-attn's kernels, and its choice between them.
 
-Of the library's parts it is the one that holds neither weights nor scales, and so fits here. Its linear layers and norms own what
-our layers own; products of 8 and 4 bits come from torch's own calls to the same units (fp8_native.py).
+Of that library only attention is used, which has neither weights nor scales. Its linear layers and norms own parameters, which our layers do; low-precision products
+come from torch's own calls to the same hardware (fp8_native.py).
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 
 
 def is_installed() -> bool:
-    """Whether the package is there."""
+    """Whether the package can be imported."""
     return find_spec("transformer_engine") is not None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
-    """`reference.attention` by the library. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv].
+    """Compute `reference.attention` by the library. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
 
-    Documents are runs of equal numbers. What only generation asks for, queries in other places than at the end of the keys and
-    keys without a token, is left to torch.
+    Documents must be contiguous. Masks that only generation needs (queries that are not the last keys, missing keys) are left to torch.
     """
     apart = mask.documents is not None
     if (
@@ -66,7 +65,7 @@ def attention(
 
 @lru_cache(maxsize=16)  # a module holds nothing but these choices
 def _module(heads: int, groups: int, sizes: tuple[int, int], dropout: float, scale: float | None) -> Any:
-    """The library's attention for these numbers of heads and groups, and sizes of keys and values."""
+    """Return the library's attention module for these numbers of heads and groups, and these sizes of keys and values."""
     library = import_module("transformer_engine.pytorch")
     return library.DotProductAttention(
         heads,
@@ -79,7 +78,7 @@ def _module(heads: int, groups: int, sizes: tuple[int, int], dropout: float, sca
 
 
 def unfit(*, device: str, dtype: torch.dtype, lacks: str) -> str:
-    """Why the library cannot serve attention; "" if it can. lacks: what it has not."""
+    """Return why the library cannot compute attention; an empty string if it can. lacks: required features that it lacks."""
     if device != "cuda":
         return "it needs a CUDA device"
     if not is_installed():

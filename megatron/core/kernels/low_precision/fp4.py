@@ -1,11 +1,11 @@
-"""Matrices in 4 bits, as in "Pretraining Large Language Models with NVFP4" (NVIDIA, 2025, arXiv 2509.25149), emulated.
+"""NVFP4 matrices, as in "Pretraining Large Language Models with NVFP4" (NVIDIA, 2025, arXiv 2509.25149), emulated.
 
-    x [m, k]  ->  values in e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6), a scale in e4m3 for each 1 x 16 (weights: 16 x 16), one for all
+    x [m, k]  ->  values in e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6), an e4m3 scale for each block of 1 x 16 (weights: 16 x 16), one fp32 scale for the tensor
 
-Gradients are rounded up or down by chance, so that their mean stays; both operands of a weight's gradient are first rotated by a
-Hadamard matrix along the sum, 16 at a time, which spreads outliers and cancels in the product.
+Gradients are rounded stochastically, so that their mean stays. Both operands of a weight gradient are first rotated by a Hadamard matrix along the summed
+dimension, 16 elements at a time, which spreads outliers and cancels in the product.
 
-The values lie in e4m3, which holds all of e2m1. They are multiplied as those of `fp8.py` are.
+Values are stored in e4m3, which represents every e2m1 number exactly, and multiplied like those of `fp8.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _SIGNS = (1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1)
 def by_small_blocks(
     x: Tensor, largest: Tensor, block: tuple[int, int], noise: Tensor | None = None, sizes: Tensor | None = None
 ) -> Quantised:
-    """x [m, k] in e2m1. largest: [], of all of x. noise: like x, from 0 to 1, for rounding by chance; None: to the nearest.
+    """Quantize x [m, k] to e2m1 with two levels of scales. largest: [], absolute maximum of x. noise: like x, uniform in [0, 1), for stochastic rounding; None: to
+    the nearest.
 
-    sizes: as in `fp8.by_blocks`.
+    sizes: absolute maxima of the blocks, as in `fp8.by_blocks`.
     """
     enlarge, scales = small_scales(block_sizes(x, block) if sizes is None else sizes, largest)
     tiles = tiled(x.to(wide(x.dtype)), block) * enlarge
@@ -41,9 +42,9 @@ def by_small_blocks(
 
 
 def small_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """What all is multiplied by, [], and what takes the scales of blocks back, e4m3. sizes: of blocks; largest: [], of all.
+    """Return NVFP4's two levels of scales: (the factor of the whole tensor, [], and the e4m3 scales of the blocks, by which values are multiplied when dequantized).
 
-    The scale of all lets a block's scale use the range of e4m3.
+    sizes: absolute maximum of each block; largest: [], of the tensor. The factor of the tensor makes the blocks' scales use the range of e4m3.
     """
     enlarge = torch.where(largest > 0, E2M1.largest * E4M3.largest / largest, torch.ones_like(largest))
     enlarge = enlarge.clamp(max=torch.finfo(torch.float32).max)
@@ -51,9 +52,9 @@ def small_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
-    """The nearest number of e2m1, of two equally near ones the even; or with noise from 0 to 1, one of the two beside it by chance.
+    """Round to the nearest e2m1 number, ties to even; with noise in [0, 1), stochastically to one of the two neighbours. x, noise: [...]; returns [...].
 
-    What is too large saturates; not a number stays so.
+    Too large values saturate; NaN stays NaN.
     """
     size = x.abs().clamp(max=E2M1.largest)
     step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0)).to(x.dtype)
@@ -63,13 +64,13 @@ def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """x [m, k], each 16 of its columns times the same orthogonal matrix; columns are filled up to a multiple with zeros."""
+    """Return x [m, k] with each group of 16 columns multiplied by the Hadamard matrix; k is padded with zeros to a multiple of 16."""
     tiles = tiled(x.to(wide(x.dtype)), (1, BLOCK))
     return (tiles @ rotation(tiles.dtype, x.device)).flatten(2).flatten(0, 1)
 
 
 def rotation(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The Hadamard matrix [16, 16] by Sylvester's construction, its rows with signs, over 4: its transpose is its inverse."""
+    """Return the Hadamard matrix [16, 16] by Sylvester's construction, with random signs of rows, divided by 4: its transpose is its inverse."""
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype, device=device)
     whole = two
     while len(whole) < BLOCK:

@@ -1,17 +1,17 @@
-"""Matrices in 8 bits: what shares a scale, how values are rounded, and how two such matrices are multiplied.
+"""fp8 matrices: which elements share a scale, how values are rounded, and how two such matrices are multiplied.
 
-    x [m, k]  --times the scale of its block, rounded-->  values [m, k], and what takes the scale back, a number a block
+    x [m, k]  -- times the scale of its block, rounded -->  values [m, k], and one inverse scale for each block
 
     tensorwise, delayed   one block: the tensor                       any scale
     blockwise             1 x 128 along the sum; weights 128 x 128    powers of two (DeepSeek-V3, 2024, section 3.3)
     mxfp8                 1 x 32 along the sum                        powers of two (OCP microscaling formats, 2023)
 
-The emulation takes the values back and multiplies them in fp32. Products of two such values have few bits, and powers of two
-cost none: all that is rounded is the sum. The scale of a whole tensor comes after the sum, as on a GPU. So the product is that
-of the values as they were rounded, to the last bit of an fp32 sum; in fp64 for fp64 operands.
+The emulation dequantizes and multiplies in fp32. Products of two fp8 values are exact there, and powers of two cost no bits: only the sum is rounded. The
+scale of a whole tensor is applied after the sum, as on a GPU. So the result is the product of the rounded values, up to the order of an fp32 sum; fp64
+for fp64 operands.
 
-Micikevicius et al., 2022, "FP8 Formats for Deep Learning"; a block's power of two is rounded up, so that nothing saturates
-(Mishra et al., 2025, "Recipes for Pre-training LLMs with MXFP8").
+Micikevicius et al., 2022, "FP8 Formats for Deep Learning". A block's power of two is rounded up, so that nothing saturates (Mishra et al., 2025, "Recipes for
+Pre-training LLMs with MXFP8").
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMALLEST_POWER, _LARGEST_POWER = -127, 127  # of e8m0
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A format of few bits. dtype: what holds its values exactly. largest: its largest number."""
+    """A low-precision number format. dtype: the torch dtype that stores its values. largest: its largest number."""
 
     name: str
     dtype: torch.dtype
@@ -42,10 +42,9 @@ E5M2 = Number("e5m2", torch.float8_e5m2, 57344.0)
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix: values * the scale of their block * the scale of all.
+    """A quantized matrix: values * the scale of their block * the scale of the tensor.
 
-    values: [m, k]. block: rows and columns that share one of `blocks`, [m / rows, k / columns] rounded up. scale: [], of the whole
-    matrix. None: 1.
+    values: [m, k]. block: rows and columns that share one of `blocks`, [m / rows, k / columns] rounded up. scale: [], of the whole matrix. None: 1.
     """
 
     values: Tensor
@@ -55,23 +54,23 @@ class Quantised:
 
     @property
     def whole_scale(self) -> Tensor:
-        """The scale of the matrix, [], which its recipe gave it."""
+        """The scale of the whole matrix, []."""
         assert self.scale is not None, "this recipe scales whole matrices"
         return self.scale
 
     @property
     def block_scales(self) -> Tensor:
-        """The scales of its blocks, which its recipe gave it."""
+        """The scales of its blocks."""
         assert self.blocks is not None, "this recipe scales blocks"
         return self.blocks
 
     def t(self) -> Quantised:
-        """The transposed matrix."""
+        """Return the transposed matrix."""
         blocks = None if self.blocks is None else self.blocks.t()
         return replace(self, values=self.values.t(), blocks=blocks, block=self.block[::-1])
 
     def exact(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [m, k] but for the scale of all. Nothing is rounded in fp32 or fp64."""
+        """Return the matrix [m, k] without the scale of the tensor; exact in fp32 and fp64."""
         values = self.values.to(dtype)
         if self.blocks is None:
             return values
@@ -80,19 +79,19 @@ class Quantised:
         return values * scales[:, : values.shape[1]]
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [m, k]."""
+        """Return the dequantized matrix [m, k]."""
         return self.exact(dtype) if self.scale is None else self.exact(dtype) * self.scale
 
 
 def largest_of(x: Tensor) -> Tensor:
-    """The largest absolute value [], in the format of sums over x; of nothing: 0."""
+    """Return the absolute maximum of x, [], in accumulator precision; 0 for an empty tensor."""
     return x.detach().abs().amax().to(wide(x.dtype)) if x.numel() else x.new_zeros((), dtype=wide(x.dtype))
 
 
 def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
-    """What brings the largest value of a tensor to the largest number, or `margin` powers of two below; 1 for zeros.
+    """Return the scale [] that maps a tensor's absolute maximum `largest` [] to the format's largest number, or `margin` powers of two below; 1 for zeros.
 
-    largest: []. What is not finite gives 0 or no number, and so a matrix without a number, which later checks can see.
+    A maximum that is not finite gives 0 or NaN, and so a matrix of NaN, which later checks find.
     """
     scale = number.largest / largest / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -100,14 +99,14 @@ def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
 
 
 def by_tensor(x: Tensor, number: Number, scale: Tensor) -> Quantised:
-    """x [m, k] with one scale [], by which it is multiplied before it is rounded. What is too large saturates."""
+    """Quantize x [m, k] with one scale [], by which it is multiplied before rounding. Too large values saturate."""
     return Quantised(_rounded(x.to(wide(x.dtype)) * scale, number), scale.reciprocal())
 
 
 def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor | None = None) -> Quantised:
-    """x [m, k] with a power of two a block: the smallest that lets none of its values saturate.
+    """Quantize x [m, k] with a power of two for each block: the smallest with which none of its values saturates.
 
-    sizes: as `block_sizes` gives them, of blocks of which x may lack elements; None: of x.
+    sizes: absolute maxima as `block_sizes` returns them, for blocks of which x holds only a part; None: of x.
     """
     tiles = tiled(x.to(wide(x.dtype)), block)
     sizes = block_sizes(x, block) if sizes is None else sizes
@@ -116,43 +115,43 @@ def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor |
 
 
 def block_sizes(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest absolute value of each block of x [m, k], in the format of sums: [m / rows, k / columns], rounded up."""
+    """Return the absolute maximum of each block of x [m, k], in accumulator precision: [m / rows, k / columns], rounded up."""
     return tiled(x.to(wide(x.dtype)), block).abs().amax(dim=(1, 3))
 
 
 def block_scales(sizes: Tensor, number: Number) -> Tensor:
-    """What takes the powers of two of blocks back, e8m0; no number where a block had none. sizes: of blocks, as is returned."""
+    """Return the e8m0 scales by which blocks are multiplied when dequantized; NaN where a block had NaN. sizes: absolute maxima of blocks, same shape."""
     scales = torch.ldexp(torch.ones_like(sizes), _power_above(sizes, number.largest))
     return scales.masked_fill(~sizes.isfinite(), float("nan")).to(torch.float8_e8m0fnu)
 
 
 def _power_above(value: Tensor, number: float) -> Tensor:
-    """The smallest n with value <= number * 2^n, int32; no division, hence exact."""
+    """Return the smallest n with value <= number * 2^n, int32; computed without a division, hence exact."""
     fraction, power = torch.frexp(torch.where(value.isfinite(), value, torch.ones_like(value)))
     own_fraction, own_power = torch.frexp(torch.tensor(number, dtype=value.dtype, device=value.device))
     return (power - own_power + (fraction > own_fraction)).clamp(_SMALLEST_POWER, _LARGEST_POWER)
 
 
 def _rounded(x: Tensor, number: Number) -> Tensor:
-    """To the nearest, ties to even; what is too large to the largest. Not a number stays so."""
+    """Round to the nearest number, ties to even; too large values saturate; NaN stays NaN."""
     return x.clamp(-number.largest, number.largest).to(number.dtype)
 
 
 def tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """x [m, k] as [m / rows, rows, k / columns, columns], filled up with zeros."""
+    """Return x [m, k] as [m / rows, rows, k / columns, columns], padded with zeros."""
     rows, columns = block
     filled = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
 def untiled(tiles: Tensor, like: Tensor) -> Tensor:
-    """The way back from `tiled`, of a matrix of this shape."""
+    """Undo `tiled`, for a matrix of the shape of `like`."""
     return tiles.flatten(2).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """a b^T, [m, n], in `dtype`: the emulation, which says what the product of two such matrices is. a: [m, k]; b: [n, k]."""
-    found = a.exact(wide(dtype)) @ b.exact(wide(dtype)).t()
+    """Return a b^T, [m, n], in `dtype`, emulated; this defines the product of two quantized matrices. a: [m, k]; b: [n, k]."""
+    result = a.exact(wide(dtype)) @ b.exact(wide(dtype)).t()
     if a.scale is not None and b.scale is not None:
-        found = found * (a.scale * b.scale)
-    return found.to(dtype)
+        result = result * (a.scale * b.scale)
+    return result.to(dtype)

@@ -1,12 +1,12 @@
-"""Products of matrices in 8 and 4 bits by the GPU's own units, for what `fp8.product` defines. They sum in their own order.
+"""fp8 and NVFP4 matrix products on the GPU's tensor cores; `fp8.product` defines them, up to the order of sums.
 
     one scale a tensor     Ada and newer        torch._scaled_mm
     1 x 128 and 128 x 128  Hopper               torch.nn.functional.scaled_mm
     1 x 32                 Blackwell and newer  torch.nn.functional.scaled_mm
-    1 x 16 of 4 bits       Blackwell and newer  the same, of two values a byte; a block of 16 x 16 is 16 of 1 x 16
+    1 x 16, NVFP4          Blackwell and newer  the same, with two values in a byte; a block of 16 x 16 is 16 blocks of 1 x 16
 
-These units want rows of whole blocks, of at least 16 elements, and whole blocks or sixteens of rows: what is short of it is
-filled up with zeros here.
+The hardware requires rows of whole blocks with at least 16 elements, and a number of rows divisible by the block or by 16; operands are padded with
+zeros here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCALES = 4  # scales of 128 x 128 blocks, and of 1 x 32, come by so many along 
 
 
 def unfit(recipe: str, capability: tuple[int, int]) -> str:
-    """Why a GPU of this capability, (major, minor), cannot multiply by this recipe; empty if it can."""
+    """Return why a GPU of this compute capability (major, minor) cannot multiply by this recipe; an empty string if it can."""
     if recipe == "blockwise" and capability[0] != 9:
         return "blocks of 128 are for Hopper (capability 9.0)"
     if recipe in ("mxfp8", "nvfp4") and capability < (10, 0):
@@ -38,7 +38,7 @@ def unfit(recipe: str, capability: tuple[int, int]) -> str:
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]; both of one recipe."""
+    """Return a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]; both of one recipe."""
     if 0 in (*a.values.shape, *b.values.shape):
         return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
     if (rows := b.values.shape[0]) % max(b.block[0], _ROW):
@@ -67,7 +67,7 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
 
 
 def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """Values and both levels of scales as torch's units take them."""
+    """Multiply NVFP4 matrices, with both levels of scales in torch's layout."""
     kinds, orders = (
         [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
         [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
@@ -83,8 +83,8 @@ def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor
 
 
 def packed(values: Tensor) -> Tensor:
-    """Values of e2m1 held in e4m3, [m, k], two a byte, [m, k / 2]: the first in the low four bits. Each is a sign and a place in
-    (0, 0.5, 1, 1.5, 2, 3, 4, 6). Not a number becomes 6, and its block's scale is none.
+    """Pack e2m1 values stored in e4m3, [m, k], two to a byte, [m, k / 2]: the first in the low four bits, each a sign and an index into
+    (0, 0.5, 1, 1.5, 2, 3, 4, 6). NaN becomes 6, and its block's scale is NaN.
     """
     held = values.view(torch.uint8)
     size = (held & 127).short()  # e4m3 has 0.5 at 48, and from 1 at 56 on every fourth is one of e2m1
@@ -93,7 +93,7 @@ def packed(values: Tensor) -> Tensor:
 
 
 def _of_whole_blocks(x: Quantised) -> Quantised:
-    """x with more rows, of zeros."""
+    """Return x padded with rows of zeros to whole blocks."""
     blocks = x.blocks
     if blocks is not None and x.block[0] == 1:
         blocks = _padded(blocks, 0, -x.values.shape[0] % _ROW)
@@ -101,20 +101,20 @@ def _of_whole_blocks(x: Quantised) -> Quantised:
 
 
 def _filled(values: Tensor, multiple: int) -> Tensor:
-    """Rows of a multiple of elements, one after the other in memory."""
+    """Return rows padded to a multiple of elements, contiguous."""
     missing = -values.shape[1] % multiple
     return _padded(values, missing, 0) if missing else values.contiguous()
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
-    """x with so many more columns and rows of zeros."""
+    """Return x with this many more columns and rows of zeros."""
     if x.dtype.itemsize > 1:
         return F.pad(x, (0, columns, 0, rows))
     return F.pad(x.contiguous().view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # a byte of zeros is a zero
 
 
 def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
-    """The blocks' scales as the unit reads them."""
+    """Return the blocks' scales in the layout of the hardware, and what torch needs to know of it."""
     kinds, plain = F.ScalingType, F.SwizzleType.NO_SWIZZLE
     if x.block == (1, 128):
         return x.block_scales.float().t().contiguous().t(), kinds.BlockWise1x128, plain
@@ -129,7 +129,7 @@ def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
 
 
 def in_tiles(scales: Tensor) -> Tensor:
-    """Scales [m, blocks of k], a byte each, in the order of Blackwell's units: tiles of 128 x 4, in which rows 32 apart are neighbours."""
+    """Return scales [m, blocks of k], one byte each, in Blackwell's order: tiles of 128 x 4, in which rows 32 apart are neighbours."""
     rows, columns = -(-scales.shape[0] // 128), -(-scales.shape[1] // _SCALES)
     filled = F.pad(
         scales.contiguous().view(torch.uint8), (0, columns * _SCALES - scales.shape[1], 0, rows * 128 - scales.shape[0])

@@ -1,4 +1,4 @@
-"""Recipes for matrices of few bits: formats of the operands, what shares a scale, and what multiplies them."""
+"""Low-precision recipes: formats of the operands, which elements share a scale, and what multiplies them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the three operands of a linear layer are rounded.
+    """How the operands of a linear layer are quantized.
 
-    block: elements along the sum that share a scale; 0: all of the tensor. square: a weight's blocks are squares, the same in
-    both directions. history: steps whose largest values scale the next one; 0: scales are a tensor's own. by_largest: by the
-    largest of them, not the last. wgrad: gradients of weights are products of few bits, too. native: by the device's own units.
-    holds_weights: weights are kept rounded; then their scales are never delayed.
+    block: elements along the sum that share a scale; 0: the whole tensor. square: a weight's blocks are squares, the same for both directions. history: number of
+    steps whose absolute maxima give the next scale; 0: current scaling. by_largest: by the largest of these maxima, not the last. wgrad: weight gradients
+    are low-precision products, too. native: by the device's tensor cores. holds_weights: weights are kept quantized; their scales are then never delayed.
     """
 
     name: str
@@ -40,25 +39,25 @@ class Recipe:
 
     @property
     def one_scale(self) -> bool:
-        """Whether a tensor has one scale."""
+        """Whether a tensor has a single scale."""
         return self.block == 0
 
     @property
     def is_small(self) -> bool:
-        """Whether values are of 4 bits: rotated for the weight's gradient, and gradients rounded by chance."""
+        """Whether values have 4 bits: rotated for weight gradients, and gradients rounded stochastically."""
         return self.forward == fp4.E2M1
 
     @property
     def needs_largest(self) -> bool:
-        """Whether the largest value of a tensor must be known before any of it is rounded."""
+        """Whether a tensor's absolute maximum must be known before any of it is rounded."""
         return self.one_scale or self.is_small
 
     def turns(self, operand: Operand) -> bool:
-        """Whether what is rounded for sums over one dimension also serves sums over the other."""
+        """Whether an operand quantized for sums over one dimension also serves sums over the other."""
         return self.one_scale or self.square and operand == "weight"
 
     def block_of(self, operand: Operand) -> tuple[int, int]:
-        """Rows and columns that share a scale, where blocks do."""
+        """Return (rows, columns) that share a scale, for recipes with blocks."""
         return self.block if self.square and operand == "weight" else 1, self.block
 
     def quantise(
@@ -69,10 +68,10 @@ class Recipe:
         sizes: Tensor | None = None,
         block: tuple[int, int] | None = None,
     ) -> Quantised:
-        """x [m, k] for a sum over k. largest: [], the value that the scale of a tensor is made for, if it has one.
+        """Quantize x [m, k] for a sum over k. largest: [], the absolute maximum that the tensor's scale is made for, if it has one.
 
-        sizes: of blocks of which x may lack elements, [m / rows, k / columns]; None: of x. block: None: as `block_of` says. A
-        gradient of 4 bits takes its chance from the device's random numbers.
+        sizes: absolute maxima of blocks of which x holds only a part, [m / rows, k / columns]; None: of x. block: None: as `block_of` says. Stochastic rounding of 4-bit
+        gradients draws from the device's random numbers.
         """
         number = self.backward if operand == "gradient" else self.forward
         if self.one_scale:
@@ -86,7 +85,7 @@ class Recipe:
         return fp8.by_blocks(x, number, block, sizes)
 
     def weight_scales(self, largest: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What takes the scale of a whole weight back, [], and of its blocks, like `sizes`; None where there is none."""
+        """Return the inverse scales of a whole weight, [], and of its blocks, like `sizes`; None where the recipe has none."""
         if self.one_scale:
             return fp8.tensor_scale(largest, self.forward, self.margin).reciprocal(), None
         if self.is_small:
@@ -95,12 +94,12 @@ class Recipe:
         return None, fp8.block_scales(sizes, self.forward)
 
     def product(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-        """a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]."""
+        """Return a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]."""
         return (fp8_native if self.native else fp8).product(a, b, dtype)
 
 
 def recipe_of(config: LowPrecisionConfig, device: torch.device) -> Recipe | None:
-    """The recipe that a run asks for, as this device multiplies; None if it asks for none."""
+    """Return the recipe that a run requests, as this device multiplies; None if it requests none."""
     native = device.type == "cuda" and not config.fp8_emulation
     if config.fp4_format is not None:
         return Recipe(
@@ -116,14 +115,14 @@ def recipe_of(config: LowPrecisionConfig, device: torch.device) -> Recipe | None
     if config.fp8_format is None:
         return None
     backward, name = E5M2 if config.fp8_format == "hybrid" else E4M3, config.fp8_recipe
-    kept, margin = (config.fp8_amax_history_len, config.fp8_margin) if name == "delayed" else (0, 0)
+    history, margin = (config.fp8_amax_history_len, config.fp8_margin) if name == "delayed" else (0, 0)
     return Recipe(
         name,
         E4M3,
         backward,
         block=config.block,
         square=name == "blockwise",
-        history=kept,
+        history=history,
         margin=margin,
         by_largest=config.fp8_amax_compute_algo == "max",
         wgrad=config.fp8_wgrad,
@@ -133,13 +132,13 @@ def recipe_of(config: LowPrecisionConfig, device: torch.device) -> Recipe | None
 
 
 def unfit(config: LowPrecisionConfig, device: torch.device) -> str:
-    """Why a run cannot have its recipe on this device, and what to do; empty if it can."""
+    """Return why a run cannot use its recipe on this device, and what to do; an empty string if it can."""
     if not config.recipe or config.fp8_emulation or device.type != "cuda":
         return ""
-    asked = f"--fp4-recipe {config.recipe}" if config.fp4_format else f"--fp8-recipe {config.recipe}"
+    flags = f"--fp4-recipe {config.recipe}" if config.fp4_format else f"--fp8-recipe {config.recipe}"
     reason = fp8_native.unfit(config.recipe, torch.cuda.get_device_capability(device))
     return (
-        f"{asked} cannot be used on this GPU: {reason}; choose another recipe, or --fp8-emulation, which is slow"
+        f"{flags} cannot be used on this GPU: {reason}; choose another recipe, or --fp8-emulation, which is slow"
         if reason
         else ""
     )

@@ -17,9 +17,9 @@ _BLOCK = 4096
 
 @triton.jit
 def _statistics(
-    logits: tl.tensor, rows: tl.tensor, found: tl.tensor, valid: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+    logits: tl.tensor, rows: tl.tensor, result: tl.tensor, valid: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """found: [3, tokens] of the largest logit, the sum of exponentials of what is less than it, and the logit in column rows[token]."""
+    """result: [3, tokens] of the largest logit, the sum of exponentials of what is less than it, and the logit in column rows[token]."""
     token = tl.program_id(0).to(tl.int64)
     largest = -3.4028234663852886e38
     total = 0.0
@@ -29,7 +29,7 @@ def _statistics(
         top = tl.maximum(largest, tl.max(some))
         total = total * tl.exp(largest - top) + tl.sum(tl.exp(some - top))
         largest = top
-    place, count = found + token, tl.num_programs(0)
+    place, count = result + token, tl.num_programs(0)
     tl.store(place, largest)
     tl.store(place + count, total)
     tl.store(place + 2 * count, tl.load(logits + token * size + tl.load(rows + token)).to(tl.float32))
@@ -51,9 +51,9 @@ def _gradient(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = logits + token * size + columns
     some = tl.load(there, mask=columns < valid, other=float("-inf")).to(tl.float32)
-    found = tl.exp(some - tl.load(largest + token)) * tl.load(factor + token)
-    found = tl.where(columns == tl.load(rows + token), found - tl.load(hit + token), found)
-    tl.store(there, found.to(logits.dtype.element_ty), mask=columns < size)
+    result = tl.exp(some - tl.load(largest + token)) * tl.load(factor + token)
+    result = tl.where(columns == tl.load(rows + token), result - tl.load(hit + token), result)
+    tl.store(there, result.to(logits.dtype.element_ty), mask=columns < size)
 
 
 def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,11 +61,11 @@ def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor
 
     logits: [k, v]; rows: int64 [k].
     """
-    found = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
+    result = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
     _statistics[(len(logits),)](
-        logits, rows, found, min(valid, logits.shape[1]), logits.shape[1], BLOCK=_BLOCK, num_warps=8
+        logits, rows, result, min(valid, logits.shape[1]), logits.shape[1], BLOCK=_BLOCK, num_warps=8
     )
-    largest, total, target = found
+    largest, total, target = result
     return largest, total, target
 
 

@@ -53,14 +53,14 @@ def _forward(
         mean = tl.sum(values) / SIZE
         values = tl.where(inside, values - mean, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(values * values) / SIZE + epsilon)
-    found = values * scale
+    normed_values = values * scale
     if weight is not None:
-        found = found * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        normed_values = normed_values * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        found = found + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        normed_values = normed_values + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(stats + 2 * row, mean)
     tl.store(stats + 2 * row + 1, scale)
-    tl.store(target, found.to(y.dtype.element_ty), mask=inside)
+    tl.store(target, normed_values.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -84,13 +84,13 @@ def _backward(
     normed = tl.where(inside, (values - mean) * scale, 0.0)
     if weight is not None:
         gradient = gradient * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    found = gradient - normed * (tl.sum(gradient * normed) / SIZE)
+    input_gradient = gradient - normed * (tl.sum(gradient * normed) / SIZE)
     if CENTRED:
-        found = found - tl.sum(gradient) / SIZE
-    found = found * scale
+        input_gradient = input_gradient - tl.sum(gradient) / SIZE
+    input_gradient = input_gradient * scale
     if more is not None:
-        found += tl.load(more + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dx + row * SIZE + columns, found.to(dx.dtype.element_ty), mask=inside)
+        input_gradient += tl.load(more + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx + row * SIZE + columns, input_gradient.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -147,8 +147,8 @@ def _turn(
     across = tl.load(x + row * SIZE + other, mask=inside, other=0.0).to(tl.float32)
     table = row // times * SIZE + columns
     turned = tl.where(ahead, across, -across) * tl.load(sin + table, mask=inside, other=0.0)
-    found = values * tl.load(cos + table, mask=inside, other=0.0) + turned
-    tl.store(y + row * SIZE + columns, found.to(y.dtype.element_ty), mask=inside)
+    rotated = values * tl.load(cos + table, mask=inside, other=0.0) + turned
+    tl.store(y + row * SIZE + columns, rotated.to(y.dtype.element_ty), mask=inside)
 
 
 class _Rotary(Function):
