@@ -35,6 +35,7 @@ from megatron.rl import batches
 from megatron.rl.advantages import advantages, informative_groups, overlong_penalty
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.batches import Arrays, TrainedRollout
+from megatron.rl.environments.base import EVALUATION
 from megatron.rl.environments.config import environment_of, read_environments
 from megatron.rl.policy_loss import PolicyLoss
 from megatron.rl.refit import Generator
@@ -49,7 +50,6 @@ from megatron.training.run import Run
 from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
 
-EVALUATION = 2**40  # number of the first held-out problem
 _SEEDS_A_ROUND = 2**32
 
 

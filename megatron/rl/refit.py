@@ -9,6 +9,7 @@ them, and else from ranks in turn.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -182,27 +183,26 @@ def _along(box: Box, dim: int, start: int, stop: int) -> Box:
 def _send(transfers: Sequence[Transfer], source: Tree, target: Tree, world: Axis, device: torch.device) -> None:
     """Carry out a group of transfers, by one all-to-all of bytes."""
     outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]
-    incoming: list[list[tuple[Tensor, int]]] = [[] for _ in range(world.size)]
+    incoming: list[list[Tensor]] = [[] for _ in range(world.size)]
     for transfer in transfers:
         if transfer.source == world.rank:
-            outgoing[transfer.target].append(
-                _view(source[transfer.name], transfer.source_box, transfer.box)
-                .to(transfer.dtype)
-                .contiguous()
-                .flatten()
-                .view(torch.uint8)
-            )
+            values = _view(source[transfer.name], transfer.source_box, transfer.box).to(transfer.dtype)
+            outgoing[transfer.target].append(values.contiguous().flatten().view(torch.uint8))
         if transfer.target == world.rank:
-            view = _view(target[transfer.name], transfer.target_box, transfer.box)
-            incoming[transfer.source].append((view, view.numel() * view.element_size()))
-    sent = [tensor for tensors in outgoing for tensor in tensors]
-    flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
-    sizes = [sum(size for _, size in parts) for parts in incoming]
-    received = collectives.all_to_all(flat, [sum(t.numel() for t in tensors) for tensors in outgoing], sizes, world)
+            incoming[transfer.source].append(_view(target[transfer.name], transfer.target_box, transfer.box))
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *itertools.chain(*outgoing)])
+    sizes = [[tensor.numel() for tensor in tensors] for tensors in outgoing]
+    received = collectives.all_to_all(
+        sent, [sum(each) for each in sizes], [sum(map(_bytes, views)) for views in incoming], world
+    )
     start = 0
-    for view, size in (part for parts in incoming for part in parts):
-        view.copy_(received[start : start + size].view(view.dtype).view(view.shape))
-        start += size
+    for view in itertools.chain(*incoming):
+        view.copy_(received[start : start + _bytes(view)].view(view.dtype).view(view.shape))
+        start += _bytes(view)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _view(placed: ShardedTensor, index: int, box: Box) -> Tensor:

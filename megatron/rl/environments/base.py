@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+EVALUATION = 2**40  # number of the first held-out problem
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -1,0 +1,99 @@
+"""Problems of mathematics from a file, judged by their final answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+
+from megatron.core.config.flags import ConfigError
+from megatron.rl.environments.base import EVALUATION, Environment, Problem
+
+_BOXED = r"\boxed{"
+_LONGEST = 4000  # characters of a final answer
+
+
+class MathProblems(Environment):
+    """Problems of a JSONL file with an answer each.
+
+    path: lines with `problem` and `answer`; the last `held_out` lines are for evaluation only. template: of the prompt, with {problem}.
+    format_reward: of a wrong answer that stands in \\boxed{}, as it should. A right one earns 1, anything else 0. Final answers are equal if they
+    are the same text or number; with the package math-verify, if it finds them equal.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        template: str = "{problem}\nPut the final answer in \\boxed{{}}.\n",
+        held_out: int = 0,
+        format_reward: float = 0.0,
+    ) -> None:
+        try:
+            rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+            problems = [(str(row["problem"]), str(row["answer"])) for row in rows]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"environment math: {path} is no JSONL file with `problem` and `answer` in each line: {type(error).__name__} {error}"
+            ) from None
+        if not 0 <= held_out < len(problems):
+            raise ConfigError(
+                f"environment math: held_out {held_out} leaves none of the {len(problems)} problems of {path} to train on"
+            )
+        count = len(problems) - held_out
+        self._train, self._held_out = problems[:count], problems[count:] or problems
+        self._template, self._format_reward = template, format_reward
+
+    def problem(self, number: int) -> Problem:
+        """As the base class says. Problems are taken in the order of the file, again and again."""
+        rows = self._train if number < EVALUATION else self._held_out
+        text, answer = rows[number % EVALUATION % len(rows)]
+        return Problem(self._template.format(problem=text), {"answer": answer})
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """As the class says."""
+        given = boxed(answer)
+        if given is None:
+            return 0.0
+        return 1.0 if same_answer(given, problem.facts["answer"]) else self._format_reward
+
+
+def boxed(text: str) -> str | None:
+    """Return what the last \\boxed{...} of a text holds; None if there is none, or if it is never closed."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    depth, begin = 1, start + len(_BOXED)
+    for place in range(begin, min(len(text), begin + _LONGEST)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin:place].strip()
+    return None
+
+
+def same_answer(given: str, expected: str) -> bool:
+    """Whether two final answers are the same text, the same number, or equal by math-verify where it is installed."""
+    plain = [re.sub(r"\\[,!; ]|\s|\$|(?<=\d),(?=\d{3})", "", one).rstrip(".") for one in (given, expected)]
+    if plain[0] == plain[1]:
+        return True
+    numbers = [_number(one) for one in plain]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        return False
+    return bool(verify(parse(f"${expected}$"), parse(f"${given}$")))
+
+
+def _number(text: str) -> Fraction | None:
+    """The exact value of 3, -0.5, 1/3 or \\frac{1}{3}; None for anything else."""
+    if match := re.fullmatch(r"(-?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", text):
+        text = f"{match[1]}{match[2]}/{match[3]}".replace("--", "")
+    if not re.fullmatch(r"-?\d+(\.\d+)?|-?\d+/\d+", text):
+        return None
+    try:
+        return Fraction(text)
+    except ZeroDivisionError:
+        return None

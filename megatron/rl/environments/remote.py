@@ -1,0 +1,88 @@
+"""An environment behind HTTP: another process gives problems and judges answers.
+
+    POST URL/problem  {"number": 7}                                       -> {"prompt": "...", "facts": {...}}
+    POST URL/reward   {"number": 7, "facts": {...}, "answer": "..."}     -> {"reward": 0.5}
+    POST URL/reward   ... of an environment with turns                    -> {"text": "what the environment says next"}
+
+A reply with `text` continues the conversation; one with `reward` ends it. Errors and time-outs cost the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.rl.environments.base import Conversation, Environment, Problem
+
+_MOST_BYTES = 1 << 22  # of a reply
+
+
+class RemoteFailed(Exception):
+    """A remote environment did not answer as it should."""
+
+
+class Remote(Environment):
+    """Problems and rewards of an HTTP server. url: without a final slash; seconds: limit of each request; turns: most answers of a rollout."""
+
+    def __init__(self, *, url: str, seconds: float = 30.0, turns: int = 8) -> None:
+        if not url.startswith(("http://", "https://")) or seconds <= 0 or turns < 1:
+            raise ConfigError(
+                f"environment http: url {url!r} must begin with http:// or https://, seconds {seconds} be positive, and turns {turns} 1 or more"
+            )
+        self._url, self._seconds, self._turns = url.rstrip("/"), seconds, turns
+
+    def problem(self, number: int) -> Problem:
+        """As the base class says; the server is asked when the rollout is played."""
+        return Problem("", {"number": number})
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Not used: `play` asks the server."""
+        raise RemoteFailed("a remote environment judges while it plays")
+
+    async def play(self, problem: Problem, conversation: Conversation) -> float:
+        """Let the server begin the conversation, answer and judge."""
+        number = problem.facts["number"]
+        given = await self._post("problem", {"number": number})
+        conversation.add(_text(given, "prompt"))
+        for _ in range(self._turns):
+            answer = await conversation.generate()
+            reply = await self._post(
+                "reward",
+                {
+                    "number": number,
+                    "facts": given.get("facts", {}),
+                    "answer": answer,
+                    "finished": conversation.is_finished,
+                },
+            )
+            if "reward" in reply:
+                return float(reply["reward"])
+            conversation.add(_text(reply, "text"))
+        raise RemoteFailed(f"{self._url} gave no reward in {self._turns} turns")
+
+    async def _post(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        return await asyncio.to_thread(self._request, what, body)
+
+    def _request(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self._url}/{what}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._seconds) as response:
+                content = response.read(_MOST_BYTES + 1)
+            reply = json.loads(content) if len(content) <= _MOST_BYTES else None
+        except (urllib.error.URLError, TimeoutError, ConnectionError, ValueError) as error:
+            raise RemoteFailed(f"{self._url}/{what}: {error}") from None
+        if not isinstance(reply, dict):
+            raise RemoteFailed(f"{self._url}/{what} did not answer with a JSON object of at most {_MOST_BYTES} bytes")
+        return reply
+
+
+def _text(reply: dict[str, Any], key: str) -> str:
+    if not isinstance(reply.get(key), str):
+        raise RemoteFailed(f"a reply without the text {key!r}: {str(reply)[:200]}")
+    return reply[key]
