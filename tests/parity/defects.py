@@ -521,7 +521,7 @@ DEFECTS: tuple[Defect, ...] = (
             (
                 WeightGradStore,
                 "flush",
-                lambda self: self._waiting.update({key: [] for key in self._waiting}) if self.collects else None,
+                lambda self: self._delayed.update({key: [] for key in self._delayed}) if self.collects else None,
             ),
         ),
     ),

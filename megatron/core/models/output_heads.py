@@ -66,7 +66,8 @@ class LanguageModelHead(nn.Module):
         """Return the cross entropy of every token, [b, s]. labels: [b, s], below 0 for tokens to ignore."""
         build, targets, kernel = self.build, labels.t().contiguous(), self.build.kernels.cross_entropy
         if kernel is None or self.temperature != 1.0 and (build.model.final_logit_softcap or self.bias is not None):
-            logits = self.logits(x, weight) / self.temperature
+            logits = self.logits(x, weight)
+            logits = logits if self.temperature == 1.0 else logits / self.temperature
             return cross_entropy(logits, targets, build.mesh.tp, build.model.true_vocab_size).t()
         factor = (1.0 if self.scale is None else self.scale) / self.temperature
         x = x if factor == 1.0 else x * factor

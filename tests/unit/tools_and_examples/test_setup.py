@@ -238,7 +238,7 @@ def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path
     )
     built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*.py")}
     library = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
-    assert built == library | {path.name for path in ROOT.glob("pretrain_*.py")}
+    assert built == library | {path.name for pattern in ("pretrain_*.py", "train_*.py") for path in ROOT.glob(pattern)}
     assert [path.name for path in (tmp_path / "lib").glob("*.pth")] == [
         "megatron_lm_eval.pth"
     ]  # tests/unit/evaluation/test_plugin.py
