@@ -23,11 +23,11 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_parameter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
+from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, intersect
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import spec_of
-from megatron.training.checkpoint.adapters import box_hash
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer

@@ -180,6 +180,11 @@ def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
         yield "losses are means over the tokens of a step; leave out --no-calculate-per-token-loss"
     if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
         yield "a round has a fixed number of rollouts; leave out --rampup-batch-size and --step-batch-size-schedule"
+    if run.model.adapter.lora_base_quantization != "none" and rl.copies_network(run):
+        yield (
+            "--lora-base-quantization: weights of 4 or 8 bits are not copied into a network of its own for generation; leave out the "
+            "--rl-inference-... sizes and --context-parallel-size, or the quantization"
+        )
     if run.model.mtp.mtp_num_layers:
         yield "rollouts are not trained with --mtp-num-layers; leave it out"
     if rl.rl_use_sequence_packing and not (run.data.reset_attention_mask and run.data.reset_position_ids):

@@ -113,7 +113,7 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
     for stage in stages:
-        freeze(stage, config.model.adapter)
+        freeze(stage, config.model.adapter, mesh)
     for stage in stages:
         offload_activations(stage, config.offload, mesh.device)
     parallels = [_wrap(run, stage) for stage in stages]

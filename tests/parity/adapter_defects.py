@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer import clip
+from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, Shard
-from megatron.core.tensor_parallel import adapter
+from megatron.core.tensor_parallel import adapter, quantized
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.transformer import adapters
 from megatron.training import trainer
@@ -56,6 +57,10 @@ def _same(x: Tensor) -> Tensor:
 def _own_rows_length(self: LinearAdapter, name: str, pair: Any, weight: Tensor) -> Tensor:
     with patch.object(self, "dim", 0 if self.dim == 1 else self.dim), torch.no_grad():
         return _norm(self, name, pair, weight)
+
+
+def _own_box(box: Box, shape: tuple[int, ...]) -> Box:
+    return box
 
 
 def _uncounted(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
@@ -107,6 +112,11 @@ ADAPTERS: tuple[Defect, ...] = (
         "adapters are not in the norm of the gradient",
         (("pp2", "lora-fused"), ("dp2 zero mb2", "lora"), ("dp2 fsdp", "lora-fused")),
         ((clip, "counted_ranges", _uncounted),),
+    ),
+    Defect(
+        "a rank quantizes its shard by blocks that begin with it",
+        (("tp4 sp dp2 zero", "qlora"), ("tp2 sp", "qdora-mla")),
+        ((quantized, "_whole_blocks", _own_box),),
     ),
     Defect(
         "frozen weights are in the optimizer",

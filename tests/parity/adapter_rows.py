@@ -37,6 +37,9 @@ _FUSED: dict[str, Any] = {
     "lora_targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
 }
 _PARTS: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
+_NF4, _INT8 = ({"lora_base_quantization": name} for name in ("nf4", "int8"))
+# 96 inputs are a block and a half, and shards of them begin inside a block.
+_WIDE: dict[str, Any] = {"hidden_size": 96, "ffn_hidden_size": 200, "num_layers": 2}
 _MORE: dict[str, Any] = {"lora_plus_ratio": 4.0, "lora_rslora": True}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,6 +57,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "freeze": ("*.layers.0.*",),
     },
     "frozen": {"freeze": ("embedding.*", "*.layers.0.*", "*.layers.1.*", "*.bias")},
+    "qlora": {**_LLAMA, **_PARTS, **_WIDE, **_NF4},
+    "qlora-fused": {**_LLAMA, **_FUSED, **_INT8},
+    "qdora-mla": {**_MLA, **_PARTS, "dora": True, **_NF4},
+    "qlora-moe": {**_MOE, **_PARTS, **_NF4},
     "lora-t5": {"architecture": "t5", "decoder_num_layers": 2, "decoder_seq_length": 8, **_PARTS},
     "lora-bert": {"architecture": "bert", **_PARTS},
 }
@@ -84,4 +91,9 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("pp2 dp2 zero", "lora-saved"),
     ("tp2 sp pp2", "lora-t5"),
     ("tp2 sp", "lora-bert"),
+    ("tp4 sp dp2 zero", "qlora"),
+    ("tp2 pp2 rings", "qlora-fused"),
+    ("dp2 fsdp", "qlora-fused"),
+    ("tp2 sp", "qdora-mla"),
+    ("tp2 sp ep2 etp2 dp2", "qlora-moe"),
 )

@@ -123,6 +123,9 @@ def _fill(tensors: Mapping[str, ShardedTensor], source: Source, instead: Mapping
         else:
             for target, value in pairs:
                 target.copy_(value)
+        for name, whole in tensors.items():
+            for box, receive in whole.receivers:
+                receive(source.read(instead.get(name, name), box))
     except CheckpointError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - the other ranks must learn of any failure

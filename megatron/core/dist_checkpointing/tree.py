@@ -14,7 +14,9 @@ All tensors are views: saving reads the run's memory, and loading writes into it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,16 +24,20 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.boxes import Box, boxes_of_flat_range, intersect, whole_box
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shards, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shards, quantized_of, spec_of
 
 
 @dataclass(slots=True)
 class ShardedTensor:
-    """The boxes of a global tensor that this rank holds, with their values. Padding is in no box."""
+    """The boxes of a global tensor that this rank holds, with their values. Padding is in no box.
+
+    receivers: boxes whose values are read and given to a function, where the rank holds no tensor of them.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[tuple[Box, Tensor]] = field(default_factory=list)
+    receivers: list[tuple[Box, Callable[[Tensor], None]]] = field(default_factory=list)
 
 
 Tree = dict[str, Any]  # name -> ShardedTensor, a tensor that every rank holds alike, or a value that JSON can say
@@ -64,7 +70,10 @@ def replicated_tensor(tensor: Tensor) -> ShardedTensor:
 
 def sharded_parameter(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
     """Return the tree entry of a parameter: the boxes that this rank holds."""
-    spec, local = spec_of(param), param.detach()
+    spec, local, quantized = spec_of(param), param.detach(), quantized_of(param)
+    if quantized is not None:
+        receivers = [(box, partial(quantized.put, index)) for index, box in enumerate(quantized.boxes)]
+        return ShardedTensor(spec.shape, param.dtype, receivers=list(receivers))
     return ShardedTensor(
         spec.shape, param.dtype, [(piece.box, local[piece.local.slices()]) for piece in local_shards(spec, mesh)]
     )
@@ -99,6 +108,7 @@ def add_to_tree(tree: Tree, name: str, placed: ShardedTensor) -> None:
         return
     assert there.shape == placed.shape, f"{name} has shape {there.shape} here and {placed.shape} there"
     there.pieces += placed.pieces
+    there.receivers += placed.receivers
 
 
 def _minus(offset: tuple[int, ...]) -> tuple[int, ...]:

@@ -25,10 +25,12 @@ from typing import Literal
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.describe import ShardCounts, rank_parameters
+from megatron.core.models.describe import RankParameters, ShardCounts, rank_parameters
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Of a code, an 8-bit scale for 64 of them, and a mean and a step for 256 scales (kernels/low_precision/weight_blocks.py).
+QUANTIZED_BYTES = {name: bits / 8 + 1 / 64 + 8 / (64 * 256) for name, bits in (("nf4", 4), ("int8", 8))}
 STATE_BYTES = {
     "fp32": 4,
     "bf16": 2,
@@ -86,10 +88,11 @@ def flops_per_sample(
     )
 
 
-def weight_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Bytes of a weight on a rank, between steps: in the format of the run, and under FSDP2 its share of one in fp32."""
+def frozen_bytes(config: RunConfig, frozen: RankParameters) -> float:
+    """Return the bytes of a rank's weights that are not trained, which it holds whole: of layers quantized where that is asked for."""
     size = BYTES[config.precision.dtype]
-    return max(4, size) / data_parallel_size if config.parallel.use_torch_fsdp2 else size
+    of_layers = QUANTIZED_BYTES.get(config.model.adapter.lora_base_quantization, size)
+    return of_layers * frozen.layers + size * frozen.rest
 
 
 def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
@@ -161,16 +164,11 @@ def rank_memory(
         expert_replicas = max(
             1, replicas * parallel.tp // (split.experts * split.widths)
         )  # ranks with the same experts
-        state, update, offloaded, frozen = (
+        state, update, offloaded = (
             (those.total - those.experts) * count(config, replicas) + those.experts * count(config, expert_replicas)
-            for count, those in (
-                (state_bytes, trained),
-                (update_bytes, trained),
-                (offloaded_bytes, trained),
-                (weight_bytes, held - trained),
-            )
+            for count, those in ((state_bytes, trained), (update_bytes, trained), (offloaded_bytes, trained))
         )
-        state += frozen
+        state += frozen_bytes(config, held - trained)
         if (
             config.optimizer.is_muon and config.optimizer.elementwise == "adam"
         ):  # other parameters than matrices have two moments

@@ -9,15 +9,16 @@ are sharded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.device import random_state, set_random_state
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shape, local_shards, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shape, local_shards, quantized_of, spec_of
 
 
 def derive_seed(*words: object) -> int:
@@ -36,16 +37,15 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
         for name, param in owner.named_parameters(recurse=False):
             if not param.is_meta:
                 continue
-            spec = spec_of(param)
+            spec, quantized = spec_of(param), quantized_of(param)
+            if quantized is not None:
+                for index, box in enumerate(quantized.boxes):
+                    drawn = torch.zeros(box.shape, dtype=param.dtype, device=mesh.device)
+                    _draw([(box, drawn)], spec, seed, source)
+                    quantized.put(index, drawn)
+                continue
             value = torch.zeros(local_shape(spec, mesh), dtype=param.dtype, device=mesh.device)
-            if spec.stacked:
-                _draw_stacked(value, spec, mesh, seed, source)
-            else:
-                whole = spec.init(
-                    spec.shape, torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name))
-                )
-                for shard in local_shards(spec, mesh):
-                    value[shard.local.slices()] = whole[shard.box.slices()].to(value)
+            _draw([(one.box, value[one.local.slices()]) for one in local_shards(spec, mesh)], spec, seed, source)
             param_on_device = nn.Parameter(value, requires_grad=param.requires_grad)
             param_on_device.spec = spec  # type: ignore[attr-defined]
             setattr(owner, name, param_on_device)
@@ -57,19 +57,21 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
             initialize()
 
 
-def _draw_stacked(value: torch.Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
-    """Draw the parameters of a stack that this rank holds, each as a whole with its own generator. value: the local
-    tensor.
+def _draw(targets: Sequence[tuple[Box, Tensor]], spec: ParamSpec, seed: int, source: torch.device) -> None:
+    """Write the initial values of boxes of a parameter into tensors. It is drawn as a whole, with one generator; of a
+    stack, each of those that the boxes touch.
     """
-    shards = local_shards(spec, mesh)
-    for index in {
-        index for shard in shards for index in range(shard.box.offset[0], shard.box.offset[0] + shard.box.shape[0])
-    }:
+    if not spec.stacked:
+        whole = spec.init(spec.shape, torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name)))
+        for box, target in targets:
+            target.copy_(whole[box.slices()].to(target))
+        return
+    for index in {index for box, _ in targets for index in range(box.offset[0], box.offset[0] + box.shape[0])}:
         generator = torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name, index))
         whole = spec.init(spec.shape[1:], generator)
-        for shard in shards:
-            local = value[shard.local.slices()][index - shard.box.offset[0]]
-            local.copy_(whole[shard.box.slices()[1:]].to(value))
+        for box, target in targets:
+            local = target[index - box.offset[0]]
+            local.copy_(whole[box.slices()[1:]].to(local))
 
 
 class RandomStreams:

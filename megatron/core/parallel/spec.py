@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +154,29 @@ def parameter(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
 def spec_of(param: nn.Parameter) -> ParamSpec:
     """Return the `ParamSpec` that a parameter carries."""
     return param.spec  # type: ignore[attr-defined]
+
+
+class QuantizedValues(Protocol):
+    """The values of a parameter that stays on the meta device (`tensor_parallel.quantized.QuantizedWeight` implements it)."""
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Boxes of the global tensor that are given to `put`, one by one, when values are drawn or loaded."""
+
+    @property
+    def hashes(self) -> list[Tensor | None]:
+        """The hash of the values that were given, of each of `local_shards`."""
+
+    def put(self, index: int, values: Tensor) -> None:
+        """Take the values of a box, by its number."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held."""
+
+
+def quantized_of(param: Tensor) -> QuantizedValues | None:
+    """Return what holds the values of a parameter in its place, if it is quantized."""
+    return getattr(param, "quantized", None)
 
 
 def name_all(module: nn.Module) -> None:

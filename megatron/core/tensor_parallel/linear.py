@@ -20,10 +20,11 @@ from torch.autograd import Function
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter, quantized_of
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
+from megatron.core.tensor_parallel.quantized import dense, frozen_linear
 from megatron.core.tensor_parallel.region import Region
 
 
@@ -45,10 +46,11 @@ class _EnterLinear(Function):
         context.save_for_backward(x, weight)
         context.region, context.into = region, region.sum_of(weight)
         context.bias = bias if bias is not None and bias.requires_grad else None
+        matrix = dense(weight)
         if region.overlapped.gathers:
-            return all_gather_matmul(x, weight.t(), bias, region.axis)[0]
+            return all_gather_matmul(x, matrix.t(), bias, region.axis)[0]
         whole = collectives.all_gather(x, region.axis) if region.sequence_parallel else x
-        return F.linear(whole, weight, bias)
+        return F.linear(whole, matrix, bias)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
@@ -61,16 +63,17 @@ class _EnterLinear(Function):
             region.sequence_parallel and learns and not later
         ):  # the gathered input is not kept: it is fetched again behind the first matmul
             whole, gathering = _start_gather(x, region)
+        matrix = dense(weight)
         if region.overlapped.gradients:
-            own, sending = matmul_reduce_scatter(gradient, weight, axis), None
+            own, sending = matmul_reduce_scatter(gradient, matrix, axis), None
             collectives.wait(gathering)
         elif region.sequence_parallel:
-            input_gradient = gradient.matmul(weight)
+            input_gradient = gradient.matmul(matrix)
             collectives.wait(gathering)
             own = torch.empty_like(x)
             sending = collectives.start_reduce_scatter(own, input_gradient, axis)
         else:
-            own = gradient.matmul(weight)
+            own = gradient.matmul(matrix)
             sending = collectives.start_all_reduce(own, axis)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
@@ -106,19 +109,20 @@ class _ExitLinear(Function):
     def forward(context: Any, x: Tensor, weight: Tensor, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
         context.region, context.into = region, region.sum_of(weight)
+        matrix = dense(weight)
         if region.overlapped.sums:
-            return matmul_reduce_scatter(x, weight.t(), region.axis)
-        return collectives.reduce_scatter(x.matmul(weight.t()), region.axis)
+            return matmul_reduce_scatter(x, matrix.t(), region.axis)
+        return collectives.reduce_scatter(x.matmul(matrix.t()), region.axis)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = context.saved_tensors
-        region = context.region
+        region, matrix = context.region, dense(weight)
         if region.overlapped.gathers:
-            own, whole = all_gather_matmul(gradient, weight, None, region.axis)
+            own, whole = all_gather_matmul(gradient, matrix, None, region.axis)
         else:
             whole = collectives.all_gather(gradient, region.axis)
-            own = whole.matmul(weight)
+            own = whole.matmul(matrix)
         if region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]:
             region.wgrad_store.put(
                 [weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into
@@ -163,6 +167,8 @@ def enter_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region)
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
     """x W^T + b, inside a region. x: [..., in]; weight: [out, in]."""
+    if quantized_of(weight) is not None:
+        return frozen_linear(x, weight, bias)
     by_autograd = region.wgrad_store is None and region.sum_of(weight) is None
     return F.linear(x, weight, bias) if by_autograd else _Multiply.apply(x, weight, bias, region)
 
@@ -183,18 +189,18 @@ class AdaptedLinear(nn.Module):
             return multiply(x, bias)
         if not self.adapter.has_lengths:
             return self.adapter(x, multiply(x, bias), self.weight)
-        result = self.adapter(x, multiply(x, None), self.weight)
+        result = self.adapter(x, multiply(x, None), dense(self.weight))
         return result if bias is None else result + bias
 
     def merged_weight(self) -> Tensor:
         """The matrix of the layer and its adapter together, [out, in], the shard of this rank. For decoding: without gradients."""
-        adapter = self.adapter
-        return adapter.merged(self.weight) if adapter is not None and adapter.enabled else self.weight
+        adapter, weight = self.adapter, dense(self.weight)
+        return adapter.merged(weight) if adapter is not None and adapter.enabled else weight
 
     def initialize_from_other_parameters(self) -> None:
         """The lengths of rows begin as those of the weight."""
-        if self.adapter is not None:
-            self.adapter.reset_lengths(self.weight)
+        if self.adapter is not None and self.adapter.has_lengths:
+            self.adapter.reset_lengths(dense(self.weight))
 
 
 class ColumnLinear(AdaptedLinear):
@@ -251,7 +257,11 @@ class Linear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
-        return self.adapted(x, self.bias, lambda x, bias: F.linear(x, self.weight, bias))
+        return self.adapted(x, self.bias, self._multiply)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        frozen = quantized_of(self.weight) is not None
+        return (frozen_linear if frozen else F.linear)(x, self.weight, bias)
 
 
 class RowLinear(AdaptedLinear):

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained, linear_layers
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter, spec_of
 from megatron.core.tensor_parallel.adapter import AdapterBuild, LinearAdapter, kaiming_uniform
+from megatron.core.tensor_parallel.quantized import quantize_frozen
 from megatron.core.transformer.build import Build
 
 
@@ -35,12 +37,17 @@ def add_adapters(layer: nn.Module, plan: LayerPlan, build: Build) -> None:
             linear.adapter = LinearAdapter(tuple(group), names, linear.weight, build.region, made)  # type: ignore[arg-type]
 
 
-def freeze(network: nn.Module, config: AdapterConfig) -> None:
-    """Take the gradient from all parameters of a named network that are not trained: with adapters all but those and --lora-modules-to-save."""
+def freeze(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> None:
+    """Take the gradient from all parameters of a named network that are not trained: with adapters all but those and --lora-modules-to-save.
+
+    Frozen matrices of layers are quantized where that is asked for; values come later.
+    """
     for param in network.parameters():
         name = spec_of(param).name
         if not is_trained(name, config):
             param.requires_grad_(False)
+    if config.lora_base_quantization != "none":
+        quantize_frozen(network, mesh, config.lora_base_quantization)
 
 
 @contextmanager

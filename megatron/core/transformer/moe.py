@@ -21,9 +21,10 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import reference
 from megatron.core.kernels.grouped import weighed_bias
 from megatron.core.parallel.recompute import discard_intermediate, recompute
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter, quantized_of
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
+from megatron.core.tensor_parallel.quantized import frozen_grouped_linear
 from megatron.core.transformer.adapters import GroupedAdapter
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.dispatch import ExpertInputs, dispatcher_of
@@ -114,6 +115,8 @@ class GroupedLinear(nn.Module):
         return product + self.adapter(x, counts) if self.adapter is not None and self.adapter.enabled else product
 
     def _product(self, x: Tensor, counts: Tensor) -> Tensor:
+        if quantized_of(self.weight) is not None:
+            return frozen_grouped_linear(x, self.weight, counts, self.grouped_linear)
         if self.wgrad_store is None or self.scaling is not None:
             return self.grouped_linear(x, self.weight, counts, None)
         return _LaterWeights.apply(x, self.weight, counts, self.grouped_linear, self.wgrad_store)

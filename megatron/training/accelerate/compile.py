@@ -49,6 +49,7 @@ def obstacles(layer: Layer) -> dict[str, str]:
         "tensor ranks talk inside": build.mesh.tp.group is not None,
         "gradients of weights wait": build.wgrad_store is not None,
         "it multiplies in few bits": build.low is not None,
+        "its weights are quantized": model.adapter.lora_base_quantization != "none",
         "its modules have hooks": any(part._forward_pre_hooks for part in layer.modules() if part is not layer),
         "norms are recomputed": build.recomputes("layernorm"),
     }

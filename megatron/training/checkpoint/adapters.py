@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ from megatron.core.dist_checkpointing.tree import Tree
 from megatron.core.families import peft
 from megatron.core.families.adapter_set import BASE, AdapterSet, demand_fit, read_adapters
 from megatron.core.parallel import collectives
+from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
+from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, quantized_of, spec_of, tensor_axis
+from megatron.core.tensor_parallel.quantized import as_quantized
 from megatron.training.checkpoint.formats import open_checkpoint
 
 _LENGTHS = ".magnitude"
-_BLOCK = 1 << 22  # elements that are hashed together
-_ODD = 6364136223846793005
 
 
 def holds_adapters(source: Source) -> bool:
@@ -69,11 +70,15 @@ def base_weights(tree: Tree) -> Tree:
 
 
 class WithLengths:
-    """A network's source with the lengths of the rows of its matrices, by the names that adapters have for them (DoRA)."""
+    """A network's source with the lengths of the rows of its matrices, by the names that adapters have for them (DoRA).
+
+    Of matrices that are quantized when they are loaded, the lengths are those of what is multiplied.
+    """
 
     def __init__(self, source: Source, model: ModelConfig) -> None:
         """model: with its adapters."""
         self.where, self.values, self.settings, self._source = source.where, source.values, source.settings, source
+        self._config, self._format = model.adapter, model.adapter.lora_base_quantization
         self._rows: dict[str, tuple[str, int, int]] = {}
         for plan in layer_rows(model) if model.adapter.dora else ():
             shapes = linear_layers(model, plan)
@@ -96,7 +101,12 @@ class WithLengths:
             return self._source.read(name, box)
         matrix, first, _ = self._rows[name]
         rows = Box((first + box.offset[0], 0), (box.shape[0], self._source.formats[matrix].shape[1]))
-        values = self._source.read(matrix, rows)
+        format = self._format if not is_trained(matrix.removeprefix("model."), self._config) else "none"
+        values = (
+            self._source.read(matrix, rows)
+            if format == "none"
+            else as_quantized(partial(self._source.read, matrix), rows, self._source.formats[matrix].shape, format)
+        )
         return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
 
 
@@ -112,13 +122,13 @@ def demand_same_base(saved: Mapping[str, Any], mine: Mapping[str, Any], where: s
 def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) -> str:
     """A hash of the frozen weights that is the same under every layout, and in every format that bfloat16 is rounded from.
 
-    All ranks call this together. A sum over elements, modulo 2**64, of a number made of the name, the place and the value.
+    All ranks call this together. Quantized weights count as they were before. A sum over elements, modulo 2**64, of a number made of the name, the place and the value.
     """
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     seen: set[str] = set()
     for stage in stages:
         for param in stage.parameters():
-            spec = spec_of(param)
+            spec, quantized = spec_of(param), quantized_of(param)
             frozen = not is_adapter(spec.name) and not is_trained(spec.name, config)
             counted = mesh.axis(spec.reduce_over).is_first and not (
                 is_shared_over_tensor(spec) and not mesh.axis(tensor_axis(spec)).is_first
@@ -126,10 +136,15 @@ def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) ->
             if spec.tied:
                 counted = counted and mesh.axis(spec.tied_over).is_first and spec.name not in seen
             seen.add(spec.name)
-            for piece in local_shards(spec, mesh) if frozen and counted else ():
+            for index, piece in enumerate(local_shards(spec, mesh) if frozen and counted else ()):
+                known = None if quantized is None else quantized.hashes[index]
                 if piece.is_first_replica:
-                    total += box_hash(
-                        param.detach()[piece.local.slices()], piece.box, spec.shape, derive_seed("base", spec.name)
+                    total += (
+                        box_hash(
+                            param.detach()[piece.local.slices()], piece.box, spec.shape, derive_seed("base", spec.name)
+                        )
+                        if known is None
+                        else known
                     )
     return f"{int(collectives.all_reduce(total, mesh.world)) % 2**64:016x}"
 
@@ -143,17 +158,3 @@ def source_hash(source: Source, config: AdapterConfig) -> str:
             box = whole_box(one.shape)
             total += box_hash(source.read(full_name, box), box, one.shape, derive_seed("base", name))
     return f"{int(total) % 2**64:016x}"
-
-
-def box_hash(values: Tensor, box: Box, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The sum [] over a box of a tensor of this whole shape."""
-    place = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-        steps = torch.arange(start, start + size, device=values.device)
-        place = place * shape[dim] + steps.view(-1, *(1,) * (len(shape) - 1 - dim))
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    bits = values.to(torch.bfloat16).contiguous().view(torch.int16).flatten()
-    for numbers, places in zip(bits.split(_BLOCK), place.expand(box.shape).flatten().split(_BLOCK), strict=True):
-        factors = places * _ODD + seed
-        total += ((numbers.to(torch.int64) + 40503) * ((factors ^ (factors >> 29)) | 1)).sum()
-    return total

@@ -156,7 +156,7 @@ def _arrays(batch: Batch) -> dict[str, Any]:
 def _save_weights(trainer: Trainer, target: Path) -> list[str]:
     """The weights as a checkpoint below `target`; what went wrong."""
     mesh = trainer.run.mesh
-    state = Checkpoint(trainer).weights(rounded=True)
+    state = {name: placed for name, placed in Checkpoint(trainer).weights(rounded=True).items() if not placed.receivers}
     state["run.progress"] = asdict(trainer.progress)
     saver = Saver(str(target / WEIGHTS), mesh.world, rules=SaveRules(), device=mesh.device)
     saver.start(state, trainer.progress.iteration, Description(to_values(trainer.run.config), mesh.world.size))

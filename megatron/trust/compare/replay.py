@@ -192,6 +192,10 @@ def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
         raise ConfigError(
             "a step with --hybrid-context-parallel cannot be repeated in one process: its microbatches are regrouped"
         )
+    if model.adapter.lora_base_quantization != "none":
+        raise ConfigError(
+            "a step with --lora-base-quantization cannot be repeated: the bundle holds no quantized weights"
+        )
     dropout = model.hidden_dropout or model.attention_dropout
     if dropout and (parallel.tp > 1 or parallel.pp > 1 or parallel.context_parallel_size > 1):
         notes.append("dropout is drawn otherwise than in the run, whose ranks each drew for a part of the network")

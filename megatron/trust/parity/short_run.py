@@ -32,7 +32,8 @@ from megatron.core.kernels.table import Need, select
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import local_shards, spec_of
+from megatron.core.parallel.spec import local_shards, quantized_of, spec_of
+from megatron.core.tensor_parallel.quantized import dense
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.core.transformer.stack import Stack
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -208,6 +209,12 @@ def short_run(config: RunConfig, steps: int = 2) -> ShortRun:
     done[-1].weights = {
         name.removeprefix("model."): _copied(placed) for name, placed in Checkpoint(trainer).weights().items()
     }
+    done[-1].weights |= {
+        spec_of(param).name: _dense(param, run.mesh)
+        for stage in trainer.stages
+        for param in stage.parameters()
+        if quantized_of(param) is not None
+    }
     place = {name: (run.mesh.axis(name).rank, run.mesh.axis(name).size) for name in ("tp", "cp", "dp", "pp", "ep")}
     return ShortRun(run.mesh.world.rank, place, tuple(done))
 
@@ -264,6 +271,13 @@ def owned(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
     for segment, value in zip(trainer.optimizer.segments, values, strict=True):
         add_to_tree(tree, segment.name, _copied(sharded_optimizer_state(segment, value, trainer.run.mesh)))
     return tree
+
+
+def _dense(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
+    """What a rank holds of a quantized parameter, dequantized."""
+    values = dense(param)
+    pieces = [(piece.box, values[piece.local.slices()]) for piece in local_shards(spec_of(param), mesh)]
+    return ShardedTensor(spec_of(param).shape, param.dtype, pieces)
 
 
 def _copied(placed: ShardedTensor) -> ShardedTensor:

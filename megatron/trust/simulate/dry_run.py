@@ -32,6 +32,7 @@ from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.overlap import Overlap
 from megatron.core.parallel.rng import RandomStreams
+from megatron.core.parallel.spec import quantized_of
 from megatron.core.pipeline_parallel.schedules import Plan, training_plan, with_reduction
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
@@ -142,7 +143,10 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         ),
         "weights",
     )
-    held = [_here(param) for stage in trainer.stages for param in stage.parameters()]
+    params = [param for stage in trainer.stages for param in stage.parameters()]
+    for param in (param for param in params if quantized_of(param) is not None):
+        memory.discount(param)
+    held = [one for param in params for one in _here(param)]
     memory.label((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
     memory.label(trainer.optimizer.memory(), "optimizer")
     recorder.events = EventList()
@@ -152,7 +156,7 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         train_step(trainer, fake_batches(trainer))
     recorder.begin_action("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
-    parameters = sum(param.numel() for param in held)
+    parameters = sum(_number(param) for param in params)
     return Trace(
         mesh.world.rank,
         place,
@@ -167,9 +171,16 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
     )
 
 
-def _here(param: Tensor) -> Tensor:
-    """Return what a rank holds of a parameter between steps."""
-    return param.to_local() if isinstance(param, DTensor) else param
+def _here(param: Tensor) -> tuple[Tensor, ...]:
+    """Return what a rank holds of a parameter between steps: its shard, or the codes and scales of one that is quantized."""
+    quantized = quantized_of(param)
+    if quantized is not None:
+        return quantized.tensors()
+    return (param.to_local() if isinstance(param, DTensor) else param,)
+
+
+def _number(param: Tensor) -> int:
+    return param.to_local().numel() if isinstance(param, DTensor) else param.numel()
 
 
 def dry_run(

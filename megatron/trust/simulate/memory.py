@@ -132,6 +132,12 @@ class StorageTracker:
             life = self.lifetime_of(tensor)
             life.kind = life.kind or kind
 
+    def discount(self, tensor: Tensor) -> None:
+        """Count a tensor's storage as 0 bytes from now on: of a parameter that is on the meta device."""
+        life, storage = self.lifetime_of(tensor), tensor.untyped_storage()
+        self._end(life)
+        self._open[storage._cdata] = self._begin(0), self._open[storage._cdata][1]
+
     def begin_step(self) -> None:
         """Start to measure the peak."""
         self.peak, self.peak_clock, self.peak_event = self.live, self.clock, self.event

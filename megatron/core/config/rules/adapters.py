@@ -10,7 +10,15 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.adapter import AdapterConfig
 
-_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora", "dora", "lora_modules_to_save")
+_OF_ADAPTERS = (
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+    "lora_rslora",
+    "dora",
+    "lora_base_quantization",
+    "lora_modules_to_save",
+)
 
 
 def _numbers(s: Setting) -> str:
@@ -94,6 +102,11 @@ def _others(s: Setting) -> str:
         problems.append(f"--qk-clip scales weights that {what} freezes; drop one of them")
     if not config.has_adapters:
         return "\n  ".join(problems)
+    if config.lora_base_quantization != "none" and run.precision.low.recipe:
+        problems.append(
+            f"--lora-base-quantization {config.lora_base_quantization} holds weights in 4 or 8 bits by blocks, and --fp8-format and --fp4-format "
+            "round them again in others; drop one of them"
+        )
     if run.checkpoint.export_hf is not None:
         problems.append(
             "--export-hf writes whole networks, and checkpoints of a run with --lora-rank hold adapters; leave it out"

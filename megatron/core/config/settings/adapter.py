@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.config.flags import flag
 
@@ -32,6 +33,11 @@ class AdapterConfig:
     lora_rslora: bool = flag(False, "multiply by alpha over the root of the rank (rsLoRA)", role="adaptable")
     dora: bool = flag(
         False, "train the length of each row of an adapted matrix apart from its direction (DoRA)", role="adaptable"
+    )
+    lora_base_quantization: Literal["none", "nf4", "int8"] = flag(
+        "none",
+        "format in which the frozen matrices under adapters are held: nf4 (4 bits, QLoRA) or int8, in blocks of 64 with doubly quantized scales",
+        role="adaptable",
     )
     lora_modules_to_save: tuple[str, ...] = flag(
         (), "parameters that are trained beside the adapters and saved with them, by patterns of names", role="training"

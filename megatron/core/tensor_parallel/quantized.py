@@ -1,0 +1,174 @@
+"""Frozen weights that a rank holds quantized, and nothing else of them: the base of adapters (QLoRA, Dettmers et al., 2023).
+
+    load or initial values -> boxes of whole blocks -> quantize -> this rank's rows and columns: codes, scales
+    forward, and again backward: dense(weight) -> matmul -> gone
+
+The parameter stays on the meta device and keeps its name, shape and spec. A rank reads all blocks that its shard touches, and keeps of
+them what it holds: so values do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megatron.core.kernels.low_precision.weight_blocks import (
+    BLOCK,
+    SCALES,
+    QuantizedBlocks,
+    dequantize,
+    nf4_values,
+    pack,
+    pairs_of_values,
+    quantize,
+    unpacked_values,
+)
+from megatron.core.parallel.box_hash import box_hash
+from megatron.core.parallel.boxes import Box
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rng import derive_seed
+from megatron.core.parallel.spec import LocalShard, local_shape, local_shards, quantized_of, spec_of
+
+
+class QuantizedWeight:
+    """The values of one frozen parameter, [out, in] or of experts [e, out, in], in a format of `weight_blocks.FORMATS`.
+
+    boxes: what of the global tensor must be given to `put`, one by one. hashes: of the values given, of each local shard.
+    """
+
+    def __init__(self, param: nn.Parameter, mesh: Mesh, format: str) -> None:
+        self.spec, self.dtype, self.format, self.device = spec_of(param), param.dtype, format, mesh.device
+        self.shards = local_shards(self.spec, mesh)
+        self.boxes = tuple(_whole_blocks(shard.box, self.spec.shape) for shard in self.shards)
+        self.hashes: list[Tensor | None] = [None] * len(self.shards)
+        *stacked, rows, self._columns = local_shape(self.spec, mesh)
+        self._first = self.shards[0].box.offset[-1] - self.boxes[0].offset[-1]
+        blocks = -(-(self._first + self._columns) // BLOCK)
+        self._means_of = [-(-box.shape[-2] // SCALES) for box in self.boxes]
+        width = -(-self._columns // 2) if format == "nf4" else self._columns
+        self._sizes = (
+            ((*stacked, rows, width), torch.uint8 if format == "nf4" else torch.int8),
+            ((*stacked, rows, blocks), torch.int8),
+            ((*stacked, sum(self._means_of), blocks), torch.float32),
+            ((*stacked, sum(self._means_of), blocks), torch.float32),
+            ((rows,), torch.int32),
+        )
+        self._pairs = pairs_of_values().to(mesh.device) if format == "nf4" else torch.empty(0)
+        self._tensors: tuple[Tensor, ...] = ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held: codes, codes of scales, means, steps, and for each row which of these two; allocated when first asked for."""
+        if not self._tensors:
+            self._tensors = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._sizes)
+        return self._tensors
+
+    def put(self, index: int, values: Tensor) -> None:
+        """Quantize what is in a box, and keep what this rank holds of it."""
+        shard, box, values = self.shards[index], self.boxes[index], values.to(self.device)
+        own = values[shard.box.shifted(tuple(-start for start in box.offset)).slices()]
+        self.hashes[index] = box_hash(own, shard.box, self.spec.shape, derive_seed("base", self.spec.name))
+        blocks = quantize(values, self.format)
+        (*stacked, rows, _), codes = shard.local.slices(), _of_shard(blocks, shard, box)
+        packed, scales, means, steps, means_of_row = self.tensors()
+        packed[(*stacked, rows)] = pack(codes.codes) if self.format == "nf4" else codes.codes
+        scales[(*stacked, rows)] = codes.scales
+        before = sum(self._means_of[:index])
+        here = slice(before, before + self._means_of[index])
+        means[(*stacked, here)], steps[(*stacked, here)] = codes.means, codes.steps
+        places = torch.arange(rows.stop - rows.start, device=self.device) + (shard.box.offset[-2] - box.offset[-2])
+        means_of_row[rows] = (before + places // SCALES).int()
+
+    def dense(self) -> Tensor:
+        """The weight that the codes mean, in the format of the parameter: this rank's tensor, made anew."""
+        packed, scales, means, steps, of_row = self.tensors()
+        levels = unpacked_values(packed, self._columns, self._pairs) if self.format == "nf4" else packed.float() / 127
+        wide = torch.addcmul(means.index_select(-2, of_row), steps.index_select(-2, of_row), scales.float())
+        return dequantize(levels, wide.clamp_min(0.0), first=self._first, dtype=self.dtype)
+
+
+def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
+    """The smallest box of whole blocks around a box of a matrix, or of several."""
+    offset, size = list(box.offset), list(box.shape)
+    for dim, block in ((-2, SCALES), (-1, BLOCK)):
+        stop = min(-(-(offset[dim] + size[dim]) // block) * block, shape[dim])
+        offset[dim] = offset[dim] // block * block
+        size[dim] = stop - offset[dim]
+    return Box(tuple(offset), tuple(size))
+
+
+def _of_shard(blocks: QuantizedBlocks, shard: LocalShard, box: Box) -> QuantizedBlocks:
+    """Of the blocks of a box, the rows and columns of a local shard. Means and steps stay those of all rows."""
+    rows, columns = shard.box.shifted(tuple(-start for start in box.offset)).slices()[-2:]
+    return QuantizedBlocks(blocks.codes[..., rows, columns], blocks.scales[..., rows, :], blocks.means, blocks.steps)
+
+
+def quantize_frozen(network: nn.Module, mesh: Mesh, format: str) -> None:
+    """Have the frozen matrices of a network's layers held quantized: of all modules that may have an adapter.
+
+    Before their values are drawn or loaded: these are quantized one by one, so that no rank ever has the whole network dense.
+    """
+    for module in network.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "adapter") and isinstance(weight, nn.Parameter) and not weight.requires_grad:
+            weight.quantized = QuantizedWeight(weight, mesh, format)  # type: ignore[attr-defined]
+
+
+def as_quantized(read: Callable[[Box], Tensor], box: Box, shape: tuple[int, ...], format: str) -> Tensor:
+    """What a matrix would hold in a box if it were quantized, fp32. read: its values in a box; shape: [out, in]."""
+    outer = _whole_blocks(box, shape)
+    blocks = quantize(read(outer), format)
+    scales = blocks.means.repeat_interleave(SCALES, -2)[: outer.shape[0]]
+    scales = scales + blocks.steps.repeat_interleave(SCALES, -2)[: outer.shape[0]] * blocks.scales
+    levels = torch.tensor(nf4_values())[blocks.codes.int()] if format == "nf4" else blocks.codes.float() / 127
+    values = dequantize(levels, scales.clamp_min(0.0), first=0, dtype=torch.float32)
+    return values[box.shifted(tuple(-start for start in outer.offset)).slices()]
+
+
+def dense(weight: Tensor) -> Tensor:
+    """A weight as it is multiplied: itself, or what its codes mean."""
+    quantized = quantized_of(weight)
+    return weight if quantized is None else cast(QuantizedWeight, quantized).dense()
+
+
+class _Frozen(Function):
+    """x W^T, of a weight that is dequantized in each direction."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        context.weight = weight
+        return F.linear(x, dense(weight))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.matmul(dense(context.weight)), None
+
+
+class _FrozenOfExperts(Function):
+    """x W^T of each row's own expert. kernel: what multiplies."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: nn.Parameter, counts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
+        context.save_for_backward(counts)
+        context.weight, context.kernel = weight, kernel
+        return kernel(x, dense(weight), counts, None)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (counts,) = context.saved_tensors
+        return context.kernel(gradient, dense(context.weight).transpose(1, 2), counts, None), None, None, None
+
+
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, of which the backward pass needs neither x nor W dense. x: [.., in]; weight: [out, in], quantized. Returns [.., out]."""
+    product = _Frozen.apply(x, weight)
+    return product if bias is None else product + bias
+
+
+def frozen_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
+    """`reference.grouped_linear` of quantized experts by a kernel of it. x: [n, in]; weight: [e, out, in]; counts: [e]. Returns [n, out]."""
+    return _FrozenOfExperts.apply(x, weight, counts, kernel)
