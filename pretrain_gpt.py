@@ -53,7 +53,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     """One microbatch through one stage; the last gives the loss of every token, and of those ahead."""
     batch = next(batches)
     output = stage(
-        ids=batch.tokens,
+        ids=batch.ids,
         hidden=batch.hidden,
         labels=batch.targets,
         positions=batch.positions,

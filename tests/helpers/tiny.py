@@ -92,7 +92,7 @@ def forward_step(run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tu
     """The forward step of pretrain_gpt."""
     batch = next(microbatches)
     output = stage(
-        ids=batch.tokens,
+        ids=batch.ids,
         hidden=batch.hidden,
         labels=batch.targets,
         positions=batch.positions,

@@ -54,6 +54,7 @@ from tests.parity.latent_defects import LATENTS
 from tests.parity.rounding_defects import ROUNDING
 from tests.parity.routing_defects import ROUTING
 from tests.parity.update_defects import UPDATES
+from tests.parity.vision_defects import VISION
 
 
 @contextmanager
@@ -659,5 +660,6 @@ DEFECTS: tuple[Defect, ...] = (
     *ROUTING,
     *UPDATES,
     *ADAPTERS,
+    *VISION,
     *ROUNDING,
 )

@@ -140,6 +140,8 @@ def _latent_attention(model: ModelConfig) -> dict[str, LinearShape]:
 
 def layer_name(model: ModelConfig, plan: LayerRow) -> str:
     """Global name of a layer: `decoder.layers.3`."""
+    if model.architecture == "vit":
+        return f"vision_model.encoder.layers.{plan.index}"
     encodes = model.architecture == "bert" or (model.architecture == "t5" and not plan.cross)
     return f"{'encoder' if encodes else 'decoder'}.layers.{plan.index}"
 

@@ -87,8 +87,18 @@ def whole(num_samples: int, *, micro_batch_size: int, rank: int, num_ranks: int,
 
 
 def collate(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Samples to one micro batch: every key's arrays stacked along a new first dimension. [...] -> [b, ...]"""
-    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+    """Samples to one micro batch: every key's arrays stacked along a new first dimension. [...] -> [b, ...]
+
+    Images are laid end to end, [n, channels, height, width]: a sample may have any number. So the slots of a sample, which count
+    the rows of its own images, go on counting from those of the samples before.
+    """
+    together = {key: np.stack([sample[key] for sample in samples]) for key in samples[0] if key != "images"}
+    if "images" in samples[0]:
+        counts = np.cumsum([0, *(int(sample["image_rows"]) for sample in samples[:-1])])
+        slots = together["image_slots"]
+        together["image_slots"] = np.where(slots >= 0, slots + counts[:, None], -1)
+        together["images"] = np.concatenate([sample["images"] for sample in samples])
+    return together
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:

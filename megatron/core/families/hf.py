@@ -61,7 +61,7 @@ _CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_HEADS = ("lm_head.", "cls.")  # beginnings of names that stand beside a family's base
+_HEADS = ("lm_head.", "cls.", "classifier.")  # beginnings of names that stand beside a family's base
 _WORDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 _CHUNK = 1 << 24  # elements that are looked at together where two large tensors are compared
 
@@ -209,7 +209,7 @@ def export(
     try:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
-        _write_weights(made, rows, formats, source, shard_bytes)
+        _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
         _write_json(made / _CONFIG, config)
         _write_generation(made, config)
         _carry(like, made)
@@ -290,6 +290,8 @@ def _named_today(files: Mapping[str, Readable], family: Family) -> dict[str, Rea
     """The tensors by the names that rows have: with the family's base, and as names end today."""
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
+    for pattern, replacement in family.respelled:
+        files = {re.sub(pattern, replacement, name): stored for name, stored in files.items()}
     renamed = dict(files)
     for name, stored in files.items():
         for old, new in family.renamed:
@@ -332,7 +334,7 @@ def _matched(
         if name in expected:
             problems += _mismatch(name, stored.format, expected[name])
         else:
-            problems += _surplus(name, files, family, depth)
+            problems += [] if family.unused(model, name) else _surplus(name, files, family, depth)
     if problems:
         return {}, problems
     return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtypes(rows, files)
@@ -409,7 +411,9 @@ def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Varian
     if problems := _differences(there, shapes):
         raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
     their = their_shapes(rows, shapes)
-    return variant, rows, {name: Format(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
+    formats = {name: Format(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
+    dtype = next(iter(formats.values())).dtype
+    return variant, rows, formats | {name: Format(shape, dtype) for name, (shape, _) in family.constants(model).items()}
 
 
 def _differences(formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -461,9 +465,14 @@ def _cut(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
 
 
 def _write_weights(
-    folder: Path, rows: Sequence[Row], formats: Mapping[str, Format], source: Source, shard_bytes: int
+    folder: Path,
+    rows: Sequence[Row],
+    formats: Mapping[str, Format],
+    source: Source,
+    shard_bytes: int,
+    constants: Mapping[str, tuple[tuple[int, ...], float]],
 ) -> None:
-    """Write the weight files of a folder, and their index if there are several."""
+    """Write the weight files of a folder, and their index if there are several. constants: what is written beside the rows."""
     files = _cut(formats, shard_bytes)
     places = {
         name: place
@@ -472,6 +481,8 @@ def _write_weights(
     }
     for row in rows:
         _write_row(row, source, places)
+    for name, (shape, value) in constants.items():
+        write(places[name], torch.full(shape, value, dtype=formats[name].dtype))
     if len(files) > 1:
         _write_json(folder / f"{_WEIGHTS}.index.json", _index(files, formats))
 

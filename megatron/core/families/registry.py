@@ -17,33 +17,44 @@ from megatron.core.families.gemma import GEMMA, GEMMA2
 from megatron.core.families.gpt2 import GPT2
 from megatron.core.families.gpt_oss import GPT_OSS
 from megatron.core.families.llama import LLAMA, MISTRAL
+from megatron.core.families.llava import Decoders, readers_of_images
 from megatron.core.families.mixtral import MIXTRAL
 from megatron.core.families.olmo import OLMO2
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.core.families.rules import Family
 from megatron.core.families.settings import classes_of
 from megatron.core.families.t5 import T5
+from megatron.core.families.vision import CLIP, DINOV2, INTERNVIT, SIGLIP, VIT
 
+_DECODERS = (
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    GEMMA,
+    GEMMA2,
+    OLMO2,
+)
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        GPT2,
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        GPT_OSS,
-        GEMMA,
-        GEMMA2,
-        OLMO2,
+        *_DECODERS,
         BERT,
         MEGATRON_BERT,
         T5,
+        VIT,
+        CLIP,
+        SIGLIP,
+        INTERNVIT,
+        DINOV2,
+        *readers_of_images(Decoders(_DECODERS, lambda model, family: not differences(model, family))),
     )
 }
 

@@ -72,7 +72,9 @@ class Family:
     with, and lack in files of the network without its head. skipped: names in files that hold nothing of the network.
     copies: names that a file may hold beside others of theirs, whose copies they are. renamed: endings of names as they
     once were, and as they are. variants: the other classes with this network, those with most heads first; heads that none
-    requires may be left out. seen: completes the settings by the names that the files have.
+    requires may be left out. seen: completes the settings by the names that the files have. respelled: (pattern, replacement)
+    of names as they once were. unused: whether a tensor belongs to a part that the network does not have. constants: tensors that
+    are written beside the rows, since their class wants them: name -> shape and value of all elements.
     """
 
     name: str
@@ -89,6 +91,9 @@ class Family:
     beyond: re.Pattern[str] | None = None
     variants: tuple[Variant, ...] = ()
     seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = as_the_config_says
+    respelled: tuple[tuple[str, str], ...] = ()
+    unused: Callable[[ModelConfig, str], bool] = lambda model, name: False
+    constants: Callable[[ModelConfig], dict[str, tuple[Shape, float]]] = lambda model: {}
 
     def variant(self, named: Collection[str]) -> Variant | None:
         """The class of this family's that is among those named."""

@@ -23,6 +23,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 
 Shape = tuple[int, ...]
 _EXPERTS = ".mlp.experts."
+_LAYERS = ("decoder.layers.", "encoder.layers.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class ParameterCount:
     """Number of parameters of the whole network, with padded vocabulary. A tied output layer counts once, in the
     embedding.
 
-    block: layers. ahead: layers of multi-token prediction.
+    block: layers. ahead: layers of multi-token prediction. vision: encoder of images and projector of a language model.
     """
 
     embedding: int
@@ -56,11 +57,12 @@ class ParameterCount:
     final_norm: int
     head: int
     ahead: int = 0
+    vision: int = 0
 
     @property
     def total(self) -> int:
         """Number of all parameters."""
-        return self.embedding + self.block + self.final_norm + self.head + self.ahead
+        return self.embedding + self.block + self.final_norm + self.head + self.ahead + self.vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of the whole network."""
     counts: Counter[str] = Counter()
     for name, shape in _shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
-        counts[_component(name)] += math.prod(shape)
-    return ParameterCount(**{place: counts[place] for place in ("embedding", "block", "final_norm", "head", "ahead")})
+        counts[_component(_own_name(model, name))] += math.prod(shape)
+    places = ("embedding", "block", "final_norm", "head", "ahead", "vision")
+    return ParameterCount(**{place: counts[place] for place in places})
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -158,15 +161,15 @@ def _shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
 def _layer(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: bool) -> tuple[int, int]:
     """Return the number of parameters of a layer on a rank, and how many of them belong to experts."""
     sizes = dict(_sizes(model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained))
-    layer_sizes = {name: size for name, size in sizes.items() if ".layers." in name}
+    layer_sizes = {name: size for name, size in sizes.items() if _own_name(model, name).startswith(_LAYERS)}
     return sum(layer_sizes.values()), sum(size for name, size in layer_sizes.items() if _EXPERTS in name)
 
 
 @lru_cache(maxsize=1024)
 def _parameters_outside_layers(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> int:
     """Count the parameters of a stage on a rank, without those of its layers."""
-    layer_prefixes = ("decoder.layers.", "encoder.layers.")
-    return sum(size for name, size in _sizes(model, split, stage, trained) if not name.startswith(layer_prefixes))
+    sizes = ((_own_name(model, name), size) for name, size in _sizes(model, split, stage, trained))
+    return sum(size for name, size in sizes if not name.startswith(_LAYERS))
 
 
 def _sizes(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> Iterator[tuple[str, int]]:
@@ -183,11 +186,18 @@ def _parameters_on_meta(model: ModelConfig, split: ShardCounts, stage: StageSpec
     return rank_parameter_sizes(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
 
 
+def _own_name(model: ModelConfig, name: str) -> str:
+    """Return the name of a parameter without the prefix that all parameters of an encoder of images have."""
+    return name.removeprefix("vision_model.") if model.architecture == "vit" else name
+
+
 def _component(name: str) -> str:
     """Return the part of the network that a parameter belongs to, as named in `ParameterCount`."""
     if name.startswith("mtp."):
         return "ahead"
-    if name.startswith(("decoder.layers.", "encoder.layers.")):
+    if name.startswith(("vision_model.", "vision_projection.")):
+        return "vision"
+    if name.startswith(_LAYERS):
         return "block"
     if name.endswith((".final_layernorm.weight", ".final_layernorm.bias")):
         return "final_norm"

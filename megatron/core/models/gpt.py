@@ -19,6 +19,7 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.output_heads import LanguageModelHead, output_matrix
+from megatron.core.models.vision import IdsWithImages, ImageInput
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
 from megatron.core.transformer.build import Build
@@ -45,6 +46,7 @@ class GPTModel(nn.Module):
             if stage.has_embedding or has_mtp
             else None
         )
+        self.image_input = ImageInput(build) if stage.has_embedding and build.model.has_vision else None
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if has_mtp else None
         self.output_layer = None
@@ -79,7 +81,7 @@ class GPTModel(nn.Module):
     def forward(
         self,
         *,
-        ids: Tensor | None = None,
+        ids: Tensor | IdsWithImages | None = None,
         hidden: Tensor | None = None,
         labels: Tensor | None = None,
         positions: Tensor | None = None,
@@ -90,7 +92,7 @@ class GPTModel(nn.Module):
     ) -> Tensor | tuple[Tensor, ...] | MTPLosses:
         """Run this stage.
 
-        ids: [b, s], used by the first stage. hidden: the output of the previous stage, [s or s/tp, b, h]. labels: [b,
+        ids: [b, s], with images or without, used by the first stage. hidden: the output of the previous stage, [s or s/tp, b, h]. labels: [b,
         s]. positions: [b, s], if they are not 0, 1, 2, ...; documents: document index [b, s], if attention is to stay
         within documents. microbatch_context: collects the auxiliary losses of layers. cache: KV cache; ids are then the
         new tokens of several sequences, concatenated as [1, t], and logits are those of the positions that the cache
@@ -100,7 +102,11 @@ class GPTModel(nn.Module):
         """
         if self.stage.has_embedding:
             assert self.embedding is not None and ids is not None, "the first stage reads ids"
-            hidden = self.embedding(ids, self.build.places(ids.shape[1])[None] if positions is None else positions)
+            text = ids.ids if isinstance(ids, IdsWithImages) else ids
+            hidden = self.embedding(text, self.build.places(text.shape[1])[None] if positions is None else positions)
+            if isinstance(ids, IdsWithImages):
+                assert self.image_input is not None, "a network that is given images reads them"
+                hidden = self.image_input(hidden, ids.images, ids.slots)
         assert hidden is not None, "a later stage receives the output of the previous stage"
         context = ForwardContext(
             self.build.causal_mask(hidden, documents),

@@ -13,13 +13,19 @@ from megatron.core.kernels.table import Need, select
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
+from megatron.core.models.vision import VisionModel
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
 from megatron.core.transformer.build import Build
 
-Network = GPTModel | BERTModel | T5Model
-NETWORKS: dict[str, Callable[[StageSpec, Build], Network]] = {"gpt": GPTModel, "bert": BERTModel, "t5": T5Model}
+Network = GPTModel | BERTModel | T5Model | VisionModel
+NETWORKS: dict[str, Callable[[StageSpec, Build], Network]] = {
+    "gpt": GPTModel,
+    "bert": BERTModel,
+    "t5": T5Model,
+    "vit": VisionModel,
+}
 
 
 def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:

@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
         copies = max(1, tp // model.num_query_groups)
         key = FusedSegment(model.key_size, copies)
         inner: dict[str, Any] = {
-            "bias": model.add_bias_linear or model.add_qkv_bias,
+            "bias": (model.add_bias_linear or model.add_qkv_bias) and not model.qkv_without_bias,
             "init": build.initial(),
             "region": build.region,
             "mesh": build.mesh,

@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.layer_scale import LayerScale
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
@@ -44,6 +45,8 @@ class Layer(nn.Module):
         self.pre_mlp_layernorm = build.norm(model.hidden_size) if before else None
         self.mlp = MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)
         self.post_mlp_layernorm = build.norm(model.hidden_size) if behind else None
+        self.attention_scale = LayerScale(build, model.layer_scale) if model.layer_scale is not None else None
+        self.mlp_scale = LayerScale(build, model.layer_scale) if model.layer_scale is not None else None
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
         add_adapters(self, plan, build)
 
@@ -79,11 +82,13 @@ class Layer(nn.Module):
     def attention_block(self, x: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
         """The first half: x and what attention adds to it."""
         mixed, normed = self.self_attention(x, self.input_layernorm, context, bias)
+        mixed = mixed if self.attention_scale is None else self.attention_scale(mixed)
         return self._sum(x, normed, mixed, self.post_attention_layernorm)
 
     def mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         """The second half: x and what the MLP, or experts, add to it."""
         thought, normed = self.mlp(x, self.pre_mlp_layernorm, context)
+        thought = thought if self.mlp_scale is None else self.mlp_scale(thought)
         return self._sum(x, normed, thought, self.post_mlp_layernorm)
 
     def _sum(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:

@@ -305,10 +305,12 @@ LATER = (
                  "mamba-inference-ssm-states-dtype inference-shards inference-grouped-gemm-backend "
                  "inference-moe-token-dispatcher-type mlp-chunks-for-prefill temperature top_k top_p out-seq-length "
                  "prompts num-tokens-to-generate model-provider"),
-    FlagGroup("later", "images and multimodal models are not built yet",
-          switches="pixel-shuffle use-tiling use-thumbnail freeze-LM freeze-ViT",
-          values="img-h=224 img-w=224 patch-dim=16 num-channels=3 language-model-type vision-model-type max-num-tiles "
-                 "prompt-path dataloader-save llm-tp"),
+    FlagGroup("later", "multimodal models have one layout, and prompts come from the data",
+          switches="use-tiling use-thumbnail", values="max-num-tiles prompt-path llm-tp"),
+    FlagGroup("refused", "a multimodal model's decoder has the shape that its flags say, or --use-checkpoint-args its checkpoint",
+          values="language-model-type"),
+    FlagGroup("ignored", "the state of a data loader is not saved: the number of consumed samples says what comes next",
+          values="dataloader-save"),
     FlagGroup("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
     FlagGroup("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
     FlagGroup("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
@@ -379,7 +381,7 @@ REFUSED = (
                  "indexer-batch-size indexer-log-interval"),
     FlagGroup("refused", "image classification and its pretraining are out of scope",
           switches="vision-pretraining dino-freeze-last-layer dino-norm-last-layer",
-          values="num-classes classes-fraction data-per-class-fraction head-lr-mult vision-pretraining-type "
+          values="classes-fraction data-per-class-fraction head-lr-mult vision-pretraining-type "
                  "vision-backbone-type swin-backbone-type mask-type mask-factor iter-per-epoch dino-local-img-size "
                  "dino-local-crops-number dino-head-hidden-size dino-bottleneck-size dino-warmup-teacher-temp "
                  "dino-teacher-temp dino-warmup-teacher-temp-epochs"),

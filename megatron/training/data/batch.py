@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.models.mtp import MTPInputs, MTPLosses
+from megatron.core.models.vision import IdsWithImages
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer.passing import MicrobatchContext
 
@@ -29,7 +30,8 @@ class Batch:
     hidden: the first tensor of the message of the stage before; message: all of it. documents: which document each position
     belongs to, and stay those of whole sequences where the others are cut. extras: what else a kind of sample holds, by its
     name there, and what `looking_ahead` adds. microbatch_context: where layers note their own losses.
-    samples: the numbers of its samples, where they have some.
+    samples: the numbers of its samples, where they have some. images: [n, channels, height, width], of all its samples; where
+    their rows stand is in the extra `image_slots`, [b, s] (see `models/vision.py`).
     """
 
     tokens: Tensor | None = None
@@ -42,6 +44,7 @@ class Batch:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     microbatch_context: MicrobatchContext | None = None
     samples: tuple[int, ...] | None = None
+    images: Tensor | None = None
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], device: torch.device, *, positions: bool) -> Batch:
@@ -59,6 +62,7 @@ class Batch:
             loss_mask=on.pop("loss_mask"),
             positions=places if positions else None,
             documents=on.pop("document_ids", None),
+            images=on.pop("images", None),
             extras=on,
         )
 
@@ -113,6 +117,13 @@ class Batch:
             positions=given(self.positions),
             extras={name: local(rows) for name, rows in self.extras.items()},
         )
+
+    @property
+    def ids(self) -> Tensor | IdsWithImages | None:
+        """The tokens [b, s], with their images where the data has some."""
+        if self.tokens is None or self.images is None:
+            return self.tokens
+        return IdsWithImages(self.tokens, self.images, self.extras["image_slots"])
 
     @property
     def targets(self) -> Tensor | None:

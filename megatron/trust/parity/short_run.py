@@ -26,6 +26,7 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.datasets.samplers import collate
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_optimizer_state
 from megatron.core.distributed.finalize import finalize
 from megatron.core.kernels.table import Need, select
@@ -122,13 +123,33 @@ def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     if config.model.architecture != "gpt":
         return _with_padding(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
-    return {
+    batch: dict[str, np.ndarray] = {
         "tokens": window[:, :-1].copy(),
         "labels": window[:, 1:].copy(),
         "loss_mask": in_loss.astype(np.float32),
         "documents": documents,
         "positions": np.arange(shape[1]) - starts,
     }
+    return _with_images(config, random, batch) if config.model.has_vision else batch
+
+
+def _with_images(config: RunConfig, random: np.random.Generator, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Put images into every other sample, so that with two data-parallel ranks and one sample each the second has none.
+
+    images: [b, most images of a sample, channels, height, width], of which a sample uses the first.
+    """
+    vision, (size, length) = config.model.vision, batch["tokens"].shape
+    most = max(1, min(2, (length - 2) // (vision.rows + 1)))
+    slots: np.ndarray = np.full((size, length), -1)
+    counts = np.where(np.arange(size) % 2 == 0, random.integers(1, most + 1, size), 0)
+    for sample, number in enumerate(counts.tolist()):
+        for place in range(number):
+            start = 1 + place * (vision.rows + 1)
+            stop = min(start + vision.rows, length)
+            slots[sample, start:stop] = place * vision.rows + np.arange(stop - start)
+    batch["loss_mask"][:, :-1] *= slots[:, 1:] < 0  # what is predicted at the last slot is text, and counts
+    images = random.standard_normal((size, most, vision.num_channels, vision.img_h, vision.img_w))
+    return {**batch, "image_slots": slots, "image_counts": counts, "images": images}
 
 
 def _with_padding(
@@ -169,21 +190,34 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
     whole, train, data = samples(run.config, iteration), run.config.train, run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
-        local = {
-            name: torch.from_numpy(array[first : first + train.micro_batch_size]).to(run.mesh.device)
-            for name, array in whole.items()
-        }
+        arrays = {name: array[first : first + train.micro_batch_size] for name, array in whole.items()}
+        if "images" in arrays:
+            arrays = _together(arrays, run.config.model.vision.rows)
+        local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
         batch = Batch(
             tokens=local["tokens"],
             labels=local["labels"],
             loss_mask=local["loss_mask"],
             positions=local["positions"] if data.restarts_positions else None,
             documents=local["documents"] if data.separates_documents else None,
+            images=local.get("images"),
             extras={name: row for name, row in local.items() if name not in Batch.__slots__},
         )
         yield batch.looking_ahead(
             run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
         ).over_context(run.mesh.cp)
+
+
+def _together(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """The samples of a microbatch as a dataset's are put together. rows: of an image."""
+    arrays = dict(arrays)
+    counts = arrays.pop("image_counts").tolist()
+    samples = [
+        {**{name: array[place] for name, array in arrays.items()}, "image_rows": np.asarray(count * rows)}
+        | {"images": arrays["images"][place, :count]}
+        for place, count in enumerate(counts)
+    ]
+    return collate(samples)
 
 
 # Steps.

@@ -133,7 +133,7 @@ def test_an_ignored_flag_is_taken_out_with_its_values_and_its_reason(flag):
         ("--bert-load x", "BERT"),
         ("--inference-logging-step-interval 9", "generation"),
         ("--grpo-kl-beta 0.1", "reinforcement"),
-        ("--img-h 336", "multimodal"),
+        ("--language-model-type mistral_7b", "decoder has the shape"),
         ("--retro-workdir /x", "Retro"),
         ("--export-quant-cfg fp8", "export"),
         ("--nproc_per_node 8", "torchrun"),

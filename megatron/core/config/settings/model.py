@@ -12,6 +12,7 @@ from megatron.core.config.flags import ConfigError, flag, plain
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.moe import MoEConfig
+from megatron.core.config.settings.vision import VisionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +265,35 @@ class RequestedModel:
     moe: MoEConfig = MoEConfig()
     kernels: KernelConfig = KernelConfig()
     adapter: AdapterConfig = AdapterConfig()
-    architecture: Literal["gpt", "bert", "t5"] = plain("gpt", role="network")  # said by the entry script
+    vision: VisionConfig = VisionConfig()
+    # What only encoders of images have; `vision_encoder` sets it.
+    quick_gelu: bool = plain(False, role="network")
+    layer_scale: float | None = plain(
+        None, role="network"
+    )  # initial factor of what a sublayer adds, learned by channel
+    qkv_without_bias: bool = plain(False, role="network")
+    architecture: Literal["gpt", "bert", "t5", "vit"] = plain("gpt", role="network")  # said by the entry script
 
     def resolve(self) -> ModelConfig:
         """Fill in the sizes that follow from others; fields already given stay as they are.
 
         What must be given and is not stays None: the rule `required` refuses it before anything reads it.
         """
+        if self.architecture == "vit":
+            return self._encoder()._resolved()
+        return self._resolved()
+
+    def _encoder(self) -> RequestedModel:
+        """A vision transformer with what its type says: how its layers are made, and the sizes that were not given."""
+        vision = self.vision.resolve(None, alone=True)
+        values = {name: size for name, size in vision.traits.sizes.items() if getattr(self, name) is None}
+        if self.hidden_size and self.ffn_hidden_size is None:
+            values["ffn_hidden_size"] = 4 * self.hidden_size
+        rope = dataclasses.replace(self.rope, position_embedding_type="none")
+        fields = {**vision.layer_fields, **values, "vision": vision, "rope": rope}
+        return dataclasses.replace(self, **fields, max_position_embeddings=vision.tokens)
+
+    def _resolved(self) -> ModelConfig:
         values: dict[str, Any] = {}
         if self.hidden_size and self.ffn_hidden_size is None:
             values["ffn_hidden_size"] = self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
@@ -286,6 +309,10 @@ class RequestedModel:
             self.rope, rope_type=self.rope.rope_type or ("yarn" if stretched else "rope")
         )
         values |= self._depths()
+        values["vision"] = self.vision.resolve(self.hidden_size, alone=self.architecture == "vit")
+        if self.vision.frozen:
+            patterns = dict.fromkeys((*self.adapter.freeze, *self.vision.frozen))
+            values["adapter"] = dataclasses.replace(self.adapter, freeze=tuple(patterns))
         return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | values)
 
     def _depths(self) -> dict[str, int | None]:
@@ -346,7 +373,8 @@ class ModelConfig(RequestedModel):
             or self.sandwich_norm
             or self.norm_after_sublayer
         )
-        return not elsewhere and not self.fp32_residual_connection and self.architecture != "t5"
+        scaled = self.layer_scale is not None
+        return not elsewhere and not scaled and not self.fp32_residual_connection and self.architecture != "t5"
 
     @property
     def gated(self) -> bool:
@@ -358,7 +386,7 @@ class ModelConfig(RequestedModel):
         """Name of the MLP's activation: gelu, gelu_tanh, silu, quick_gelu, relu or squared_relu."""
         chosen = {
             "silu": self.swiglu,
-            "quick_gelu": self.quick_geglu,
+            "quick_gelu": self.quick_geglu or self.quick_gelu,
             "squared_relu": self.squared_relu,
             "relu": self.relu,
             "gelu_tanh": self.openai_gelu,
@@ -420,6 +448,11 @@ class ModelConfig(RequestedModel):
     def uneven_heads(self) -> bool:
         """Whether a value head has another size than a key head."""
         return self.head_sizes[0] != self.head_sizes[1]
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether a language model reads images."""
+        return self.architecture == "gpt" and self.vision.vision_model_type is not None
 
     def depth(self, decoder: bool = False) -> int:
         """Layers in a row: of a T5 those of its encoder, or of its decoder; else all."""

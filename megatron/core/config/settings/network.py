@@ -15,6 +15,7 @@ from megatron.core.config.flags import roles_of, to_values
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, RequestedModel
 from megatron.core.config.settings.moe import MoEConfig
+from megatron.core.config.settings.vision import VisionConfig
 
 _ROTARY = (
     "rotary_base",
@@ -43,6 +44,10 @@ _YARN = (
 _RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _LATENT = tuple(field.name for field in fields(MLAConfig) if field.name != "multi_latent_attention")
 _EXPERTS = tuple(field.name for field in fields(MoEConfig) if field.name != "num_experts")
+_VISION = tuple(name for name, role in roles_of(VisionConfig).items() if role in ("network", "adaptable"))
+_PROJECTION = tuple(
+    name for name in _VISION if "projection" in name or "shuffle" in name or name == "disable_vision_class_token"
+)
 _ADAPTERS = ("lora_alpha", "lora_targets", "lora_rslora", "dora")
 
 
@@ -75,6 +80,10 @@ def unused(model: ModelConfig) -> frozenset[str]:
         ("mtp_use_repeated_layer",): (model.mtp.mtp_num_layers or 0) < 2,
         ("scale_tied_logits",): not model.ties_embeddings,
         ("bert_binary_head",): model.architecture != "bert",
+        _VISION: not model.has_vision and model.architecture != "vit",
+        _PROJECTION: not model.has_vision,
+        ("num_classes",): model.architecture != "vit",
+        ("pixel_shuffle_factor",): not model.vision.pixel_shuffle,
         ("encoder_num_layers", "decoder_num_layers"): model.architecture != "t5",
     }
     return frozenset(name for names, holds in without_effect.items() if holds for name in names)

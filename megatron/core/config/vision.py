@@ -1,0 +1,37 @@
+"""The encoder of images as a network of its own: a `ModelConfig` of bidirectional layers, from the settings of a whole network."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megatron.core.config.settings.model import ModelConfig, RequestedModel
+
+
+@lru_cache(maxsize=64)
+def vision_encoder(model: ModelConfig) -> ModelConfig:
+    """The encoder of a network that reads images; an encoder itself is returned as it is."""
+    if model.architecture == "vit":
+        return model
+    vision = model.vision
+    return RequestedModel(
+        architecture="vit",
+        num_layers=vision.vision_num_layers,
+        hidden_size=vision.vision_hidden_size,
+        ffn_hidden_size=vision.vision_ffn_hidden_size,
+        num_attention_heads=vision.vision_num_attention_heads,
+        vision=vision,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_method_std,
+        init_method_xavier_uniform=model.init_method_xavier_uniform,
+        attention_backend=model.attention_backend,
+        kernels=model.kernels,
+        padded_vocab_size=1,
+        true_vocab_size=1,
+    ).resolve()
+
+
+def is_whole_on_every_rank(model: ModelConfig, tensor_size: int) -> bool:
+    """Whether the tensor ranks do not divide the encoder of a network, so that each has a copy."""
+    encoder = vision_encoder(model)
+    return bool(encoder.num_attention_heads % tensor_size or encoder.ffn_hidden_size % tensor_size)

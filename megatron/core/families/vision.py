@@ -1,0 +1,360 @@
+"""Encoders of images in Hugging Face folders: CLIP, SigLIP, InternViT, DINOv2 and ViT, by themselves.
+
+Each is read as a `vit` of ours (`pretrain_vision_classify.py`, `tools/checkpoint/convert.py`). The names of a type's parameters
+are one row of `NAMES`, which families of language models that see use too (`llava.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.rules import Family, Op, Row, Variant, concat, same
+from megatron.core.families.settings import TANH_GELU, Keys, passed_through
+
+_GELU = {"gelu": "gelu", "quick_gelu": "quick_gelu", **dict.fromkeys(TANH_GELU, "gelu_tanh")}
+_BOTH = ("weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a type's files call their parameters. layer: beginning of those of a layer; scales: of LayerScale, whole names."""
+
+    class_token: str
+    positions: str
+    patches: str
+    layer: str
+    qkv: tuple[str, ...]
+    proj: str
+    norms: tuple[str, str]
+    mlp: tuple[str, str]
+    final_norm: str
+    pre_norm: str = ""
+    scales: tuple[str, str] | None = None
+    qk_norms: tuple[str, str] | None = None
+
+
+_CLIP = Names(
+    class_token="embeddings.class_embedding",
+    positions="embeddings.position_embedding.weight",
+    patches="embeddings.patch_embedding",
+    layer="encoder.layers.{i}.",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    proj="self_attn.out_proj",
+    norms=("layer_norm1", "layer_norm2"),
+    mlp=("mlp.fc1", "mlp.fc2"),
+    final_norm="post_layernorm",
+    pre_norm="pre_layrnorm",
+)
+_INTERNVIT = Names(
+    class_token="embeddings.cls_token",
+    positions="embeddings.position_embeddings",
+    patches="embeddings.patch_embeddings.projection",
+    layer="encoder.layer.{i}.",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    proj="attention.projection_layer",
+    norms=("layernorm_before", "layernorm_after"),
+    mlp=("mlp.fc1", "mlp.fc2"),
+    final_norm="layernorm",
+    scales=("lambda_1", "lambda_2"),
+    qk_norms=("attention.q_norm", "attention.k_norm"),
+)
+_DINOV2 = Names(
+    class_token="embeddings.cls_token",
+    positions="embeddings.position_embeddings",
+    patches="embeddings.patch_embeddings.projection",
+    layer="encoder.layer.{i}.",
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    proj="attention.output.dense",
+    norms=("norm1", "norm2"),
+    mlp=("mlp.fc1", "mlp.fc2"),
+    final_norm="layernorm",
+    scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+)
+_VIT = Names(
+    class_token="embeddings.cls_token",
+    positions="embeddings.position_embeddings",
+    patches="embeddings.patch_embeddings.projection",
+    layer="encoder.layer.{i}.",
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    proj="attention.output.dense",
+    norms=("layernorm_before", "layernorm_after"),
+    mlp=("intermediate.dense", "output.dense"),
+    final_norm="layernorm",
+)
+NAMES: Mapping[str, Names] = MappingProxyType(
+    {
+        "vit": _VIT,
+        "clip": _CLIP,
+        "siglip": _CLIP,
+        "internvit": _INTERNVIT,
+        "internvit300M": _INTERNVIT,
+        "dinov2": _DINOV2,
+    }
+)
+
+
+def shaped(*shape: int, flat: bool = False) -> Op:
+    """Theirs has this shape; ours has as many dimensions less, or with `flat` one for all behind the first."""
+
+    def ours(parts: Any) -> Any:
+        whole = parts[0]
+        return whole.flatten(1) if flat else whole.reshape(-1, whole.shape[-1])
+
+    return Op(ours, lambda whole: (whole.reshape(shape),))
+
+
+def encoder_rows(model: ModelConfig, theirs: str) -> list[Row]:
+    """All parameters of an encoder. theirs: what its names begin with. model: of the encoder, a "vit"."""
+    vision, hidden = model.vision, model.hidden_size
+    names, traits = NAMES[vision.vision_model_type or "vit"], vision.traits
+    table = names.positions.endswith(".weight")
+    grid, size = vision.position_grid, vision.patch_dim
+    positions = grid[0] * grid[1] + traits.class_tokens
+    ours, rows = "vision_model.", list[Row]()
+    if traits.class_tokens:
+        op = shaped(hidden) if table else shaped(1, traits.class_tokens, hidden)
+        rows.append(Row(f"{ours}embedding.class_token", (f"{theirs}{names.class_token}",), op))
+    op = same if table else shaped(1, positions, hidden)
+    rows.append(Row(f"{ours}embedding.position_embeddings", (f"{theirs}{names.positions}",), op))
+    op = shaped(hidden, vision.num_channels, size, size, flat=True)
+    rows.append(Row(f"{ours}embedding.patches.weight", (f"{theirs}{names.patches}.weight",), op))
+    if traits.patch_bias:
+        rows.append(Row(f"{ours}embedding.patches.bias", (f"{theirs}{names.patches}.bias",), same))
+    if traits.pre_norm:
+        rows += _rows(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", _BOTH)
+    for index in range(model.num_layers):
+        layer = theirs + names.layer.replace("{i}", str(index))
+        rows += _layer_rows(model, names, f"{ours}encoder.layers.{index}.", layer)
+    if vision.has_final_norm:
+        rows += _rows(f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", _norm_kinds(model))
+    return rows
+
+
+def _layer_rows(model: ModelConfig, names: Names, ours: str, theirs: str) -> list[Row]:
+    size, norm_kinds = model.query_size, _norm_kinds(model)
+    rows = _rows(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", norm_kinds)
+    rows += [
+        Row(
+            f"{ours}self_attention.linear_qkv.{kind}",
+            tuple(f"{theirs}{part}.{kind}" for part in names.qkv),
+            concat(size, size, size),
+        )
+        for kind in (("weight",) if model.qkv_without_bias else _BOTH)
+    ]
+    if model.qk_layernorm and names.qk_norms is not None:
+        for part, name in zip("qk", names.qk_norms, strict=True):
+            rows += _rows(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}", ("weight",))
+    rows += _rows(f"{ours}self_attention.linear_proj", f"{theirs}{names.proj}", _BOTH)
+    rows += _rows(f"{ours}pre_mlp_layernorm", f"{theirs}{names.norms[1]}", norm_kinds)
+    rows += _rows(f"{ours}mlp.linear_fc1", f"{theirs}{names.mlp[0]}", _BOTH)
+    rows += _rows(f"{ours}mlp.linear_fc2", f"{theirs}{names.mlp[1]}", _BOTH)
+    if names.scales is not None:
+        for part, name in zip(("attention_scale", "mlp_scale"), names.scales, strict=True):
+            rows.append(Row(f"{ours}{part}.weight", (f"{theirs}{name}",), same))
+    return rows
+
+
+def _rows(ours: str, theirs: str, kinds: tuple[str, ...]) -> list[Row]:
+    return [Row(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in kinds]
+
+
+def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:
+    return _BOTH if model.normalization == "LayerNorm" else ("weight",)
+
+
+def sizes_in(keys: Keys, kind: str) -> dict[str, Any]:
+    """Settings of an encoder of a type, from its config.json: sizes by the names of a "vit", and its part of `VisionConfig`."""
+    hidden, patch = keys.whole("hidden_size"), _side(keys, "patch_size")
+    image, heads = _side(keys, "image_size"), keys.whole("num_attention_heads")
+    activation = keys.one_of("hidden_act", tuple(_GELU), "quick_gelu" if kind == "clip" else "gelu")
+    for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
+        keys.one_of(name, (0, 0.0), 0.0)
+    keys.one_of("attention_probs_dropout_prob", (0, 0.0), 0.0)
+    for name in _SAYS_NOTHING:
+        keys.pop(name)
+    if kind == "dinov2":
+        keys.one_of("qkv_bias", (True,), True)
+        keys.one_of("use_swiglu_ffn", (False,), False)
+        ffn = int(hidden * keys.real("mlp_ratio", 4.0))
+    else:
+        ffn = keys.whole("intermediate_size")
+    if kind.startswith("internvit"):
+        large = kind == "internvit"
+        keys.one_of("attention_bias", (not large,), False)
+        keys.one_of("norm_type", ("rms_norm" if large else "layer_norm",), "layer_norm")
+        keys.one_of("use_qk_norm", (large,), False)
+        keys.one_of("use_absolute_position_embeddings", (True,), True)
+        keys.one_of("use_mean_pooling", (True,), True)
+    elif kind == "vit":
+        keys.one_of("qkv_bias", (True,), True)
+    epsilon = {"clip": 1e-5, "vit": 1e-12}.get(kind, 1e-6)
+    return {
+        "num_layers": keys.whole("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "vision_model_type": kind,
+        "vision_activation": _GELU.get(activation, "gelu"),
+        "vision_norm_epsilon": keys.real("layer_norm_eps", epsilon),
+        "vision_position_grid": image // patch,
+        "img_h": image,
+        "img_w": image,
+        "patch_dim": patch,
+        "num_channels": keys.whole("num_channels", 3),
+    }
+
+
+_SAYS_NOTHING = (
+    "initializer_range",
+    "initializer_factor",
+    "projection_dim",
+    "vocab_size",
+    "vision_use_head",
+    "apply_layernorm",
+    "out_features",
+    "out_indices",
+    "reshape_hidden_states",
+    "stage_names",
+    "use_mask_token",
+    "layerscale_value",
+    "layer_scale_init_value",
+    "encoder_stride",
+    "pooler_act",
+    "pooler_output_size",
+    "logit_scale_init_value",
+)
+
+
+def _side(keys: Keys, name: str) -> int:
+    """A side in pixels: a number, or two equal ones."""
+    value = keys.pop(name)
+    if isinstance(value, (list, tuple)) and len(set(value)) == 1:
+        value = value[0]
+    return Keys({name: value}).whole(name) if isinstance(value, int) and value > 0 else keys.whole(name)
+
+
+def sizes_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of an encoder, without its class. model: a "vit"."""
+    vision = model.vision
+    kind = vision.vision_model_type or "vit"
+    size, patch = vision.position_grid[0] * vision.patch_dim, vision.patch_dim
+    pairs = isinstance(like.get("image_size"), list) or kind.startswith("internvit")
+    activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.activation, model.activation)
+    config = {
+        **passed_through(like, *_SAYS_NOTHING),
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_act": activation,
+        "layer_norm_eps": model.norm_epsilon,
+        "image_size": [size, size] if pairs else size,
+        "patch_size": [patch, patch] if pairs else patch,
+        "num_channels": vision.num_channels,
+        "model_type": MODEL_TYPES[kind],
+    }
+    if kind == "dinov2":
+        config |= {"mlp_ratio": _ratio(model), "qkv_bias": True, "use_swiglu_ffn": False, "hidden_dropout_prob": 0.0}
+        return config | {"attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    config["intermediate_size"] = model.ffn_hidden_size
+    if kind == "siglip":  # the pooling head is not kept
+        config["vision_use_head"] = False
+    if kind.startswith("internvit"):
+        large = kind == "internvit"
+        config |= {"attention_bias": not large, "norm_type": "rms_norm" if large else "layer_norm"}
+        config |= {"use_qk_norm": large, "use_mean_pooling": True, "use_absolute_position_embeddings": True}
+        return config | {"hidden_dropout_prob": 0.0, "projection_dropout": 0.0, "attention_dropout": 0.0}
+    if kind == "vit":
+        return config | {"qkv_bias": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return config | {"attention_dropout": 0.0}
+
+
+def _ratio(model: ModelConfig) -> float | int:
+    ratio = model.ffn_hidden_size / model.hidden_size
+    return int(ratio) if ratio.is_integer() else ratio
+
+
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "vit": "vit",
+        "clip": "clip_vision_model",
+        "siglip": "siglip_vision_model",
+        "internvit": "internvl_vision",
+        "internvit300M": "internvl_vision",
+        "dinov2": "dinov2",
+    }
+)
+
+
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The type of an encoder that a config.json describes, by its model_type; None: not known here."""
+    if config.get("model_type") == "internvl_vision":
+        return "internvit" if config.get("use_qk_norm") else "internvit300M"
+    return {"clip": "clip", "siglip": "siglip", **{there: kind for kind, there in MODEL_TYPES.items()}}.get(
+        str(config.get("model_type"))
+    )
+
+
+def _in(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[str]]:
+    inner = config.get("vision_config", config)  # of a class with a text encoder beside it
+    kind = kind_of({"model_type": MODEL_TYPES[kind], **inner}) or kind
+    keys = Keys(inner)
+    settings = {**sizes_in(keys, kind), "architecture": "vit", "true_vocab_size": 1}
+    settings |= {"vision_final_norm": "no" if kind.startswith("internvit") else "yes"}
+    settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    labels = config.get("id2label")
+    classes = len(labels) if isinstance(labels, Mapping) and labels else 2
+    settings["num_classes"] = classes if kind == "vit" else 0
+    return settings, keys.finish()
+
+
+def _out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    inner = like.get("vision_config", like)
+    config = sizes_out(model, inner if isinstance(inner, Mapping) else {})
+    classes = model.vision.num_classes
+    if model.vision.vision_model_type in (None, "vit") and len(config.get("id2label") or ()) != classes:
+        config["id2label"] = {str(index): f"LABEL_{index}" for index in range(classes)}
+        config["label2id"] = {f"LABEL_{index}": index for index in range(classes)}
+    return config
+
+
+def _standalone_rows(model: ModelConfig, *, base: str) -> tuple[Row, ...]:
+    head = [Row(f"head.{kind}", (f"classifier.{kind}",), same) for kind in _BOTH]
+    kind = model.vision.vision_model_type or "vit"
+    return (*encoder_rows(model, base), *(head if kind == "vit" and model.vision.num_classes else ()))
+
+
+_SKIPPED = (
+    r"(vision_model\.)?embeddings\.position_ids|(vision_model\.|vit\.|dinov2\.)?(head|pooler)\..*|text_model\..*|"
+    r"(text|visual)_projection\..*|logit_scale|logit_bias|(dinov2\.|vision_tower\.)?embeddings\.mask_token"
+)
+
+
+def _family(name: str, kind: str, base: str, *architectures: str, bare: bool = True) -> Family:
+    first, *others = architectures
+    variants = (Variant(first, ("head.",) if kind == "vit" else (), bare=bare), *map(Variant, others))
+    if kind == "vit":
+        variants = (variants[0], Variant("ViTModel", bare=True))
+    return Family(
+        name,
+        first,
+        MODEL_TYPES[kind],
+        partial(_in, kind=kind),
+        _out,
+        partial(_standalone_rows, base=base),
+        base=base,
+        skipped=re.compile(_SKIPPED),
+        variants=variants,
+    )
+
+
+VIT = _family("vit", "vit", "vit.", "ViTForImageClassification", bare=False)
+CLIP = _family("clip", "clip", "vision_model.", "CLIPVisionModel", "CLIPModel")
+SIGLIP = _family("siglip", "siglip", "vision_model.", "SiglipVisionModel", "SiglipModel")
+INTERNVIT = _family("internvit", "internvit300M", "vision_tower.", "InternVLVisionModel")
+DINOV2 = _family("dinov2", "dinov2", "dinov2.", "Dinov2Model")

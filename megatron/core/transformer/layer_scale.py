@@ -1,0 +1,21 @@
+"""LayerScale: what a sublayer adds to the residual stream, multiplied by a learned factor a channel (Touvron et al., 2021)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.core.parallel.spec import ParamSpec, constant, parameter
+from megatron.core.transformer.build import Build
+
+
+class LayerScale(nn.Module):
+    """x times a vector of the width of the residual stream. initial: value of all its elements."""
+
+    def __init__(self, build: Build, initial: float) -> None:
+        super().__init__()
+        spec = ParamSpec((build.model.hidden_size,), constant(initial), "vector", sum_over=build.region.outside_sums)
+        self.weight = parameter(spec, build.mesh, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [s or s/tp, b, h]. Returns the same shape."""
+        return x * self.weight
