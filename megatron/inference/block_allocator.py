@@ -96,12 +96,14 @@ class BlockAllocator:
             self._unused[block] = True
             (self._cached if block in self._content else self._free)[block] = None
 
-    def cached_prefix(self, ids: Sequence[int]) -> list[int]:
-        """The longest cached prefix of `ids`, as blocks that are now shared with it. At least the last token is left to compute."""
+    def cached_prefix(self, ids: Sequence[int], content: bytes = b"") -> list[int]:
+        """The longest cached prefix of `ids`, as blocks that are now shared with it. At least the last token is left to compute.
+
+        content: what stands for everything before the first token, as in the first call of `publish`: the adapter that keys are computed with.
+        """
         blocks: list[int] = []
         if not self.sharing:
             return blocks
-        content = b""
         for start in range(0, len(ids) - self.size, self.size):
             content = _mark(content, ids[start : start + self.size])
             block = self._by_content.get(content)

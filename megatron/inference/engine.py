@@ -33,6 +33,7 @@ from megatron.inference.cache import bytes_per_token
 from megatron.inference.model_runner import CachedNetwork, ModelRunner, SequenceInput, SequenceOutput, StepInput, stored
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.sequence import SequenceState
+from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
 
 _MOST_BYTES = 4 * 10**9  # of the KV cache, unless another size is requested
@@ -72,6 +73,7 @@ class Engine:
             for part, depths in parts
         ]
         self.runner = ModelRunner(networks)
+        self.adapters = ServedAdapters(self.runner, most=config.max_loras, rank=config.max_lora_rank)
         self.allocators = [
             BlockAllocator(count, size, sharing=config.inference_dynamic_batching_prefix_caching)
             for _ in range(self.mesh.dp.size)
@@ -101,11 +103,18 @@ class Engine:
             >= self.config.inference_max_waiting_requests + self.config.inference_max_requests
         ):
             raise Busy(f"{len(self._inbox) + len(self._waiting)} requests wait already; ask again later")
-        ticket = next(self._tickets)
+        ticket, adapter = next(self._tickets), self.adapters.number_of(request.adapter)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         end = () if request.ignore_eod else (self.tokenizer.eod,)
         self._inbox.append(
-            SequenceState(ticket, replace(request, seed=seed), listener, self.tokenizer, ends={*request.stop_ids, *end})
+            SequenceState(
+                ticket,
+                replace(request, seed=seed),
+                listener,
+                self.tokenizer,
+                ends={*request.stop_ids, *end},
+                adapter=adapter,
+            )
         )
         return ticket
 
@@ -134,6 +143,7 @@ class Engine:
                 self._append_tokens(one, row, what, blocks)
         for one in (one for shares in chosen for one, _ in shares):
             one.emit()
+        self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
         return True
 
     def run(self, requests: Iterable[Request]) -> list[Reply]:
@@ -291,7 +301,7 @@ class Engine:
     def _admit(self, one: SequenceState, replica: int, budget: int) -> bool:
         """Admit a waiting request with its cached prefix, if there is room for all of it."""
         blocks = self.allocators[replica]
-        beginning = [] if one.request.prompt_logprobs else blocks.cached_prefix(one.ids)
+        beginning = [] if one.request.prompt_logprobs else blocks.cached_prefix(one.ids, one.root)
         # One block more for each that runs here, so that a new one does not push out an old one at once.
         needed = blocks.needed(len(one.ids) + 1) - len(beginning) + self._load(replica)
         left = len(one.ids) - len(beginning) * blocks.size

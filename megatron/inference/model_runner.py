@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import Script, script
 from megatron.core.transformer.build import Build
+from megatron.inference.adapters import AdapterBank
 from megatron.inference.cache import KVCache, Span, bytes_per_token, ordered, step_cache
 from megatron.inference.cuda_graphs import CapturedGraphs
 from megatron.inference.sampling import Sampling, penalized, pick, uniform
@@ -48,6 +50,7 @@ class SequenceInput:
     num_logits: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
     scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
     those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities.
+    adapter: number of the adapter of all of its tokens; 0: none.
     """
 
     ids: tuple[int, ...]
@@ -59,6 +62,7 @@ class SequenceInput:
     scored: bool = False
     top: int = 0
     temperature: float = 1.0
+    adapter: int = 0
 
     @property
     def span(self) -> Span:
@@ -87,6 +91,14 @@ class StepInput:
     depth: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterChange:
+    """An adapter that all ranks are to have under a number, or no longer."""
+
+    number: int
+    adapters: AdapterSet | None
+
+
 def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
     """(layers whose keys and values this rank stores, hidden states stored per token), with so many depths of multi-token prediction."""
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
@@ -110,6 +122,7 @@ class CachedNetwork:
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
         self.build, self.mesh = build, build.mesh
+        self.adapters = AdapterBank(stages)
         self.plans, states = stored(stages, depths)
         self.pool = KVCache(
             build.model,
@@ -131,7 +144,7 @@ class CachedNetwork:
     def run(self, rows_of_all: Sequence[Sequence[SequenceInput]]) -> list[SequenceOutput]:
         """Run the rows of this rank's replica through the stages; outputs on the first tensor rank of the last stage, else none."""
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
-        if self.captured_graphs is not None and rows and all(len(row.ids) == row.num_logits == 1 for row in rows):
+        if self.captured_graphs is not None and rows and all(_is_captured(row) for row in rows):
             return sample_outputs(
                 rows, self.captured_graphs.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build
             )
@@ -155,6 +168,7 @@ class CachedNetwork:
             assert not stage.stage.has_output, "the stage that predicts has what predicts ahead"
             return []
         step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
+        self.adapters.choose(None)  # what is proposed is verified with them
         _, logits = stage.predict_depth(depth, step.cache.states(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
             step.sample(self, logits)
@@ -166,6 +180,11 @@ class CachedNetwork:
         longest = max(1, *(sum(len(row.ids) for row in rows) for rows in together))
         pieces = self.build.region.whole_length(1)
         return -(-longest // pieces) * pieces
+
+
+def _is_captured(row: SequenceInput) -> bool:
+    """Whether a graph may compute this row: one token of the base, whose logits are asked for."""
+    return len(row.ids) == row.num_logits == 1 and not row.adapter
 
 
 class _Step:
@@ -185,6 +204,12 @@ class _Step:
             end += len(row.ids)
             logit_positions += range(end - row.num_logits, end)
         filling = [0] * (length - end)
+        self.adapters = sorted({row.adapter for row in self.rows})
+        self.of_token = (
+            torch.tensor([row.adapter for row in self.rows for _ in row.ids] + filling, device=device)
+            if any(self.adapters)
+            else None
+        )
         self.length = length
         self.logit_positions = torch.tensor(logit_positions, dtype=torch.int64, device=device)
         self._cut = (
@@ -311,6 +336,7 @@ class _Work:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one microbatch."""
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
+        self.network.adapters.choose(step.of_token, step.adapters)
         output = chunk(
             ids=step.ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache
         )
@@ -353,8 +379,15 @@ class ModelRunner:
     def follow(self) -> None:
         """On all other ranks: run the leader's steps until it shuts down."""
         while (step := collectives.broadcast_object(None, self.mesh.world)) is not None:
-            if step.rows:
+            if isinstance(step, AdapterChange):
+                self.networks[0].adapters.put(step.number, step.adapters)
+            elif step.rows:
                 self._execute(step)
+
+    def change(self, change: AdapterChange) -> None:
+        """On the leader: give all ranks an adapter of the network, or take it from them."""
+        collectives.broadcast_object(change, self.mesh.world)
+        self.networks[0].adapters.put(change.number, change.adapters)
 
     def heartbeat(self) -> None:
         """On the leader, while it is idle: an empty step, so that no other rank's collective times out."""

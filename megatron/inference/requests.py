@@ -26,6 +26,7 @@ class Request:
     they are not part of it. stop_words: texts that end it; they are cut off unless `keep_stop`. newline_after_colon: whether a
     line may end with a colon. logprobs: of new tokens; prompt_logprobs: of the prompt's. top_logprobs: how many of the likeliest
     tokens are named beside each. after_temperature: log-probabilities are those of the distribution with the temperature, before top-k and top-p.
+    adapter: name of the adapter that the text is made with; empty: none.
     """
 
     prompt: Ids
@@ -42,6 +43,7 @@ class Request:
     prompt_logprobs: bool = False
     top_logprobs: int = 0
     after_temperature: bool = False
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         refuse(

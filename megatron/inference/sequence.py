@@ -16,11 +16,18 @@ class SequenceState:
     """A request and its tokens.
 
     ids: prompt and new tokens; keys and values of the first `computed` are in `blocks` (of the first `drafted` in the draft's cache).
-    reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it ended, None before.
+    adapter: its number, 0 for none. reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it ended, None before.
     """
 
     def __init__(
-        self, ticket: int, request: Request, listener: Listener, tokenizer: Tokenizer, *, ends: Collection[int]
+        self,
+        ticket: int,
+        request: Request,
+        listener: Listener,
+        tokenizer: Tokenizer,
+        *,
+        ends: Collection[int],
+        adapter: int = 0,
     ) -> None:
         assert request.seed is not None, "a request that runs has a seed"
         self.ticket, self.request, self.seed, self._listener, self._ends = (
@@ -35,7 +42,8 @@ class SequenceState:
         self.reserved = range(0)
         self.drafts: tuple[int, ...] = ()
         self.reason: Reason | None = None
-        self._published, self._content = 0, b""
+        self.adapter = adapter
+        self._published, self._content = 0, self.root
         self._text = Detokenizer(tokenizer, request.prompt, request.stop_words, keep_stop=request.keep_stop)
         self._prompt_scores: list[Token] = []
         self._tokens: list[Token] = []
@@ -44,6 +52,11 @@ class SequenceState:
         self._submitted, self._cached = time.monotonic(), 0
         self._admitted: float | None = None
         self._first: float | None = None
+
+    @property
+    def root(self) -> bytes:
+        """What stands for everything before its first token in the hashes of its blocks: keys of another adapter are others."""
+        return b"adapter %d" % self.adapter if self.adapter else b""
 
     @property
     def num_uncomputed(self) -> int:
@@ -93,6 +106,7 @@ class SequenceState:
             bool(targets) or ends and self.request.logprobs,
             self.request.top_logprobs,
             self.request.sampling.temperature if self.request.after_temperature else 1.0,
+            self.adapter,
         )
 
     def admit(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
@@ -118,7 +132,7 @@ class SequenceState:
         """Release the cache of a running sequence; it is recomputed when it is admitted again."""
         self.release_blocks(blocks)
         self.computed, self.drafted, self.drafts = 0, 0, ()
-        self._published, self._content = 0, b""
+        self._published, self._content = 0, self.root
         if self.scores_prompt:
             self._prompt_scores.clear()
 

@@ -119,22 +119,22 @@ class LinearAdapter(nn.Module):
 
     def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
         """x: the layer's input; base: its output without a bias if rows have lengths; weight: [out, in], its shard. Returns the adapted output."""
-        low = F.linear(self._dropped(x), torch.cat([pair.lora_A for _, pair in self._named_pairs]))
+        low = F.linear(self._dropped(x), torch.cat([pair.lora_A for _, pair in self.named_pairs]))
         if self.dim == 0:
             low = self.region.copy_to_region(low)
         elif self.dim == 1:
             low = self.region.reduce_from_region(low)
-        parts = low.split([pair.rank for _, pair in self._named_pairs], dim=-1)
+        parts = low.split([pair.rank for _, pair in self.named_pairs], dim=-1)
         products = {
             name: F.linear(part, pair.lora_B) * pair.scale
-            for (name, pair), part in zip(self._named_pairs, parts, strict=True)
+            for (name, pair), part in zip(self.named_pairs, parts, strict=True)
         }
         adapted = base + self._joined(products, base.new_zeros(()))
         if not self.build.dora:
             return adapted
         lengths = {
             name: pair.magnitude / self._norm(name, pair, weight)
-            for name, pair in self._named_pairs
+            for name, pair in self.named_pairs
             if pair.magnitude is not None
         }
         return adapted * self._joined(lengths, base.new_ones(())).to(adapted.dtype)
@@ -142,26 +142,33 @@ class LinearAdapter(nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """The matrix that does the same as the layer with its adapters. weight: [out, in], the shard of this rank."""
-        deltas = {name: pair.scale * (pair.lora_B @ pair.lora_A) for name, pair in self._named_pairs}
-        whole = weight + self._rows(deltas, weight, 0.0)
+        deltas = {name: pair.scale * (pair.lora_B @ pair.lora_A) for name, pair in self.named_pairs}
+        whole = weight + self.rows(deltas, weight, 0.0)
+        factors = self.row_factors(weight)
+        return whole if factors is None else whole * factors[:, None].to(whole.dtype)
+
+    @torch.no_grad()
+    def row_factors(self, weight: Tensor) -> Tensor | None:
+        """What rows are multiplied by so that they have their lengths (DoRA), [out]; None: nothing. weight: [out, in], the shard of this rank."""
         if not self.build.dora:
-            return whole
-        lengths = {
-            name: (pair.magnitude / self._norm(name, pair, weight))[:, None]
-            for name, pair in self._named_pairs
+            return None
+        factors = {
+            name: pair.magnitude / self._norm(name, pair, weight)
+            for name, pair in self.named_pairs
             if pair.magnitude is not None
         }
-        return whole * self._rows(lengths, weight[:, :1], 1.0).to(whole.dtype)
+        return self.rows(factors, weight[:, 0], 1.0)
 
     @torch.no_grad()
     def reset_lengths(self, weight: Tensor) -> None:
         """Give rows the lengths that they have in the layer's own matrix. weight: [out, in], the shard of this rank."""
-        for name, pair in self._named_pairs:
+        for name, pair in self.named_pairs:
             if pair.magnitude is not None:
                 pair.magnitude.copy_(self._norm(name, pair, weight))
 
     @property
-    def _named_pairs(self) -> list[tuple[str, LowRank]]:
+    def named_pairs(self) -> list[tuple[str, LowRank]]:
+        """The pairs of factors by the names of their parts, in order."""
         return cast(list[tuple[str, LowRank]], list(self.pairs.items()))
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -183,8 +190,8 @@ class LinearAdapter(nn.Module):
             dim=-1,
         )
 
-    def _rows(self, parts: dict[str, Tensor], like: Tensor, other: float) -> Tensor:
-        """The same of rows [size, ..]."""
+    def rows(self, parts: dict[str, Tensor], like: Tensor, other: float = 0.0) -> Tensor:
+        """Results of parts, rows [size, ..] each, one under the other; other: what stands in rows of parts without. like: [out, ..]."""
         if WHOLE in parts:
             return parts[WHOLE]
         pieces = zip(self.names, like.split(self.sizes), strict=True)

@@ -42,6 +42,8 @@ class InferenceConfig:
         "shapes of a step of one token a text that are kept as CUDA graphs; left out: 16 where that is possible; 0: none",
     )
     num_speculative_tokens: int = flag(0, "tokens that a draft proposes and one forward pass checks")
+    max_loras: int = flag(8, "adapters that are served beside the network at once")
+    max_lora_rank: int = flag(64, "largest rank of an adapter that is served")
 
     def problems(self) -> Iterator[str]:
         """What cannot be."""
@@ -51,6 +53,8 @@ class InferenceConfig:
             "inference_dynamic_batching_block_size": 1,
             "inference_dynamic_batching_max_tokens": 1,
             "num_speculative_tokens": 0,
+            "max_loras": 0,
+            "max_lora_rank": 1,
             "inference_dynamic_batching_num_cuda_graphs": 0,
         }
         for name, number in least.items():

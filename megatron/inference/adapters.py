@@ -1,0 +1,190 @@
+"""Adapters (LoRA, rsLoRA, DoRA) of several requests beside one base, in one pass.
+
+    x [t, in] -> A of all adapters in the pass, one under the other -> [t, sum of ranks]; zero where a token has another adapter -> B -> + W x
+
+Two matmuls a layer, whatever the number of adapters, their ranks and their targets; none where no request of a pass has an adapter.
+Factors are cut over tensor ranks as those of a run are. Number 0 is the base; others are given to adapters as they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.adapters import layer_name, linear_layers
+from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.adapter_set import AdapterSet, AdapterSource
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel.spec import local_shape, local_shards, spec_of
+from megatron.core.tensor_parallel.adapter import AdapterBuild, LinearAdapter
+from megatron.core.tensor_parallel.linear import AdaptedLinear
+from megatron.core.tensor_parallel.quantized import dense
+from megatron.core.transformer.build import Build
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """Of one adapter in one layer, this rank's shards. first: A of all its parts, [r, in]; second: scale B, [out, r], zero where a row is of
+    another part; lengths: what DoRA multiplies rows by, [out].
+    """
+
+    first: Tensor
+    second: Tensor
+    lengths: Tensor | None
+
+
+class ServedLinear(nn.Module):
+    """What stands in the place of a linear layer's adapter: those of all requests."""
+
+    def __init__(self, bank: AdapterBank, linear: AdaptedLinear) -> None:
+        super().__init__()
+        self.bank, self.factors = bank, dict[int, _Factors]()
+        shards = spec_of(linear.weight).shards
+        self._dim = shards[0].dim if shards else None
+        self._last: tuple[tuple[int, ...], Tensor, Tensor, Tensor | None] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether an adapter of the pass is beside this layer."""
+        return any(number in self.factors for number in self.bank.active)
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether rows have lengths of their own in one of them (DoRA), by which also the layer's product is multiplied."""
+        return any(self.factors[number].lengths is not None for number in self.bank.active if number in self.factors)
+
+    def put(self, number: int, factors: _Factors | None) -> None:
+        """Add an adapter, or take it out."""
+        self._last = None
+        self.factors.pop(number, None)
+        if factors is not None:
+            self.factors[number] = factors
+
+    def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
+        """x: the layer's input, [t, 1, in]; base: its output, without a bias where rows have lengths. Returns the adapted output."""
+        numbers, first, second, lengths = self._joined()
+        region = self.bank.build.region
+        low = F.linear(x, first)
+        if self._dim == 0:
+            low = region.copy_to_region(low)
+        elif self._dim == 1:
+            low = region.reduce_from_region(low)
+        ranks = tuple((number, self.factors[number].first.shape[0]) for number in numbers)
+        result = base + F.linear(low * self.bank.mask(ranks, low), second)
+        if lengths is None:
+            return result
+        return result * lengths.index_select(0, self.bank.places(numbers, result))[:, None]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight alone: an adapter of a layer that is multiplied by its weight is refused when it is loaded."""
+        return weight
+
+    def _joined(self) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:
+        """The factors of the pass beside each other: A [sum of ranks, in], B [out, sum of ranks], lengths [1 + adapters, out]."""
+        numbers = tuple(number for number in self.bank.active if number in self.factors)
+        if self._last is None or self._last[0] != numbers:
+            chosen = [self.factors[number] for number in numbers]
+            first, second = torch.cat([one.first for one in chosen]), torch.cat([one.second for one in chosen], dim=1)
+            ones = torch.ones_like(second[:, 0])
+            lengths = [ones, *(ones if one.lengths is None else one.lengths for one in chosen)]
+            self._last = numbers, first, second, torch.stack(lengths) if self.has_lengths else None
+        return self._last
+
+
+class AdapterBank:
+    """The adapters of the linear layers of this rank's stages, and which tokens of the pass under way have which.
+
+    active: numbers of the adapters in this pass, ascending.
+    """
+
+    def __init__(self, stages: Sequence[GPTModel]) -> None:
+        self.build: Build = stages[0].build
+        self.active: tuple[int, ...] = ()
+        self._of_token: Tensor | None = None
+        self._masks: dict[tuple[tuple[int, int], ...], Tensor] = {}
+        self._places: dict[tuple[int, ...], Tensor] = {}
+        self._layers = [(int(index), layer) for stage in stages for index, layer in stage.decoder.layers.items()]
+
+    def choose(self, of_token: Tensor | None, numbers: Sequence[int] = ()) -> None:
+        """Begin a pass. of_token: the number of each token's adapter, int64 [t]; None: all are of the base. numbers: that occur in it."""
+        self.active, self._of_token = tuple(sorted({*numbers} - {0})), of_token
+        self._masks, self._places = {}, {}
+
+    def mask(self, ranks: tuple[tuple[int, int], ...], low: Tensor) -> Tensor:
+        """One where a token has the adapter that a column belongs to, [t or t/tp, 1, sum of ranks]. ranks: (number, rank) of each adapter."""
+        if ranks not in self._masks:
+            owners = [number for number, rank in ranks for _ in range(rank)]
+            same = self._tokens(low)[:, None] == torch.tensor(owners, device=low.device)
+            self._masks[ranks] = same[:, None].to(low.dtype)
+        mask = self._masks[ranks]
+        return mask if len(mask) == len(low) else self.build.region.scatter_to_sequence(mask)
+
+    def places(self, numbers: tuple[int, ...], result: Tensor) -> Tensor:
+        """For each token 1 + the place of its adapter among these numbers, or 0, int64 [t or t/tp]."""
+        if numbers not in self._places:
+            known = torch.tensor(numbers, device=result.device)
+            same = self._tokens(result)[:, None] == known
+            self._places[numbers] = (same * torch.arange(1, len(numbers) + 1, device=result.device)).sum(1)
+        places = self._places[numbers]
+        return places if len(places) == len(result) else self.build.region.scatter_to_sequence(places)
+
+    def _tokens(self, like: Tensor) -> Tensor:
+        assert self._of_token is not None, "a pass with adapters says whose tokens are whose"
+        return self._of_token
+
+    @torch.no_grad()
+    def put(self, number: int, adapters: AdapterSet | None) -> None:
+        """Add adapters under a number, or take those of the number out. All ranks that hold the network call this together."""
+        model = self.build.model if adapters is None else replace(self.build.model, adapter=adapters.model.adapter)
+        plans = {plan.index: plan for plan in layer_rows(model)}
+        for index, layer in self._layers:
+            for module in layer.modules():
+                if isinstance(module, ServedLinear):
+                    module.put(number, None)
+            if adapters is not None:
+                self._put_layer(number, layer, plans[index], AdapterSource(adapters), model)
+
+    def _put_layer(
+        self, number: int, layer: nn.Module, plan: LayerPlan, source: AdapterSource, model: ModelConfig
+    ) -> None:
+        made = AdapterBuild(self.build.mesh, self.build.streams, self.build.dtype, 0.0, model.adapter.dora)
+        shapes = linear_layers(model, plan)
+        for path, group in groupby(plan.adapters, key=lambda one: one.linear):
+            linear = layer.get_submodule(path)
+            assert isinstance(linear, AdaptedLinear), "adapters of experts are refused"
+            names = [name for name, _ in shapes[path].parts]
+            adapter = LinearAdapter(tuple(group), names, linear.weight, self.build.region, made)
+            _fill(adapter, f"model.{layer_name(model, plan)}.{path}.adapter", source, self.build)
+            if not isinstance(linear.adapter, ServedLinear):
+                linear.adapter = ServedLinear(self, linear)  # type: ignore[assignment]
+            served: ServedLinear = linear.adapter  # type: ignore[assignment]
+            served.put(number, _factors(adapter, dense(linear.weight)))
+
+
+def _fill(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: Build) -> None:
+    """Give the parameters of an adapter this rank's shards of a source."""
+    for name, param in list(adapter.named_parameters()):
+        spec = spec_of(param)
+        value = torch.zeros(local_shape(spec, build.mesh), dtype=build.dtype, device=build.mesh.device)
+        for piece in local_shards(spec, build.mesh):
+            value[piece.local.slices()] = source.read(f"{prefix}.{name}", piece.box).to(value)
+        filled = nn.Parameter(value, requires_grad=False)
+        filled.spec = spec  # type: ignore[attr-defined]
+        owner, _, last = name.rpartition(".")
+        setattr(adapter.get_submodule(owner), last, filled)
+
+
+def _factors(adapter: LinearAdapter, weight: Tensor) -> _Factors:
+    """The factors of all parts of a layer as one pair, and what its rows are multiplied by."""
+    pairs = adapter.named_pairs
+    first = torch.cat([pair.lora_A for _, pair in pairs])
+    second = torch.cat(
+        [adapter.rows({name: pair.scale * pair.lora_B}, weight[:, : pair.rank]) for name, pair in pairs], 1
+    )
+    return _Factors(first.detach(), second.detach(), adapter.row_factors(weight))

@@ -1,0 +1,90 @@
+"""The adapters that requests may name: which are loaded, under which number, and when one that was unloaded may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from megatron.core.config.adapters import EXPERTS
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.adapter_set import AdapterSet, demand_fit
+from megatron.inference.model_runner import AdapterChange, ModelRunner
+
+# What decoding multiplies by the weight of, and not by calling the layer (latent attention).
+_ABSORBED = ".linear_kv_up_proj"
+
+
+class ServedAdapters:
+    """On the rank that leads. Adapters change between steps, in the thread that steps; `names` may be read by any.
+
+    most: adapters at once; rank: the largest that may be loaded.
+    """
+
+    def __init__(self, runner: ModelRunner, *, most: int, rank: int) -> None:
+        self._runner, self._most, self._rank = runner, most, rank
+        self._model = runner.networks[0].build.model
+        self._numbers: dict[str, int] = {}
+        self._serial = count(
+            1
+        )  # a number is given once, so that keys of an adapter that is gone are never taken for another's
+        self._retired: set[int] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may name."""
+        return tuple(self._numbers)
+
+    def number_of(self, name: str) -> int:
+        """The number of an adapter; 0 of the base, whose name is empty. Raises `ConfigError` for one that is not loaded."""
+        if name and name not in self._numbers:
+            raise ConfigError(f"there is no adapter {name[:100]!r}; load it first")
+        return self._numbers[name] if name else 0
+
+    def load(self, name: str, adapters: AdapterSet) -> None:
+        """Serve an adapter under a name, from now on. Raises one `CheckpointError` for one that does not fit, before any rank has it."""
+        problems = [*self._name_problems(name), *_problems(adapters, self._model, self._rank)]
+        if problems:
+            raise CheckpointError(f"{adapters.where} cannot be served", problems)
+        demand_fit(adapters, self._model)
+        number = next(self._serial)
+        self._runner.change(AdapterChange(number, adapters))
+        self._numbers[name] = number
+
+    def unload(self, name: str) -> None:
+        """Refuse requests for an adapter from now on; it goes when the last that has it ends. Raises `ConfigError` for an unknown one."""
+        self._retired.add(self.number_of(name))
+        del self._numbers[name]
+
+    def release(self, used: Iterable[int]) -> None:
+        """Have all ranks forget the adapters that were unloaded. used: numbers that requests still have."""
+        if not self._retired:
+            return
+        for number in sorted(self._retired - set(used)):
+            self._retired.remove(number)
+            self._runner.change(AdapterChange(number, None))
+
+    def _name_problems(self, name: str) -> Iterator[str]:
+        if not name or len(name) > 100 or not name.isprintable():
+            yield "an adapter needs a name, of at most 100 printable characters"
+        loaded = len(self._numbers) + len(self._retired)
+        if name in self._numbers:
+            yield f"there is an adapter {name!r} already; unload it first, or choose another name"
+        elif loaded >= self._most:
+            yield f"{loaded} adapters are loaded, and --max-loras is {self._most}; unload one first"
+
+
+def _problems(adapters: AdapterSet, model: ModelConfig, rank: int) -> Iterator[str]:
+    """Why adapters cannot be served beside others of the same network."""
+    if model.adapter.has_adapters:
+        yield "the network that is served has adapters of its own"
+    if adapters.saved:
+        yield f"it replaces whole parameters ({', '.join(list(adapters.saved)[:3])}), which all requests share; merge it"
+    highest = max(pair.rank for pair in adapters.pairs)
+    if highest > rank:
+        yield f"its rank {highest} is above --max-lora-rank {rank}; raise that"
+    if any(EXPERTS in pair.linear for pair in adapters.pairs):
+        yield "it adapts experts, whose rows of several requests are computed together; merge it"
+    if any(pair.linear.endswith(_ABSORBED) for pair in adapters.pairs):
+        yield "it adapts the projection of latents to keys and values, which decoding never computes by itself; merge it"
