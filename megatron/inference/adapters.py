@@ -82,7 +82,7 @@ class ServedLinear(nn.Module):
         return result * lengths.index_select(0, self.bank.places(numbers, result))[:, None]
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight alone: an adapter of a layer that is multiplied by its weight is refused when it is loaded."""
+        """Return the weight (any shape) alone: an adapter of a layer that is multiplied by its weight is refused when it is loaded."""
         return weight
 
     def _joined(self) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:

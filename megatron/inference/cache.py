@@ -185,7 +185,7 @@ class StepCache:
         return self._pool.states[self._depth - 1].index_select(0, self._new)[:, None]
 
     def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
-        """Never asked: a decoder alone has no memory."""
+        """Raise: a decoder without cross attention has no encoder output [s, b, h]."""
         raise AssertionError("a decoder alone has no memory")
 
     def for_logits(self, x: Tensor) -> Tensor:
@@ -195,7 +195,9 @@ class StepCache:
         return x if self._logit_positions is None else x.index_select(0, self._logit_positions)
 
     def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`kernel` for new tokens of all texts, which also see what is stored of theirs."""
+        """Return `kernel` for new tokens ([s, b, n, d]) of all sequences, which also attend to the stored keys and
+        values.
+        """
         # One layer may serve all depths; what it stores of each is another thing.
         stored = self._pool.layers[self._pool.first_ahead + self._depth - 1 if self._depth else layer]
 
@@ -226,7 +228,10 @@ def step_cache(
     total: int,
     depth: int = 0,
 ) -> StepCache:
-    """The cache of a pass over `total` tokens, those of the spans, as `ordered` says, and what fills the shape behind them."""
+    """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `ordered`, then padding.
+
+    logit_positions: [positions], the tokens whose logits are needed; None: all.
+    """
     step_groups: list[CacheGroup | _View] = []
     new, first = [], 0
     for spans in groups:

@@ -142,7 +142,7 @@ def values_of(
 
 
 def gathered(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (places, values) of this rank's microbatches end to end, flat."""
+    """Return (places, values) of this rank's microbatches concatenated, [tokens] each."""
     if not pairs:
         return np.zeros(0, np.int64), np.zeros(0)
     places, values = zip(*pairs, strict=True)

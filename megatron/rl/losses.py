@@ -17,17 +17,17 @@ _MOST = 20.0  # of differences of log-probabilities before exp, as in TRL and Me
 
 
 def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return exp(logprobs - old_logprobs), with the difference limited to +-20."""
+    """Return exp(logprobs - old_logprobs), any shape, with the difference limited to +-20."""
     return (logprobs - old_logprobs).clamp(-_MOST, _MOST).exp()
 
 
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, *, lower: float, upper: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return -min(ratio A, clip(ratio, 1 - lower, 1 + upper) A): PPO's loss (Schulman et al., 2017).
+    """Return -min(ratio A, clip(ratio, 1 - lower, 1 + upper) A), any shape: PPO's loss (Schulman et al., 2017).
 
-    With upper > lower, likely tokens can still grow (DAPO's clip-higher). dual_clip: the loss of a token with a negative advantage is at most
-    this times |A| (Ye et al., 2020); it must be above 1.
+    With upper > lower, likely tokens can still grow (DAPO's clip-higher). dual_clip: the loss of a token with a
+    negative advantage is at most this times |A| (Ye et al., 2020); it must be above 1.
     """
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1.0 - lower, 1.0 + upper) * advantages)
     if dual_clip is not None:
@@ -36,20 +36,24 @@ def clipped_loss(
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, *, lower: float, upper: float) -> Tensor:
-    """Return where clipping stops the gradient, as bool."""
+    """Return where clipping stops the gradient, as bool; any shape."""
     return ((ratio > 1.0 + upper) & (advantages > 0)) | ((ratio < 1.0 - lower) & (advantages < 0))
 
 
 def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, upper: float) -> Tensor:
-    """Return -min(ratio, 1 + upper) A logprob, with no gradient through the ratio: CISPO (MiniMax-M1, 2025). No token loses its gradient."""
+    """Return -min(ratio, 1 + upper) A logprob, any shape, with no gradient through the ratio:
+
+    CISPO (MiniMax-M1, 2025). No token loses its gradient.
+    """
     return -ratio.detach().clamp(max=1.0 + upper) * advantages * logprobs
 
 
 def kl_to_reference(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate KL(policy || reference) from sampled tokens (Schulman, 2020).
+    """Estimate KL(policy || reference) from sampled tokens, any shape (Schulman, 2020).
 
-    k1: logprob - reference: unbiased as a value. k2: half its square. k3: exp(-d) + d - 1 with d = logprob - reference: never
-    negative. As losses, only k2 has the gradient of the KL divergence in expectation; k3's is what most libraries use.
+    k1: logprob - reference: unbiased as a value. k2: half its square. k3: exp(-d) + d - 1 with d = logprob - reference:
+    never negative. As losses, only k2 has the gradient of the KL divergence in expectation; k3's is what most libraries
+    use.
     """
     difference = logprobs - reference
     if estimator == "k1":
@@ -60,12 +64,15 @@ def kl_to_reference(logprobs: Tensor, reference: Tensor, estimator: KLEstimator)
 
 
 def entropy_term(logprobs: Tensor) -> Tensor:
-    """Return -p log p of the sampled tokens, which --grpo-entropy-term-weight adds to the objective, as Megatron does."""
+    """Return -p log p of the sampled tokens, any shape, which --grpo-entropy-term-weight adds to the objective, as
+    Megatron does.
+    """
     return -logprobs.exp() * logprobs
 
 
 def importance_weight(old_logprobs: Tensor, generation_logprobs: Tensor, *, cap: float) -> Tensor:
-    """Return min(exp(old - generation), cap): corrects for log-probabilities of the generation engine that differ from those in training.
+    """Return min(exp(old - generation), cap), any shape: corrects for log-probabilities of the generation engine that
+    differ from those in training.
 
     Truncated importance sampling (Yao et al., 2025). No gradient passes.
     """

@@ -163,9 +163,11 @@ class PolicyData(StepHooks):
         return {"reward": (sum(rewards), len(rewards)), "answer tokens": (sum(lengths), len(lengths))}
 
     def accept_update(self, work: Any, losses: Any, norm: Tensor) -> bool:
-        """No update without a rollout that says something, so that momentum and weight decay do not move the weights either.
+        """Return whether the optimizer may update: False if no rollout has an advantage, so that momentum and weight
+        decay do not move the weights.
 
-        Raises `ConfigError` when log-probabilities of generation and training differ by more than --rl-max-logprob-difference.
+        losses, norm: scalars. Raises `ConfigError` when log-probabilities of generation and training differ by more
+        than --rl-max-logprob-difference.
         """
         limit = self.rl.rl_max_logprob_difference
         if limit is not None:

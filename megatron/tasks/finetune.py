@@ -97,7 +97,10 @@ def read_sets(task: TaskConfig, run: Run) -> Sets:
 
 
 def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
-    """One microbatch through one stage; the last gives the loss of every sample: of its class, or of its number squared."""
+    """Run one microbatch through one stage;
+
+    the last stage gives the loss of every sample [b]: cross entropy of its class, or squared error.
+    """
     batch = next(batches)
     scores = judged(batch, stage)
 
@@ -117,7 +120,10 @@ def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple
 
 
 def judged(batch: Batch, stage: ClassifierModel) -> Tensor:
-    """A stage's output for a microbatch: texts of several choices stand one after the other."""
+    """Return a stage's output for a microbatch, [b, classes] from the last;
+
+    the choices of a question are rows of their own.
+    """
     assert batch.tokens is not None, "every stage of an encoder reads the batch: it must know what is padding"
     scores = stage(
         ids=batch.tokens.flatten(0, -2),

@@ -143,7 +143,7 @@ def _text_of(path: str) -> str:
 
 
 def perplexity_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
-    """One microbatch through one stage, scored by the loss of its tokens."""
+    """Run one microbatch through one stage; the last stage gives the loss of every token, [b, s]."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels)
     return output, lambda losses: masked_loss(losses, batch.loss_mask)

@@ -73,7 +73,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def lengths_in_words(lengths: np.ndarray, limit: int | None) -> dict[str, float]:
-    """Minimum, median, 95th percentile, maximum and mean; and the share above `limit` where that is given."""
+    """Return minimum, median, 95th percentile, maximum and mean of lengths [documents], and the share above `limit`
+    where that is given.
+    """
     if len(lengths) == 0:
         return {}
     middle, high = np.percentile(lengths, (50, 95)).tolist()
@@ -90,7 +92,7 @@ def lengths_in_words(lengths: np.ndarray, limit: int | None) -> dict[str, float]
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """(least, most, documents) of each doubling: 0, 1, 2-3, 4-7 ..., up to the longest."""
+    """Return (least, most, documents) of each doubling of lengths [documents]: 0, 1, 2-3, 4-7 ..., up to the longest."""
     if len(lengths) == 0:
         return []
     # frexp is exact where log2 may round up to the next power.
@@ -99,7 +101,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
-    """Everything about a pair but its text, and the tokens of each document."""
+    """Return everything about a pair of files but its text, and the tokens of each document, [documents]."""
     data = IndexedDataset(prefix, multimodal=args.multimodal)
     lengths = document_lengths(data)
     if len(lengths) and lengths.min() < 0:
@@ -171,7 +173,7 @@ def report(summary: dict[str, Any], seq_length: int | None) -> str:
 
 
 def draw(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -> None:
-    """Histograms of the documents' lengths, one line a pair, as a PNG."""
+    """Draw histograms of the documents' lengths, [documents] of each pair, as a PNG with one line a pair."""
     if importlib.util.find_spec("matplotlib") is None:
         raise DataError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure  # optional, and half a second that other uses need not wait for

@@ -31,7 +31,7 @@ def token_counts(prefix: str) -> np.ndarray:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """-sum p ln p of the frequencies p that these counts give."""
+    """Return -sum p ln p of the frequencies p that counts [v] give, in nats."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

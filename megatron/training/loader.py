@@ -242,5 +242,5 @@ def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Gener
 
 
 def pinned(arrays: Arrays) -> Arrays:
-    """The same in page-locked memory, from where copies to the device run beside the computation."""
+    """Copy arrays (any shape) into page-locked memory, from where copies to the device overlap with computation."""
     return {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}

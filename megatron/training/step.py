@@ -73,7 +73,10 @@ class StepWork:
         return self.trainer.stages[stage // self.trainer.run.mesh.pp.size].receives(self.trainer.run.config.train)
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One stage on one microbatch; the last stage gives the scaled loss."""
+        """Run one stage on one microbatch:
+
+        activations [s, b, h] in and out; the last stage returns the scaled loss, a scalar.
+        """
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
         batch = replace(self._batch(microbatch), microbatch_context=self._context(microbatch))
         if received:
@@ -123,7 +126,10 @@ class StepWork:
         return {name: notes.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
 
     def missing_factor(self) -> float | Tensor:
-        """What gradients still lack once all microbatches are in: expected over true number of tokens."""
+        """Return the scalar by which gradients must still be multiplied once all microbatches are done:
+
+        expected over true number of tokens.
+        """
         if not self.trainer.run.config.train.calculate_per_token_loss:
             return 1.0
         mesh = self.trainer.run.mesh

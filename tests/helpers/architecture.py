@@ -125,6 +125,8 @@ CHANGING = {
     "popleft",
     "__setitem__",
 }
+TENSOR = re.compile(r"\b(Tensor|ndarray)\b")
+SHAPE = re.compile(r"\[[^\])]*[\])]|[Aa]ny shape|same shape|[Ss]calar|See `")
 MACHINE_PATH = re.compile(r"(?<![\w.$}>])/(?:work|tmp|home|root|Users)/\w")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -536,6 +538,20 @@ def public_things_have_a_docstring(tree: Tree) -> Offences:
                 yield source.path, node.lineno, f"{node.name} has no docstring"
 
 
+def tensors_have_shapes(tree: Tree) -> Offences:
+    """Public functions of megatron/ that take or return tensors name their shapes: `[s, b, h]`, "any shape", or "scalar"."""
+    for source in tree.values():
+        if not source.path.startswith("megatron/"):
+            continue
+        for node in public_definitions(source.syntax):
+            if isinstance(node, ast.ClassDef):
+                continue
+            signature = f"{ast.unparse(node.args)} {ast.unparse(node.returns) if node.returns else ''}"
+            text = ast.get_docstring(node) or ""
+            if TENSOR.search(signature) and not SHAPE.search(text):
+                yield source.path, node.lineno, f"{node.name}: the docstring names no shape of its tensors"
+
+
 def public_definitions(node: ast.Module | ast.ClassDef) -> Iterator[Function | ast.ClassDef]:
     """Public classes, functions and methods; a special method such as __init__ explains itself."""
     for child in node.body:
@@ -608,6 +624,7 @@ RULES: tuple[Callable[[Tree], Offences], ...] = (
     asserts_say_what_we_believed,
     signatures_are_annotated,
     public_things_have_a_docstring,
+    tensors_have_shapes,
     paths_of_one_machine_stay_out,
     text_is_ascii,
     files_are_loaded_as_data,

@@ -22,7 +22,10 @@ class DatasetFindings:
         self.count, self.first = 0, 0
 
     def add(self, wrong: np.ndarray, at: int) -> None:
-        """wrong: which of the entries from number `at` on are."""
+        """Count the entries that are wrong, and keep the number of the first.
+
+        wrong: bool [n], one for each entry from number `at` on.
+        """
         result = int(np.count_nonzero(wrong))
         if result and not self.count:
             self.first = at + int(wrong.argmax())
@@ -32,9 +35,10 @@ class DatasetFindings:
 def index_problems(
     path: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, itemsize: int
 ) -> list[str]:
-    """A sentence for each thing that is wrong between the arrays of an index; see `IndexedDataset` for what they are.
+    """Return a sentence for each inconsistency between the arrays of an index (`IndexedDataset` describes them).
 
-    path: what the index is called. itemsize: bytes of an id. Ends of the arrays are looked at by who opens it.
+    path: the name of the index in the sentences. lengths, offsets: [sequences]; documents: [documents + 1]. itemsize:
+    bytes of an id. The caller checks the ends of the arrays.
     """
     problems: list[str] = []
     misplaced, falling, end = DatasetFindings(), DatasetFindings(), 0

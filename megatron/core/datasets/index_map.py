@@ -177,7 +177,7 @@ class IndexCache:
 
 
 def content_of(*arrays: np.ndarray) -> str:
-    """What stands in some arrays, in a few letters: for a description, of what an index is built of."""
+    """Return a hash of the dtypes, shapes and contents of arrays of any shape, as a key of what an index is built from."""
     total = xxhash.xxh3_128()
     for array in arrays:
         total.update(f"{array.dtype.str}{array.shape}".encode())
@@ -188,10 +188,10 @@ def content_of(*arrays: np.ndarray) -> str:
 def load_or_build(
     cache: IndexCache, name: str, description: Mapping[str, Any], shapes: Shapes, build: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays that `description` determines: from the cache (mapped), or built and stored there.
+    """Return the arrays that `description` determines: mapped from the cache, or built and stored there.
 
-    name: what the files are called, after the hash of the description. shapes: of each array; None in a shape is a size
-    that only building tells.
+    name: name of the files, behind the hash of the description. shapes: [...] of each array; a None in a shape is a
+    size that is known only after building.
     """
     if cache.folder is None:
         return build()

@@ -371,7 +371,10 @@ class IndexedDatasetBuilder:
         return f"{self.prefix}.{part}.{self._ending}"
 
     def add_sequence(self, tokens: Sequence[int] | np.ndarray, mode: int = 0) -> None:
-        """Append one sequence to the document in progress. mode: kept for multimodal pairs; 0 text, 1 an image."""
+        """Append a sequence, ids [tokens], to the document in progress.
+
+        mode: of multimodal pairs; 0 is text, 1 an image.
+        """
         assert self._multimodal or mode == 0, "sequences have modes in multimodal pairs"
         ids = np.asarray(tokens)
         if len(ids.shape) == 1 and len(ids) > LONGEST_SEQUENCE:
@@ -389,10 +392,11 @@ class IndexedDatasetBuilder:
         self.num_documents += 1
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
-        """Append whole documents: faster than one by one.
+        """Append whole documents, which is faster than one at a time.
 
-        ids: all of them, end to end. lengths: tokens of each sequence. sequences: how many of them each document has;
-        left out, `lengths` are those of the documents, which have one sequence each, or none where the length is 0.
+        ids: [tokens], all documents concatenated. lengths: [sequences], tokens of each sequence. sequences:
+        [documents], sequences of each document; left out, `lengths` are those of the documents: one sequence each, or
+        none where the length is 0.
         """
         assert not self._multimodal, "sequences of multimodal pairs are added with their mode"
         self._assert_between_documents()

@@ -102,7 +102,10 @@ def collate(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """16 hex digits that tell one micro batch from another: the hash of every key's type, shape and content."""
+    """Return 16 hex digits that identify a microbatch:
+
+    a hash of every key, dtype, shape and content. arrays: any shape.
+    """
     content = hashlib.blake2b(digest_size=8)
     for key in sorted(arrays):
         array = np.ascontiguousarray(arrays[key])

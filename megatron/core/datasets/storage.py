@@ -196,14 +196,17 @@ def read_small(path: str, limit: int) -> bytes | None:
 
 
 def map_file(path: str) -> np.ndarray:
-    """The file's bytes, mapped read-only; a plain array, whose slices cost less than those of `np.memmap`."""
+    """Map a file's bytes read-only: uint8 [bytes], a plain array, since slices of `np.memmap` are slow."""
     if os.stat(path).st_size == 0:
         return np.empty(0, np.uint8)
     return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
 
 
 def whole(path: str, cache: str | Path | None) -> np.ndarray:
-    """All bytes of a file or object, uint8. An object is kept as a file in the folder `cache`, else held in memory."""
+    """Return all bytes of a file or object, uint8 [bytes].
+
+    An object is cached as a file in the folder `cache`, else kept in memory.
+    """
     if not is_remote(path):
         return map_file(path)
     if cache is not None:
@@ -253,7 +256,10 @@ class MappedFile:
             self._bytes = np.frombuffer(self._map, np.uint8)
 
     def whole(self) -> np.ndarray:
-        """All bytes, to be read at once and not kept; `DataError` when the file has become shorter."""
+        """Return all bytes, uint8 [bytes], to be read at once and not kept.
+
+        Raises `DataError` if the file was truncated.
+        """
         size = self._map.size() if self._map is not None else 0  # of the file as it is now: 0.3 us
         if size < len(self._bytes):
             raise DataError(

@@ -42,7 +42,7 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy `source` into `target`, which has the same shape and may have another dtype or device."""
+    """Copy `source` into `target`, of the same shape (any shape); dtype and device may differ."""
     alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
     if alike and target.is_contiguous() and source.is_contiguous():
         np.copyto(bytes_of(target), bytes_of(source))  # without the lock of Python
@@ -51,7 +51,10 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair into the first. Copies from a GPU may still be in flight on return."""
+    """Copy the second tensor of each pair into the first, in threads (any shape).
+
+    Copies from a GPU may still be in flight on return.
+    """
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="copy") as pool:
         waiting: deque[Future[None]] = deque()
         for target, source in pairs:

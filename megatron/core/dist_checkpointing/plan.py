@@ -39,12 +39,12 @@ class WriteCandidate:
 
     @property
     def part(self) -> TensorHeader:
-        """Its entry in the header of a data file."""
+        """Return its entry in the header of a data file: name, dtype and shape [...] of the box."""
         return TensorHeader(shard_key(self.name, self.box, self.shape), self.dtype, self.box.shape)
 
 
 def sharded_tensors(state: Tree) -> dict[str, ShardedTensor]:
-    """Return the tensors of a tree."""
+    """Return the tensors of a tree of state, of any shape, by name; plain tensors become replicated ones."""
     result = {name: replicated_tensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
     return {name: value for name, value in result.items() if isinstance(value, ShardedTensor)}
 
@@ -55,7 +55,7 @@ def values_of(state: Tree) -> Tree:
 
 
 def write_candidates(tensors: dict[str, ShardedTensor]) -> list[WriteCandidate]:
-    """Return the boxes that this rank holds; a box that it holds twice counts once."""
+    """Return the boxes of tensors of any shape that this rank holds and could write; a box held twice counts once."""
     for name, one in tensors.items():
         assert one.dtype in WORDS, f"{name}: {one.dtype} is none of the dtypes of a checkpoint"
     return [
@@ -87,7 +87,7 @@ def assign_writers(ranks: Sequence[Sequence[WriteCandidate]]) -> list[list[Write
 
 
 def tensor_of(offer: WriteCandidate, tensors: dict[str, ShardedTensor]) -> Tensor:
-    """Return this rank's tensor for a box."""
+    """Return this rank's tensor for a box that it is to write; it has the shape of the box (any shape)."""
     return next(tensor for box, tensor in tensors[offer.name].pieces if box == offer.box)
 
 
@@ -108,7 +108,10 @@ def ranges_of(rank: int, share: Sequence[WriteCandidate], header: bytes, hashes:
 def manifest_entries(
     shares: Sequence[Sequence[WriteCandidate]], hashes: Sequence[Sequence[str]], *, save: str, iteration: int
 ) -> tuple[dict[str, DataFileInfo], dict[str, StoredTensor]]:
-    """Return the files and tensors of the manifest. hashes: of each rank's header and boxes, from `shard.write_shard`."""
+    """Return the data files and tensors of any shape as the manifest lists them.
+
+    shares: the boxes that each rank writes. hashes: of each rank's header and boxes, from `shard.write_shard`.
+    """
     files: dict[str, DataFileInfo] = {}
     pieces: dict[str, list[StoredShard]] = {}
     facts: dict[str, WriteCandidate] = {}

@@ -128,7 +128,7 @@ class Snapshot:
             self._memory = allocate_host_memory(size)
 
     def take(self, tensors: Sequence[Tensor]) -> list[memoryview]:
-        """Return copies of the tensors' bytes, one after the other, independent of later changes."""
+        """Copy the bytes of tensors of any shape into host memory, one after the other, and return the copies."""
         places, end = [], 0
         for tensor in tensors:
             places.append(self._memory[end : end + tensor.nbytes])

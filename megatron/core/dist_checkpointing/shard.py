@@ -53,8 +53,9 @@ class Range:
 
 
 def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name: str) -> bytes:
-    """Return the header of a file. Parts keep their order; dtypes with large elements come first, so that all are
-    aligned.
+    """Return the header of a data file (safetensors) for parts of any shape.
+
+    Parts keep their order; dtypes with large elements come first, so that all are aligned.
     """
     entries: dict[str, object] = {
         "__metadata__": {"format": "pt", "save": save, "iteration": str(iteration), "file": name}

@@ -51,7 +51,7 @@ class Source(Protocol):
         """Field -> value."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor, in its saved dtype. Often a view of mapped memory: do not write to it.
+        """Return a box of a tensor (any shape), in its saved dtype. Often a view of mapped memory: do not write to it.
 
         Raises `CheckpointError` that names the file if it is missing, damaged or truncated.
         """

@@ -64,12 +64,12 @@ class Segment(Protocol):
 
 
 def replicated_tensor(tensor: Tensor) -> ShardedTensor:
-    """Return the tree entry of a tensor that this rank holds as a whole."""
+    """Return the tree entry of a tensor of any shape that this rank holds as a whole."""
     return ShardedTensor(tuple(tensor.shape), tensor.dtype, [(whole_box(tuple(tensor.shape)), tensor.detach())])
 
 
 def sharded_parameter(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
-    """Return the tree entry of a parameter: the boxes that this rank holds."""
+    """Return the tree entry of a parameter of any shape: its global shape, and the boxes that this rank holds."""
     spec, local, quantized = spec_of(param), param.detach(), quantized_of(param)
     if quantized is not None:
         receivers = [(box, partial(quantized.put, index)) for index, box in enumerate(quantized.boxes)]
@@ -99,7 +99,9 @@ def sharded_optimizer_state(segment: Segment, tensor: Tensor, mesh: Mesh) -> Sha
 
 
 def add_to_tree(tree: Tree, name: str, placed: ShardedTensor) -> None:
-    """Add an entry to the tree. If a rank holds a name twice (both copies of a tied matrix), the boxes of both are
+    """Add an entry to the tree;
+
+    its tensors may have any shape. If a rank holds a name twice (both replicas of a tied matrix), the boxes of both are
     stored.
     """
     there = tree.get(name)

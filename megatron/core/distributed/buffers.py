@@ -92,7 +92,9 @@ class Bucket:
         self.main_grads = [MainGrad(view, mixed_dtype_addmm=mixed_dtype_addmm) for view in self.gradient_views()]
 
     def gradient_views(self) -> list[Tensor]:
-        """Return each parameter's gradient as a view in its shape."""
+        """Return each parameter's gradient as a view of the bucket [elements], in the parameter's own shape (any
+        shape).
+        """
         return [
             self.grad[start : start + param.numel()].view_as(param)
             for param, start in zip(self.params, self.starts, strict=False)
@@ -110,7 +112,7 @@ class Bucket:
 
     @property
     def gathered(self) -> tuple[Tensor, ...]:
-        """The buffers to gather, each with one element per element of the bucket."""
+        """Return the buffers to all-gather, each [elements of the bucket]."""
         return (self.data,)
 
     def ownership(self) -> Iterator[Ownership]:

@@ -153,7 +153,7 @@ class DataParallel:
         self.wait_for_params(module.parameters(recurse=False))
 
     def wait_for_params(self, params: Iterable[torch.Tensor]) -> None:
-        """Wait until these parameters are gathered."""
+        """Wait until these parameters (any shape) are all-gathered, before a module uses them."""
         if self._gathering:
             for param in params:
                 self._finish_gather_of(self._place.get(param, -1))  # buffers of a module are in no bucket
@@ -171,7 +171,9 @@ class DataParallel:
         return node
 
     def gradient_arrived(self, param: torch.Tensor) -> None:
-        """Count a gradient that is in the buffer, and start the reduction of buckets that are complete."""
+        """Count a parameter (any shape) whose gradient is in the buffer, and start the reduction of buckets that are
+        complete.
+        """
         if self._missing is None:
             return
         self._missing[self._place[param]] -= 1

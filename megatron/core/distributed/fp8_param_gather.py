@@ -131,7 +131,7 @@ class LowPrecisionBucket(Bucket):
 
     @property
     def gathered(self) -> tuple[Tensor, ...]:
-        """The quantized values of all weights, in one direction or both."""
+        """Return the quantized values of all weights, uint8 [elements], in one orientation or in both."""
         return (self.data,) if self.turned is self.data else (self.data, self.turned)
 
     def segments(self) -> Iterator[Segment]:

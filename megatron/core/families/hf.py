@@ -78,7 +78,7 @@ class Loaded:
         return Format(tuple(self.tensor.shape), self.tensor.dtype)
 
     def read(self) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself (any shape)."""
         return self.tensor
 
 
@@ -103,9 +103,10 @@ class Folder:
         }
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a parameter, in the dtype of the files. The tensor read last is kept, for its other boxes.
+        """Return a box of a parameter (any shape), in the dtype of the files. The tensor read last is cached, for its
+        other boxes.
 
-        Of a parameter made of experts only those of the box are read. Rows of the embedding that no id of the tokenizer has
+        Of a parameter made of experts only those of the box are read. Rows of the embedding beyond the tokenizer's ids
         are in no box.
         """
         row, parts = self._rows[name.removeprefix("model.")]

@@ -35,7 +35,7 @@ class Readable(Protocol):
         """Shape and dtype."""
 
     def read(self) -> Tensor:
-        """The tensor, which must not be written to."""
+        """Return the tensor (any shape); it must not be written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Made:
     make: Callable[[Sequence[Tensor]], Tensor]
 
     def read(self) -> Tensor:
-        """Read the parts and make it."""
+        """Read the parts and compute the tensor (any shape) from them."""
         return self.make([part.read() for part in self.parts])
 
 

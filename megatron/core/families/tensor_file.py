@@ -57,7 +57,7 @@ class Stored:
         return math.prod(self.format.shape) * self.format.dtype.itemsize
 
     def read(self) -> Tensor:
-        """The tensor, as a mapping of the file that must not be written to."""
+        """Return the tensor (any shape), as a mapping of the file that must not be written to."""
         if not self.length:
             return torch.empty(self.format.shape, dtype=self.format.dtype)
         first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -126,7 +126,7 @@ def create(path: Path, formats: Mapping[str, Format]) -> dict[str, Stored]:
 
 
 def write(place: Stored, tensor: Tensor) -> None:
-    """Put a tensor where `create` left room for it."""
+    """Write a tensor (any shape) to the place that `create` reserved for it."""
     assert (tuple(tensor.shape), tensor.dtype) == (place.format.shape, place.format.dtype), (
         "a tensor goes where its like has room"
     )

@@ -38,14 +38,17 @@ class Block:
     fused: bool = True
 
     def suits_flash(self, q: Tensor) -> bool:
-        """Whether torch's flash kernel can compute the block: on a CPU, with plain scores."""
+        """Return whether torch's CPU flash kernel can compute this block: q on a CPU, plain scores. q: [b, n, s, d]."""
         return (
             self.fused and q.device.type == "cpu" and self.softcap is None and self.seen is None and self.kept is None
         )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Return the block's output and lse in accumulator precision (the output of torch's kernels was rounded to q's dtype)."""
+    """Return a block's output [b, n, sq, dv] and log-sum-exp [b, n, sq], in accumulator precision.
+
+    q: [b, n, sq, d]; k: [b, g, sk, d]; v: [b, g, sk, dv]. The output of torch's kernel was rounded to q's dtype before.
+    """
     if block.suits_flash(q):
         output, lse = _flash(*_for_flash(q, k, v), 0.0, block.causal, scale=block.scale)
         return output[..., : v.shape[-1]].to(lse.dtype), lse
@@ -61,9 +64,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tens
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v through this block, in accumulator precision.
+    """Return the gradients of q, k and v through this block, in accumulator precision and their shapes.
 
-    gradient, output, lse: over all keys; gradient and output in v's dtype.
+    q: [b, n, sq, d]; k: [b, g, sk, d]; v: [b, g, sk, dv]. gradient, output [b, n, sq, dv] and lse [b, n, sq] are those
+    over all keys, the first two in v's dtype.
     """
     if block.suits_flash(q):
         made, size = _for_flash(q, k, v), max(q.shape[-1], v.shape[-1])
@@ -93,7 +97,7 @@ def backward(
 
 
 def merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and lse over two sets of keys into those over both."""
+    """Merge outputs [b, n, s, dv] and log-sum-exps [b, n, s] over two sets of keys into those over their union."""
     both = torch.logaddexp(lse, more_lse)
     finite = _finite(both)
     return (lse - finite).exp()[..., None] * output + (more_lse - finite).exp()[..., None] * more, both

@@ -66,7 +66,10 @@ def attention(
 def mask_mod(
     mask: MaskSpec, queries: int, keys: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function, (row b, head, query i, key j) -> bool; it agrees with `MaskSpec.visible`."""
+    """Return FlexAttention's mask function, (row b, head, query i, key j) -> bool, all scalars;
+
+    it agrees with `MaskSpec.visible`.
+    """
     places = torch.arange(keys - queries, keys, device=device) if mask.query_places is None else mask.query_places
     key_places = torch.arange(keys, device=device) if mask.key_places is None else mask.key_places
     # The compiler looks into what `seen` holds: tensors and numbers are the same to it in every microbatch, an object is not.

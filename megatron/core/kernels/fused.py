@@ -59,7 +59,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
-    """Like `attention`, by torch's flash backend only (Dao, 2023)."""
+    """Compute `attention` (same shapes [s, b, n, d]) by torch's flash backend only (Dao, 2023)."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return attention(q, k, v, mask, dropout, scores)
 
@@ -67,7 +67,9 @@ def flash_attention(
 def cudnn_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
-    """Like `attention`, by torch's cuDNN backend only, which requires as many key heads as query heads."""
+    """Compute `attention` (same shapes [s, b, n, d]) by torch's cuDNN backend only, which requires as many key heads as
+    query heads.
+    """
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -75,7 +77,7 @@ def cudnn_attention(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """Compute `reference.rms_norm` by torch's kernel."""
+    """Compute `reference.rms_norm` by torch's kernel. x: [..., h]; weight: [h]."""
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 

@@ -66,7 +66,10 @@ def _padded(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `reference.grouped_linear` by torch's grouped GPU kernel, for which the host need not know the counts."""
+    """Compute `reference.grouped_linear` by torch's grouped GPU kernel, for which the host need not know the counts.
+
+    x: [t, in]; weight: [e, out, in]; counts: [e], rows of each expert; bias: [e, out]. Returns [t, out].
+    """
     if x.shape[-1] % 8 or weight.shape[1] % 8:  # its rows must begin at multiples of 16 bytes
         return grouped_linear(x, weight, counts, bias)
     ends = counts.cumsum(0).to(torch.int32)

@@ -156,7 +156,7 @@ class Adafactor(UpdateRule):
 
     @torch.no_grad()
     def step(self, factor: float | Tensor) -> None:
-        """Update the main weights by their gradients times `factor`."""
+        """Update the main weights by their gradients times `factor`, a scalar."""
         scale_gradients(list(self.by_main), factor)
         self.steps += 1
         rates = {main: group for group in self.param_groups for main in group["params"]}
@@ -174,8 +174,10 @@ class Adafactor(UpdateRule):
                 self._apply(parameter, parameter.owned, (weights, length), rates[parameter.owned.main])
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield a vector's second moments, or the row and column means of a matrix, each as a segment of its own
-        tensor.
+        """Yield the state of a segment:
+
+        second moments [elements] of a vector, or the row means [rows] and column means [columns] of a matrix, each as a
+        segment of its own tensor.
         """
         parameter = self.by_main[main]
         owned_part = parameter.owned

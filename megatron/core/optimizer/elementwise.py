@@ -39,7 +39,7 @@ class Elementwise(UpdateRule):
 
     @torch.no_grad()
     def step(self, factor: float | Tensor) -> None:
-        """Update every main weight that has a gradient."""
+        """Update every main weight that has a gradient, multiplied by `factor`, a scalar."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
@@ -47,7 +47,7 @@ class Elementwise(UpdateRule):
                 self._update(params, scale_gradients(params, factor), states, group["lr"], group["weight_decay"])
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the moments of a segment."""
+        """Yield the moments of a segment, each [elements]."""
         return ((slot, segment, self.state[main][slot]) for slot in self.moments)
 
     @property

@@ -37,10 +37,10 @@ class EncodedTensor(Protocol):
         """Decode the numbers [low, high): fp32 [high - low], possibly a view of the storage."""
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """Encode `values` into the positions from `low` on. generator: random numbers for stochastic rounding."""
+        """Encode `values` [n] into the elements from `low` on. generator: random numbers for stochastic rounding."""
 
     def memory(self) -> tuple[Tensor, ...]:
-        """Return the tensors that store the numbers."""
+        """Return the tensors (any shape) that store the encoded numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,9 @@ class Bf16Remainder:
         self.remainder[low : low + len(values)].copy_((bits - upper).to(torch.int16))
 
     def complete(self, low: int, values: Tensor) -> None:
-        """Set the remainders for main weights whose bf16 weights are set already; a main weight halfway between two
-        changes in its last bit.
+        """Set the remainders of main weights `values` [n] whose bf16 weights are set already.
+
+        A main weight halfway between two bf16 numbers changes in its last bit.
         """
         upper = self.weight[low : low + len(values)].view(torch.int16).int() << 16
         remainder = (values.float().contiguous().view(torch.int32) - upper).clamp(-(2**15), 2**15 - 1)
@@ -163,7 +164,7 @@ class Bf16Remainder:
 
 
 def encoded_zeros(kind: str, like: Tensor, *, as_root: bool = False) -> EncodedTensor:
-    """Return zeros for each element of `like`. kind: fp32, bf16, fp16 or fp8. as_root: see `BlockScaled`."""
+    """Return zeros for each element of `like` (any shape). kind: fp32, bf16, fp16 or fp8. as_root: see `BlockScaled`."""
     size = like.numel()
     if kind == "fp32":
         return PlainFp32(torch.zeros(size, dtype=torch.float32, device=like.device))

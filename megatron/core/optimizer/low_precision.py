@@ -50,7 +50,7 @@ class LowPrecisionAdam(UpdateRule):
         }
 
     def step(self, factor: float | Tensor) -> None:
-        """Update every segment by its gradient times `factor`."""
+        """Update every segment by its gradient times `factor`, a scalar."""
         self.steps += 1
         for group in self.param_groups:
             for state in (self.states[main] for main in group["params"]):
@@ -62,7 +62,7 @@ class LowPrecisionAdam(UpdateRule):
                     )
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the moments, and the main weight if it differs from the weight.
+        """Yield the moments [elements] of a segment, and the main weight if it differs from the weight.
 
         State in a format that needs decoding is yielded as a copy; `load` encodes it again after a checkpoint was
         loaded into the copy.
@@ -74,7 +74,7 @@ class LowPrecisionAdam(UpdateRule):
         )
 
     def memory(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
-        """Yield the tensors of a segment's state as they are stored."""
+        """Yield the tensors of a segment's state as they are stored (any shape)."""
         return (tensor for encoded in self.states[main].slots.values() for tensor in encoded.memory())
 
     def load(self, loaded: Sequence[Slot]) -> None:
@@ -149,7 +149,10 @@ def state_of_segment(segment: Segment, precision: PrecisionConfig) -> SegmentSta
 
 
 def decode_all(encoded: EncodedTensor, segment: Segment) -> Tensor:
-    """Return all numbers, flat: the storage itself if its format needs no decoding, else an fp32 copy in CPU memory."""
+    """Return all numbers [elements]:
+
+    the storage itself if its format needs no decoding, else an fp32 copy in CPU memory.
+    """
     if not isinstance(encoded, BlockScaled | Bf16Remainder):
         return encoded.memory()[0]
     size = segment.high - segment.low
@@ -157,8 +160,9 @@ def decode_all(encoded: EncodedTensor, segment: Segment) -> Tensor:
 
 
 def encode_all(encoded: EncodedTensor, values: Tensor) -> None:
-    """Encode values in the layout of `decode_all`. The bf16 weights of `Bf16Remainder` are set already and stay
-    unchanged.
+    """Encode values [elements] in the layout of `decode_all`.
+
+    The bf16 weights of `Bf16Remainder` are set already and stay unchanged.
     """
     if not isinstance(encoded, BlockScaled | Bf16Remainder):
         return

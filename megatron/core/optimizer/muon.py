@@ -73,11 +73,14 @@ class Muon(UpdateRule):
         return self.param_groups[0]["lr"] if self.param_groups else 0.0
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the momentum of a segment."""
+        """Yield the momentum [elements] of a segment."""
         yield "momentum_buffer", segment, self.owned_parts[segment.name].momentum
 
     def step(self, factor: float | Tensor) -> None:
-        """Update the main weights. All ranks that share matrices take part, also those that own none."""
+        """Update the main weights;
+
+        `factor`, a scalar, multiplies the gradients. All ranks that share matrices take part, also those that own none.
+        """
         scale_gradients([owned_part.main for owned_part in self.owned_parts.values()], factor)
         directions = {name: self._direction(owned_part) for name, owned_part in self.owned_parts.items()}
         for settings in self.param_groups:

@@ -67,8 +67,8 @@ class CpuOffload:
     def step(self, rule: UpdateRule, factor: float | Tensor, update_on_device: Callable[[], None]) -> None:
         """Copy gradients to the CPU, run the update rule there, and copy the weights back.
 
-        factor: multiplies the gradients. update_on_device: the update of the other segments, started while gradients
-        are copied.
+        factor: a scalar that multiplies the gradients. update_on_device: the update of the other segments, started
+        while gradients are copied.
         """
         events = []
         for group in self._groups:

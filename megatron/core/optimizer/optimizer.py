@@ -190,7 +190,7 @@ class Optimizer:
             rule.load(loaded)
 
     def memory(self) -> Iterator[Tensor]:
-        """Yield the tensors that store main weights and moments."""
+        """Yield the tensors that store main weights and moments (any shape), for counting bytes."""
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
             if rule.uses_main_weights and segment.is_low_precision:
                 yield main

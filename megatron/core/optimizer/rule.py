@@ -57,10 +57,13 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the state of a segment that checkpoints store, without its main weight if `uses_main_weights`."""
+        """Yield the state of a segment that checkpoints store:
+
+        (name, segment, values [elements]); without its main weight if `uses_main_weights`.
+        """
 
     def memory(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
-        """Yield the tensors that hold the state of a segment, as they are stored."""
+        """Yield the tensors that hold the state of a segment, as they are stored (any shape)."""
         yield from (values for _, _, values in self.slots(segment, main))
 
     def scale_rows(self, segment: Segment, main: Tensor, factors: Tensor) -> None:
@@ -79,8 +82,9 @@ def scale_rows(values: Tensor, segment: Segment, factors: Tensor) -> None:
 
 
 def scale_gradients(params: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """Multiply the gradients of main weights in place by a factor and return them; weights without a gradient are left
-    out.
+    """Multiply the gradients of main weights (any shape) in place by a scalar and return them;
+
+    weights without a gradient are left out.
     """
     gradients = [param.grad for param in params if param.grad is not None]
     if gradients:

@@ -55,7 +55,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
-    """Start an in-place all-reduce; the tensor must not be touched until `wait`."""
+    """Start an in-place all-reduce of a tensor of any shape, which must not be touched until `wait`."""
     if axis.size == 1:
         return None
     _note("all_reduce", axis, tensor)
@@ -116,7 +116,7 @@ def local_chunk(tensor: Tensor, axis: Axis) -> Tensor:
 def start_ring_shift(received: Tensor, tensor: Tensor, axis: Axis) -> list[dist.Work]:
     """Start to send `tensor` to the next rank of the axis and to receive `received` from the previous one, as a ring.
 
-    Both have the same shape and must not be touched until every returned work was waited for.
+    Both have the same shape (any shape) and must not be touched until every returned work was waited for.
     """
     if axis.size == 1:
         received.copy_(tensor)

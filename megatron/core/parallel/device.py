@@ -143,8 +143,9 @@ class CudaGraphPool:
         self._stream: torch.cuda.Stream | None = None
 
     def warm_up_and_capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Run `work` once for warm-up, then capture it. It must not synchronize. Returns the replay function, and the
-        captured output.
+        """Run `work` once for warm-up, then capture it.
+
+        It must not synchronize. Returns the replay function and the captured output (any shape).
         """
         warmup_stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         warmup_stream.wait_stream(current)
@@ -238,7 +239,7 @@ class SideStream:
         self.record_event().wait()
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that this stream uses the tensor, which others may free earlier."""
+        """Tell the allocator that this stream uses the tensor (any shape), which its owner may free earlier."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
@@ -254,8 +255,8 @@ def empty_host_tensor(shape: int | tuple[int, ...], dtype: torch.dtype, *, pinne
 
 
 def storage_position(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's storage id and storage offset (in elements): equal for two tensors that start at the same
-    element.
+    """Return the storage id and the storage offset (in elements) of a tensor of any shape: equal for two tensors that
+    start at the same element.
 
     Unlike an address, it exists for tensors without data too. It is valid only while that storage is alive.
     """
@@ -268,7 +269,7 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of the device's default random generator."""
+    """Set the state (uint8 [bytes]) of the device's default random generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

@@ -51,6 +51,9 @@ class MainGrad:
 
 
 def active_main_grad(parameter: Tensor) -> MainGrad | None:
-    """Return the main gradient of a parameter during a step; None outside of one, when autograd is to return gradients."""
+    """Return the main gradient of a parameter (any shape) during a step;
+
+    None outside of one, when autograd is to return gradients.
+    """
     result = getattr(parameter, "main_grad", None)
     return result if result is not None and result.open else None

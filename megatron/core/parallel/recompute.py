@@ -63,10 +63,10 @@ def recompute(
 ) -> Tensor:
     """Return function(*tensors), saving only the inputs for the backward pass, which runs the function again.
 
-    tensors: the inputs; the function is called with None where None is given. axis: save the first input sharded over
-    this axis (`--distribute-saved-activations`), whose size must divide the input's number of elements. If no input
-    requires a gradient (everything before is frozen), the first is made to require one, since otherwise the function's
-    parameters would get none.
+    tensors: the inputs, of any shape; the function is called with None where None is given. axis: save the first input
+    sharded over this axis (`--distribute-saved-activations`), whose size must divide the input's number of elements. If
+    no input requires a gradient (everything before is frozen), the first is made to require one, since otherwise the
+    function's parameters would get none.
     """
     if torch.is_grad_enabled() and not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         tensors = (None if tensors[0] is None else tensors[0].detach().requires_grad_(), *tensors[1:])
@@ -78,7 +78,8 @@ def discard_intermediate(
 ) -> tuple[Any, Tensor]:
     """Return second(first(x)) and first(x); `second` does not save first(x) for its backward pass but recomputes it.
 
-    Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its output.
+    x: any shape. Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its
+    output.
     """
     intermediate = first(x)
     position, source = storage_position(intermediate), x.detach()
@@ -104,8 +105,8 @@ def discard_intermediates(
     """Return second(*first(*tensors)) without saving the outputs of `first`, which are recomputed when the backward
     pass needs one.
 
-    Cheaper than recomputing both: `second` may be costly and needs only its inputs again. `first` must draw no random
-    numbers, and its own operations should save little beside their inputs.
+    tensors: any shape. Cheaper than recomputing both: `second` may be costly and needs only its inputs again. `first`
+    must draw no random numbers, and its own operations should save little beside their inputs.
     """
     intermediates = first(*tensors)
     indices = {storage_position(tensor)[0]: index for index, tensor in enumerate(intermediates)}

@@ -117,11 +117,11 @@ class RandomStreams:
             set_random_state(self.device, outside)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the state of every stream, as uint8 tensors."""
+        """Return the state of every stream by name, each uint8 [bytes]."""
         return {"default": random_state(self.device), **self._states}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the states that `state` returned."""
+        """Restore the states, uint8 [bytes] each, that `state` returned."""
         rest = {name: value.clone() for name, value in state.items()}
         set_random_state(self.device, rest.pop("default"))
         self._states = rest

@@ -165,17 +165,17 @@ class QuantizedValues(Protocol):
 
     @property
     def hashes(self) -> list[Tensor | None]:
-        """The hash of the values that were given, of each of `local_shards`."""
+        """Return the hash (int64 scalar) of the values put into each of `local_shards`; None where none were put."""
 
     def put(self, index: int, values: Tensor) -> None:
-        """Take the values of a box, by its number."""
+        """Quantize and store the values of a box, given by its index; values have the shape of the box (any shape)."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held."""
+        """Return the tensors (any shape) that store the quantized values."""
 
 
 def quantized_of(param: Tensor) -> QuantizedValues | None:
-    """Return what holds the values of a parameter in its place, if it is quantized."""
+    """Return the quantized values that stand for a parameter (any shape), or None if it is not quantized."""
     return getattr(param, "quantized", None)
 
 

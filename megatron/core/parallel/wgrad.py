@@ -50,7 +50,7 @@ class WeightGradStore:
     def put(
         self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]], into: MainGrad | None = None
     ) -> None:
-        """Delay the computation of some weight gradients.
+        """Delay the computation of the gradients of some parameters (any shape).
 
         compute: returns a gradient for each parameter, or None for one that it has added to the main gradient `into`
         itself.

@@ -184,7 +184,11 @@ class AdaptedLinear(nn.Module):
         self.adapter: LinearAdapter | None = None
 
     def adapted(self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-        """multiply(x, bias) with what the adapter adds; a bias is added behind the lengths of rows (DoRA)."""
+        """Return multiply(x, bias) plus the adapter's product. With DoRA the bias is added after the rows are rescaled.
+
+        x: [..., in]; bias: [out/tp] or [out]. Returns [..., out/tp] or [..., out], in the state of the base layer's
+        result.
+        """
         if self.adapter is None or not self.adapter.enabled:
             return multiply(x, bias)
         if not self.adapter.has_lengths:

@@ -53,8 +53,9 @@ class Norm(nn.Module):
 
 
 def scale_of(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:
-    """What multiplies a normed x of a format. one_plus: the weight is the scale minus one, and the sum stays in fp32.
+    """Return the factor [h] of a normalized x. one_plus: the weight [h] is the factor minus one, and the sum stays in
+    fp32.
 
-    In bf16, numbers near 1 are 0.008 apart, and near 0 as fine as one likes: rounding the sum would undo what the weight holds.
+    In bf16, numbers near 1 are 0.008 apart but much closer near 0: rounding the sum would lose what the weight holds.
     """
     return weight.to(wide(dtype)) + 1.0 if one_plus else weight.to(dtype)

@@ -62,13 +62,16 @@ class QuantizedWeight:
         self._tensors: tuple[Tensor, ...] = ()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held: codes, codes of scales, means, steps, and for each row which of these two; allocated when first asked for."""
+        """Return what is stored:
+
+        codes, codes of scales, means, steps, and the block of each row; any shape; allocated at first use.
+        """
         if not self._tensors:
             self._tensors = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._sizes)
         return self._tensors
 
     def put(self, index: int, values: Tensor) -> None:
-        """Quantize what is in a box, and keep what this rank holds of it."""
+        """Quantize the values of a box (any shape), given by its index, and store what this rank holds of it."""
         shard, box, values = self.shards[index], self.boxes[index], values.to(self.device)
         own = values[shard.box.shifted(tuple(-start for start in box.offset)).slices()]
         self.hashes[index] = box_hash(own, shard.box, self.spec.shape, derive_seed("base", self.spec.name))
@@ -84,7 +87,10 @@ class QuantizedWeight:
         means_of_row[rows] = (before + places // SCALES).int()
 
     def dense(self) -> Tensor:
-        """The weight that the codes mean, in the format of the parameter: this rank's tensor, made anew."""
+        """Return the dequantized weight of this rank, newly allocated:
+
+        [..., rows, columns] of its shard, in the parameter's dtype.
+        """
         packed, scales, means, steps, of_row = self.tensors()
         levels = unpacked_values(packed, self._columns, self._pairs) if self.format == "nf4" else packed.float() / 127
         wide = torch.addcmul(means.index_select(-2, of_row), steps.index_select(-2, of_row), scales.float())
@@ -130,7 +136,7 @@ def as_quantized(read: Callable[[Box], Tensor], box: Box, shape: tuple[int, ...]
 
 
 def dense(weight: Tensor) -> Tensor:
-    """A weight as it is multiplied: itself, or what its codes mean."""
+    """Return a weight as it is multiplied (any shape): itself, or dequantized if it is stored as codes."""
     quantized = quantized_of(weight)
     return weight if quantized is None else cast(QuantizedWeight, quantized).dense()
 

@@ -37,7 +37,10 @@ class Region:
     sums: bool = False
 
     def sum_of(self, weight: Tensor) -> MainGrad | None:
-        """Where a layer is to add the gradient of a weight; None: it is given to autograd."""
+        """Return the main gradient to which a layer adds the gradient of a weight (any shape);
+
+        None if autograd is to return it.
+        """
         return active_main_grad(weight) if self.sums else None
 
     def copy_to_region(self, x: Tensor) -> Tensor:

@@ -95,7 +95,10 @@ class SpecialTokens:
 
 
 def flatten_ids(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate lists of ids: the ids, int32, and their lengths, int64, as `encode_flat` returns them."""
+    """Concatenate lists of ids:
+
+    the ids, int32 [tokens], and their lengths, int64 [lists], as `encode_flat` returns them.
+    """
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     return np.fromiter(chain.from_iterable(lists), np.int32, int(lengths.sum())), lengths
 

@@ -63,7 +63,7 @@ class NullTokenizer(SpecialTokens):
         return self.tokenize(text)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of all texts, and how many each has."""
+        """Return the numbers in all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         return flatten_ids([self.tokenize(text) for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -109,7 +109,7 @@ class ByteTokenizer(SpecialTokens):
         return tokenize_around_special(text, self.special, self.tokenize)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of all texts, and how many each has."""
+        """Return the bytes of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         content = [text.encode() for text in texts]
         return (
             np.frombuffer(b"".join(content), np.uint8).astype(np.int32),

@@ -88,7 +88,7 @@ class ByteLevelBPE:
         return {"algorithm": "byte-level BPE", "content": self.identity}
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, and how many each has."""
+        """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         return self.choice[0](texts)
 
     def tokenize(self, text: str) -> list[int]:

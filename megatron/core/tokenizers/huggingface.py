@@ -144,7 +144,7 @@ class HuggingFaceTokenizer(SpecialTokens):
         return self._marking.encode(text, add_special_tokens=False).ids
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, and how many each has."""
+        """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         return self._choice[0](texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:

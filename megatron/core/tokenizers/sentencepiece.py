@@ -96,7 +96,7 @@ class SentencePieceTokenizer(SpecialTokens):
         return tokenize_around_special(text, self.special, self._bare)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, and how many each has."""
+        """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         content = [text.encode() for text in texts]
         return with_prefix_and_suffix(
             self._prefix, *flatten_ids(self._model.encode(content, num_threads=num_processors())), ()

@@ -78,7 +78,7 @@ class BertWordPieceTokenizer(SpecialTokens):
         return tokenize_around_special(text, self.special, self.tokenize)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, and how many each has."""
+        """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         return self._encode(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -136,7 +136,10 @@ class Build:
         )
 
     def normed_linear(self, norm: nn.Module | None, linear: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Tensor]:
-        """linear(norm(x)) and norm(x), of which the linear layer keeps nothing if norms are recomputed; None: no norm."""
+        """Return linear(norm(x)) and norm(x) for x [s, b, h]; norm None: no norm.
+
+        If norms are recomputed, the linear layer does not save norm(x).
+        """
         if norm is not None and self.recomputes("layernorm"):
             return discard_intermediate(norm, linear, x)
         normed = x if norm is None else norm(x)

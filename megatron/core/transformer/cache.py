@@ -23,7 +23,10 @@ class Cache(Protocol):
         """
 
     def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
-        """What a layer of cross attention makes of the memory, made in the first pass and kept."""
+        """Return what a cross-attention layer computes from the encoder's output, [s, b, ...];
+
+        made in the first pass and kept.
+        """
 
     def for_logits(self, x: Tensor) -> Tensor:
         """The hidden states whose logits are asked for. x: [t, 1, h]; returns [w, 1, h]."""

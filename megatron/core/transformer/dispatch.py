@@ -175,7 +175,7 @@ class LocalDispatcher:
     permute: Permute = permute
 
     def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
-        """As the protocol says."""
+        """See `Dispatcher.dispatch`."""
         permutation = sort_by_expert(
             routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
         )
@@ -185,7 +185,7 @@ class LocalDispatcher:
         return Dispatched(lambda: rows, permutation)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """As the protocol says."""
+        """See `Dispatcher.combine`."""
         return unpermute_tokens(outputs, dispatched.permutation)
 
 
@@ -199,7 +199,7 @@ class AllGatherDispatcher:
     permute: Permute = permute
 
     def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
-        """As the protocol says."""
+        """See `Dispatcher.dispatch`."""
         tokens, weights = self._gather(tokens), self._gather(routing.weights)
         experts = self._gather(routing.experts)
         kept = None if routing.kept is None else self._gather(routing.kept.to(torch.uint8)).bool()
@@ -214,7 +214,7 @@ class AllGatherDispatcher:
         return Dispatched(lambda: rows, permutation)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """As the protocol says."""
+        """See `Dispatcher.combine`."""
         shares = unpermute_tokens(outputs, dispatched.permutation)
         summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch)
         return collectives.scatter_then_gather(summed, self.etp)
@@ -246,7 +246,7 @@ class AllToAllDispatcher:
     permute: Permute = permute
 
     def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
-        """As the protocol says."""
+        """See `Dispatcher.dispatch`."""
         permutation = sort_by_expert(
             routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
         )
@@ -275,7 +275,7 @@ class AllToAllDispatcher:
         return Dispatched(wait, permutation, handle)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """As the protocol says."""
+        """See `Dispatcher.combine`."""
         handle: _ExchangeHandle = dispatched.handle
         shares = reorder_rows(outputs, handle.back, handle.index, self.permute)
         own = collectives.uneven_scatter_then_gather(shares, handle.gathered, self.etp)
@@ -303,7 +303,7 @@ class LibraryDispatcher:
     permute: Permute = permute
 
     def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
-        """As the protocol says."""
+        """See `Dispatcher.dispatch`."""
         experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         arrived, weights, own, handle = self.library.dispatch(tokens, routing.weights, experts, self.num_experts)
         capacity = None if capacity is None else capacity * self.ep.size
@@ -316,7 +316,7 @@ class LibraryDispatcher:
         return Dispatched(lambda: rows, permutation, handle)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """As the protocol says."""
+        """See `Dispatcher.combine`."""
         return self.library.combine(unpermute_tokens(outputs, dispatched.permutation), dispatched.handle)
 
 

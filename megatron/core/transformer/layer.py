@@ -80,13 +80,13 @@ class Layer(nn.Module):
         return self.build.recomputes("moe" if self.plan.mlp == "moe" else "mlp")
 
     def attention_block(self, x: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
-        """The first half: x and what attention adds to it."""
+        """Return x plus what attention adds to it, [s or s/tp, b, h]: the first half of a layer."""
         mixed, normed = self.self_attention(x, self.input_layernorm, context, bias)
         mixed = mixed if self.attention_scale is None else self.attention_scale(mixed)
         return self._sum(x, normed, mixed, self.post_attention_layernorm)
 
     def mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        """The second half: x and what the MLP, or experts, add to it."""
+        """Return x plus what the MLP or the experts add to it, [s or s/tp, b, h]: the second half of a layer."""
         thought, normed = self.mlp(x, self.pre_mlp_layernorm, context)
         thought = thought if self.mlp_scale is None else self.mlp_scale(thought)
         return self._sum(x, normed, thought, self.post_mlp_layernorm)

@@ -57,10 +57,10 @@ class MicrobatchContext:
         return tuple(self._retained.values())
 
     def add_metric(self, name: str, total: Tensor, count: float | Tensor = 1.0) -> None:
-        """Add to the figure of this name. A pass that is recomputed is heard once.
+        """Add to the metric of this name; recomputed forward passes do not count again. total: a scalar.
 
-        Reported is the sum of all totals over the sum of all counts, over all ranks: a rank that holds only a share of what
-        others count gives a count of 0, and one that repeats what others say stays silent.
+        Reported is the sum of all totals over the sum of all counts, over all ranks: a rank that holds only a share of
+        what others count gives a count of 0, and one that repeats what others report does not call this.
         """
         if torch.is_grad_enabled() == self.training:
             total = total.detach()
@@ -86,6 +86,8 @@ class ForwardContext:
     depth: int = 0
 
     def attention(self, build: Build, layer: int) -> Callable[..., Tensor]:
-        """The kernel of build, which also sees what the cache holds, if there is one."""
+        """Return the attention kernel ([s, b, n, d] in, [s, b, n * d] out), which also sees the keys of the cache, if
+        there is one.
+        """
         kernel = build.kernels.attention
         return kernel if self.cache is None else self.cache.attention(layer, kernel)

@@ -50,7 +50,8 @@ class Clipped(Protocol):
 
 
 def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, alpha: float) -> dict[str, Tensor]:
-    """Global name of a parameter -> factor of each of its rows that this rank holds; the largest scores begin anew.
+    """Return for each parameter, by global name, the factor of each of its local rows, [rows]; then reset the largest
+    scores.
 
     The scores of a step are those of all its microbatches, over all ranks that share a layer.
     """

@@ -48,7 +48,10 @@ class Batch:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], device: torch.device, *, positions: bool) -> Batch:
-        """A batch of any dataset. positions: they do not simply count, so that layers must be told."""
+        """Make a batch from the arrays of any dataset, each [b, s] or [b, ...].
+
+        positions: they do not simply count, so layers must be told.
+        """
         on = {
             name: torch.from_numpy(array).to(device, non_blocking=True)
             for name, array in arrays.items()
@@ -127,7 +130,7 @@ class Batch:
 
     @property
     def targets(self) -> Tensor | None:
-        """The labels, -1 where their loss does not count, so that nothing is computed for those."""
+        """Return the labels [b, s], -1 where their loss does not count, so that nothing is computed for those."""
         return None if self.labels is None else _counted(self.labels, self.loss_mask)
 
     @property
@@ -163,9 +166,11 @@ def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:
 
 
 def language_loss(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
-    """The loss of the next tokens, and a share of those further ahead: --mtp-loss-scaling-factor times the mean of the depths.
+    """Return the loss of the next tokens, plus --mtp-loss-scaling-factor times the mean loss of the depths of
+    multi-token prediction.
 
-    Tokens ahead have the weights that `looking_ahead` gave them. Reported are means over each depth's own tokens.
+    output: losses [b, s] of each token, also of each depth, which have the weights that `looking_ahead` gave them.
+    Reported are means over each depth's own tokens.
     """
     if not isinstance(output, MTPLosses):
         return masked_loss(output, batch.loss_mask)

@@ -83,7 +83,10 @@ def once(config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num
 
 
 def read(dataset: Dataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
-    """One microbatch: the samples of these numbers, stacked. Where `FILL` stands, a sample without loss."""
+    """Return one microbatch:
+
+    the samples of these numbers, stacked [b, ...]. Where `FILL` stands, a sample without loss.
+    """
     return collate([_fill(dataset) if number == FILL else _sample(dataset, number) for number in numbers])
 
 
@@ -103,7 +106,7 @@ def _fill(dataset: Dataset) -> dict[str, np.ndarray]:
 
 
 def read_external(samples: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Microbatches of `size` samples of an iterable from outside; a last one that is not full is left out."""
+    """Yield microbatches [size, ...] of an iterable from outside; a last one that is not full is left out."""
     waiting: list[dict[str, np.ndarray]] = []
     for sample in samples:
         waiting.append(sample)
@@ -142,7 +145,7 @@ class SampleLog:
             ) from error
 
     def add(self, numbers: Sequence[int] | None, arrays: Mapping[str, np.ndarray]) -> None:
-        """One more microbatch; numbers: of its samples, where they have some."""
+        """Log one more microbatch, arrays [b, ...]; numbers: of its samples, where they have some."""
         now = self._clock()
         self._count = self._count + 1 if now == self._iteration else 0
         self._iteration = now

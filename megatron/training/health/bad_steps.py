@@ -112,9 +112,11 @@ class StepValidator(StepHooks):
         self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
 
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
-        """Whether the update may be made. Leaves a bundle if not. All ranks call this together, and hear the same.
+        """Return whether the update may be made; writes a failure dump if not. All ranks call this together and get the
+        same answer.
 
-        again: the step was judged before and is run again; it is counted once, and its evidence is there.
+        losses: [2] each (total, count); norm: a scalar. again: the step was judged before and is run again; it is
+        counted once, and its failure dump exists.
         """
         means = mean_losses(losses, norm, work.trainer.run.mesh)
         self.verdict = self.memory.problem(means, float(norm))
@@ -168,7 +170,11 @@ class StepValidator(StepHooks):
 
 
 def mean_losses(losses: Mapping[str, Tensor], norm: Tensor, mesh: Mesh) -> dict[str, float]:
-    """Every loss over all tokens of the step, the same on all ranks. Figures of layers count as they are."""
+    """Return every loss averaged over all tokens of the step, the same on all ranks. losses: [2] each (total, count);
+    norm: a scalar.
+
+    Metrics of layers count as they are.
+    """
     names = [name for name in losses if not name.startswith("moe/")]
     if not names:
         return {}

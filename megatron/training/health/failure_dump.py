@@ -55,9 +55,11 @@ def write_bundle(
     norm: float,
     streams: Mapping[str, Tensor],
 ) -> str:
-    """Write the bundle of the step that `work` has just done, before its update; all ranks together. Says where it is.
+    """Write the failure dump of the step that `work` has just done, before its update; all ranks together. Returns
+    where it is.
 
-    Gradients must be whole, that is, reduced and finalized. What cannot be written is said, and is no error.
+    Gradients must be reduced and finalized. norm: a scalar; streams: states of random generators, uint8 [bytes]. What
+    cannot be written is reported and raises nothing.
     """
     trainer, mesh = work.trainer, work.trainer.run.mesh
     target = folder / f"step-{trainer.progress.iteration + 1:08d}"

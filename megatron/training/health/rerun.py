@@ -175,7 +175,10 @@ class StepRerun(StepHooks):
         self.guard.bucket_ready(bucket)
 
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
-        """Whether the update of this pass may be made; keeps its numbers for the comparison."""
+        """Return whether the update of this pass may be made;
+
+        keeps its numbers for the comparison. losses: [2] each; norm: a scalar.
+        """
         if self._injected and not (self._repeats and self._injected == "transient_error"):
             losses = self._spoiled(work, losses)
         if self.mode == "report_stats" and not self._repeats:

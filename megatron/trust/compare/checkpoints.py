@@ -81,7 +81,7 @@ class Difference:
 
 
 def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> Gap | None:
-    """How two tensors of one shape differ; None where they do not."""
+    """Return how two tensors of one shape (any shape) differ; None where they do not."""
     return _compared(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
 
 

@@ -112,7 +112,7 @@ def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run
 
 
 def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
-    """The global batch of an iteration: random ids, and a loss mask with very uneven rows."""
+    """Return the global batch of an iteration, [b, s] each: random ids, and a loss mask with very uneven rows."""
     random = np.random.default_rng((config.train.seed, iteration))
     shape = (config.train.global_batch_size, config.train.seq_length)
     window = random.integers(0, config.model.true_vocab_size, (shape[0], shape[1] + 1))
@@ -300,7 +300,10 @@ def gradients_of(trainer: Trainer) -> Tree:
 
 
 def owned(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
-    """Copies of what belongs to the parameters that this rank owns, by name. values: flat, one for each of its segments."""
+    """Return copies of what belongs to the parameters that this rank owns, by name.
+
+    values: [elements] for each of its segments.
+    """
     tree: Tree = {}
     for segment, value in zip(trainer.optimizer.segments, values, strict=True):
         add_to_tree(tree, segment.name, _copied(sharded_optimizer_state(segment, value, trainer.run.mesh)))

@@ -322,7 +322,7 @@ def plan_of(config: RunConfig, count: int) -> Plan:
 def fake_trace(
     config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int = 0
 ) -> Trace:
-    """Simulate one rank's step on fake tensors.
+    """Simulate one rank's step on fake tensors (any shape).
 
     copied: number of microbatches of the step, of which repeated ones are replayed; 0: simulate every one.
     """

@@ -387,7 +387,10 @@ class MicrobatchMemo:
         return _with_tensors(stage.output, iter(forwarded))
 
     def replay_backward(self, waiting: _PendingBackward, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Replay the backward pass of a replayed forward pass. Returns tensors that are freed with its graph."""
+        """Replay the backward pass of a replayed forward pass.
+
+        Returns tensors (any shape) that are freed with its graph.
+        """
         memory, seen, forward = self.recorder.memory, waiting.stage.backward, waiting.stage.forward
         if seen is None or forward is None:
             raise TraceMismatch("a pass comes back before one that was followed")

@@ -102,7 +102,10 @@ class StorageTracker:
         self._microbatches: list[str] = []  # of each forward pass
 
     def track(self, tensor: Tensor, *, elsewhere: bool = False) -> None:
-        """Count a tensor's storage, if it is new. elsewhere: it is in host memory, and counts as 0 bytes."""
+        """Count the storage of a tensor (any shape), if it is new.
+
+        elsewhere: it is in host memory, and counts as 0 bytes.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._open:
             self._hold(self._begin(0 if elsewhere else storage.nbytes()), storage)
@@ -122,18 +125,18 @@ class StorageTracker:
             self._open[storage._cdata] = life, reference
 
     def lifetime_of(self, tensor: Tensor) -> StorageLifetime:
-        """Return the lifetime of a tensor's storage."""
+        """Return the lifetime of the storage of a tensor (any shape)."""
         self.track(tensor)
         return self._open[tensor.untyped_storage()._cdata][0]
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of these tensors' storages, unless they have one."""
+        """Set the kind of the storages of these tensors (any shape), unless they have one."""
         for tensor in tensors:
             life = self.lifetime_of(tensor)
             life.kind = life.kind or kind
 
     def discount(self, tensor: Tensor) -> None:
-        """Count a tensor's storage as 0 bytes from now on: of a parameter that is on the meta device."""
+        """Count the storage of a tensor (any shape) as 0 bytes from now on: of a parameter that is on the meta device."""
         life, storage = self.lifetime_of(tensor), tensor.untyped_storage()
         self._end(life)
         self._open[storage._cdata] = self._begin(0), self._open[storage._cdata][1]
@@ -270,15 +273,18 @@ class StorageTracker:
         return lives
 
     def find(self, tensor: Tensor) -> StorageLifetime | None:
-        """Return the lifetime of a tensor's storage; None if it was never counted."""
+        """Return the lifetime of the storage of a tensor (any shape); None if it was never counted."""
         return self._open.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     def attach(self, life: StorageLifetime, tensor: Tensor) -> None:
-        """Let a replayed lifetime end when this tensor's storage is freed."""
+        """Let a replayed lifetime end when the storage of this tensor (any shape) is freed."""
         self._hold(life, tensor.untyped_storage())
 
     def detach(self, tensor: Tensor) -> StorageLifetime:
-        """Stop following the storage's reference count; the caller ends the returned lifetime explicitly."""
+        """Stop following the reference count of a tensor's storage (any shape);
+
+        the caller ends the returned lifetime explicitly.
+        """
         return self._open.pop(tensor.untyped_storage()._cdata)[0]
 
     def end_all(self, lives: Iterable[StorageLifetime]) -> None:

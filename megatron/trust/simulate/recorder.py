@@ -409,7 +409,7 @@ def _copied(value: Any) -> Any:
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
-    """Yield all tensors among values, and in lists and tuples."""
+    """Yield all tensors (any shape) among values, and in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

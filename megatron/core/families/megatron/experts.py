@@ -59,9 +59,9 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 
 def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str, Tensor | StackedExperts]:
-    """One rank's parameters, by their names, in which experts are stacked under the names of the distributed format.
+    """Return one rank's parameters by name, with experts stacked [e, ...] under the names of the distributed format.
 
-    experts: those that the rank holds.
+    experts: number of experts that the rank holds.
     """
     tensors: dict[str, Tensor | StackedExperts] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
@@ -80,7 +80,10 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
 
 
 def with_experts_apart(held: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
-    """What each rank holds of parameters, in which stacked experts are named one after the other."""
+    """Undo the stacking of experts:
+
+    for each name, what each rank holds of it; stacked tensors [e, ...] become one entry an expert.
+    """
     tensors: dict[str, Sequence[Tensor]] = {}
     for name, shards in held.items():
         match = _STACK.match(name)

@@ -49,10 +49,10 @@ def write_tensors(
     states: Sequence[str],
     common: Mapping[str, Any],
 ) -> None:
-    """Write tensors into a folder that is there, by the names of the format.
+    """Write tensors of any shape into an existing folder, under the names of the torch_dist format.
 
-    values: each tensor, made when it is asked for; formats: the same without storage (of the device `meta`); states: keys of
-    objects that are all None (kept as a list of one); common: what is no tensor.
+    values: functions that make each tensor; formats: the same tensors on the meta device; states: keys of objects that
+    are all None (stored as a list with one element); common: values that are no tensors.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is there

@@ -50,7 +50,7 @@ class RankFile:
 
     @property
     def chunks(self) -> list[dict[str, Tensor]]:
-        """The parameters of each chunk by their names."""
+        """Return the parameters (any shape) of each model chunk of a rank file, by name."""
         names = sorted(
             (name for name in self.content if re.fullmatch(r"model\d*", name)), key=lambda name: int(name[5:] or 0)
         )

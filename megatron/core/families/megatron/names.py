@@ -98,7 +98,7 @@ class Layout:
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a state dict, however deep its dicts are nested, by their names joined with dots."""
+    """Return the tensors (any shape) of a nested state dict, by their names joined with dots."""
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
@@ -134,7 +134,10 @@ def is_over_vocabulary(name: str) -> bool:
 
 
 def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
-    """The whole parameter, in our order of rows, of what the tensor ranks hold in theirs. name: ours."""
+    """Merge the shards of the tensor ranks into the whole parameter, in this project's order of rows.
+
+    name: this project's. shards: [rows/tp, ...] or [rows, columns/tp], in Megatron's order.
+    """
     if _HEADS.search(name):
         return _joined([_heads_in(shard, layout, len(shards)) for shard in shards])
     if _KEYS_AND_VALUES.search(name):
@@ -154,9 +157,11 @@ def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def cut(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_latents: bool = False) -> list[Tensor]:
-    """What each of `ranks` tensor ranks holds of a whole parameter of ours, in Megatron's order (version 3).
+    """Split a whole parameter of this project into the shards of `ranks` tensor ranks, in Megatron's order (checkpoint
+    version 3).
 
-    whole_latents: every rank holds all of what makes latent vectors, as with Transformer Engine.
+    whole: [rows, ...]. whole_latents: every rank holds all of the down projections of latent attention, as with
+    Transformer Engine.
     """
     if _HEADS.search(name):
         return list(_heads_out(whole, layout).chunk(ranks))

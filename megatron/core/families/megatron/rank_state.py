@@ -54,9 +54,11 @@ class Parameter:
 def rank_state(
     path: Path, content: Mapping[str, Any], chunks: Sequence[Mapping[str, Tensor]], arguments: Mapping[str, Any]
 ) -> State:
-    """What one rank holds, by kind of state and chunk. path: of its file; content: of it; chunks: its weights by their names.
+    """Return the training state that one rank's file holds, by kind of state and model chunk.
 
-    Raises `Unreadable` when it cannot be known what belongs to which parameter, and `CheckpointError` for a damaged file.
+    path: of the file; content: its object; chunks: its weights by name, of any shape; arguments: of the run that saved.
+    Raises `Unreadable` when it cannot be known what belongs to which parameter, and `CheckpointError` for a damaged
+    file.
     """
     parameters = [
         Parameter(number, name, tensor)
@@ -129,7 +131,10 @@ def _belongs(parameter: Parameter, group: Mapping[str, Any]) -> bool:
 
 
 def same_ends(master: Tensor, weight: Tensor) -> bool:
-    """Whether fp32 weights are a parameter's: their first and last elements, so that large files are not read twice."""
+    """Return whether fp32 main weights (any shape) belong to a parameter:
+
+    first and last elements are compared, so that large files are not read twice.
+    """
     mine, theirs = master.reshape(-1), weight.reshape(-1)
     return all(
         torch.equal(mine[part].to(weight.dtype), theirs[part]) for part in (slice(_COMPARED), slice(-_COMPARED, None))

@@ -21,7 +21,7 @@ class Shard(Protocol):
     """What one tensor rank holds of a parameter: a tensor, or what makes one when it is asked for."""
 
     def to(self, device: str, /) -> Tensor:
-        """The tensor on a device. On "meta" nothing is read."""
+        """Return the tensor (any shape) on a device. On "meta" nothing is read."""
 
 
 Shards = dict[
@@ -56,7 +56,10 @@ class MegatronSource:
             self.formats[name] = Format(tuple(whole.shape), whole.dtype)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, in the dtype it was saved in. Not to be written to: it may be a view of the file."""
+        """Return a box of a tensor (any shape), in the dtype it was saved in.
+
+        Do not write to it: it may be a view of the file.
+        """
         if self._last is None or self._last[0] != name:
             self._last = (name, self._whole(name, "cpu"))
         return self._last[1][box.slices()]

@@ -60,7 +60,7 @@ class StoredTensor:
     folder: Path
 
     def to(self, device: str) -> Tensor:
-        """The tensor on a device. On "meta" nothing is read."""
+        """Return the tensor (any shape) on a device. On "meta" nothing is read."""
         if device == "meta":
             shape = self.stored.shape if self.stored.layer is None else self.stored.shape[1:]
             return torch.empty(shape, dtype=self.stored.dtype, device=device)
@@ -68,7 +68,9 @@ class StoredTensor:
 
 
 def assembled(stored: Stored, folder: Path, box: Box | None = None) -> Tensor:
-    """A box of a tensor, or all of it, or the layer that is meant, from the boxes that meet it."""
+    """Return a box of a stored tensor (any shape), or all of it, or one layer of a stack [layers, ...], from the chunks
+    that intersect it.
+    """
     box = box or whole_box(stored.shape)
     if stored.layer is not None:
         box = Box((stored.layer, *box.offset[1:]), (1, *box.shape[1:]))
@@ -86,7 +88,7 @@ def assembled(stored: Stored, folder: Path, box: Box | None = None) -> Tensor:
 
 
 def values_of_chunk(chunk: Chunk | Flat, stored: Stored, folder: Path) -> Tensor:
-    """The values of one box."""
+    """Return the values of one stored chunk, in the shape of its box (any shape)."""
     if isinstance(chunk, Flat):
         row = Box(chunk.offset, (*(1,) * (len(chunk.offset) - 1), math.prod(chunk.shape)))
         values = assembled(chunk.stored, folder, row).reshape(chunk.shape)[

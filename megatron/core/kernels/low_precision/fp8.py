@@ -60,7 +60,7 @@ class Quantised:
 
     @property
     def block_scales(self) -> Tensor:
-        """The scales of its blocks."""
+        """Return the scales of its blocks, [row blocks, column blocks]; the recipe must scale blocks."""
         assert self.blocks is not None, "this recipe scales blocks"
         return self.blocks
 
@@ -120,7 +120,10 @@ def block_sizes(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def block_scales(sizes: Tensor, number: Number) -> Tensor:
-    """Return the e8m0 scales by which blocks are multiplied when dequantized; NaN where a block had NaN. sizes: absolute maxima of blocks, same shape."""
+    """Return the e8m0 scales by which blocks are multiplied when dequantized; NaN where a block had NaN.
+
+    sizes: absolute maxima of blocks, any shape; the result has the same.
+    """
     scales = torch.ldexp(torch.ones_like(sizes), _power_above(sizes, number.largest))
     return scales.masked_fill(~sizes.isfinite(), float("nan")).to(torch.float8_e8m0fnu)
 
@@ -145,7 +148,7 @@ def tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def untiled(tiles: Tensor, like: Tensor) -> Tensor:
-    """Undo `tiled`, for a matrix of the shape of `like`."""
+    """Undo `tiled`: the matrix [rows, columns] of the shape of `like` from its blocks."""
     return tiles.flatten(2).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 

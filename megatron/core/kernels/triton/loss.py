@@ -70,7 +70,12 @@ def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor
 
 
 def gradient(logits: Tensor, rows: Tensor, largest: Tensor, factor: Tensor, hit: Tensor, valid: int) -> Tensor:
-    """What the logits become, in their own memory: factor times their exponentials, less `hit` for the word of each token."""
+    """Turn logits into their gradient, in place: factor times their exponentials, less `hit` at the target of each
+    token.
+
+    logits: [t, v/tp]; rows (targets), largest, factor, hit: [t]. valid: number of columns that are no padding. Returns
+    the logits.
+    """
     size = logits.shape[1]
     _gradient[(len(logits), triton.cdiv(size, _BLOCK))](
         logits, rows, largest, factor.contiguous(), hit.contiguous(), min(valid, size), size, BLOCK=_BLOCK

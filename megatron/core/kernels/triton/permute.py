@@ -49,7 +49,10 @@ class _Permute(Function):
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
-    """`permute.permute`; a place that is none costs nothing, so it need not be said whether there are any."""
+    """Compute `permute.permute` by Triton. values: [t, h]; places, back: row numbers, [t] and [rows out].
+
+    A place that is none costs nothing, so it need not be said whether there are any.
+    """
     return _Permute.apply(values, places, back)
 
 
