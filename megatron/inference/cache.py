@@ -16,7 +16,7 @@ batch, and nothing is copied:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.paged import BlockTables
 
 _SHORT = 128  # keys that a row may be filled up with, however few its own are
 _ALL = 2**62  # keys
@@ -67,7 +68,8 @@ class KVCache:
     """What the layers of one rank have stored: for each a tensor [slots, heads * size] of keys, and one of values.
 
     Slot i of block b is b * block_size + i. width: numbers that a layer stores of a token, on average. states: what each depth
-    of multi-token prediction reads, [slots, h] a depth, if it makes guesses.
+    of multi-token prediction reads, [slots, h] a depth, if it makes guesses. paged: attention that reads blocks where they lie
+    (kernels/paged.py); None: the kernel that layers bring, on keys that are gathered.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         states: int = 0,
+        paged: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.paged = device, paged
         self.states = tuple(torch.zeros(slots, model.hidden_size, dtype=dtype, device=device) for _ in range(states))
         self.width = sum(
             sum(heads * size for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans
@@ -103,20 +106,34 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Texts with equally many new tokens, which stand end to end. slots: [b, keys], ends aligned; padding: [b, keys], or None
-    where all are as long.
+    """Texts with equally many new tokens, which stand end to end, the first of them in place `first`. ragged: whether some have
+    fewer keys than `where.longest`. slots: what `keys` has found, by the number of keys.
     """
 
     first: int
     queries: int
-    slots: Tensor
-    padding: Tensor | None
+    where: BlockTables
+    ragged: bool
+    slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """How many texts."""
+        return self.where.tables.shape[0]
+
+    @property
+    def places(self) -> Tensor:
+        """Positions of the new tokens, int64 [b, queries]."""
+        return self.where.lengths[:, None] + torch.arange(-self.queries, 0, device=self.where.lengths.device)
 
     def keys(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], Tensor | None]:
         """The last `seen` keys and values of every text, [b, keys, heads * size] each, gathered; and their padding."""
-        slots = self.slots[:, -seen:]
+        count = min(seen, self.where.longest)
+        if count not in self.slots:  # all layers have the same
+            self.slots[count] = self.where.right_aligned(count)
+        slots, there = self.slots[count]
         fetched = [pool.index_select(0, slots.reshape(-1)).view(*slots.shape, -1) for pool in stored]
-        return fetched, None if self.padding is None else self.padding[:, -seen:]
+        return fetched, there if self.ragged else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,28 +174,26 @@ def ordered(spans: Sequence[Span]) -> list[list[int]]:
 
 
 class StepCache:
-    """The `Cache` of one forward pass. new: where its tokens are stored, [t]; logit_positions: places among them, or None for all; filling:
-    how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
+    """The `Cache` of one forward pass. positions, new: positions of its tokens and where they are stored, [t]; logit_positions: places
+    among them, or None for all; filling: how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
     """
 
     def __init__(
         self,
         pool: KVCache,
-        groups: Sequence[CacheGroup | _View],
+        groups: Sequence[tuple[CacheGroup, Sequence[_View]]],
         *,
-        new: Tensor,
         logit_positions: Tensor | None = None,
         filling: int = 0,
         depth: int = 0,
     ) -> None:
-        self._pool, self._groups, self._new, self._logit_positions, self._filling, self._depth = (
-            pool,
-            groups,
-            new,
-            logit_positions,
-            filling,
-            depth,
-        )
+        self._pool, self._logit_positions, self._filling, self._depth = pool, logit_positions, filling, depth
+        self._groups = [one for group, views in groups for one in (views or (group,))]
+        places = [group.places for group, _ in groups]
+        nowhere = [torch.zeros(filling, dtype=torch.int64, device=pool.device)] if filling else []
+        new = [group.where.slots(at).reshape(-1) for (group, _), at in zip(groups, places, strict=True)]
+        self._new = _joined([*new, *nowhere])
+        self.positions = _joined([*(at.reshape(-1) for at in places), *nowhere])
 
     def states(self) -> Tensor:
         """What this pass's depth reads of its tokens, [t, 1, h]."""
@@ -211,17 +226,32 @@ class StepCache:
                 stored, (k, v), strict=False
             ):  # latent attention stores what its values are the beginning of
                 pool.index_copy_(0, self._new, new[:, 0].flatten(1))
-            outputs = [_attend(group, stored, kernel, q, v, mask, scores) for group in self._groups]
+            paged = self._pool.paged
+            outputs = [
+                _attend(group, stored, kernel, q, v, mask, scores)
+                if paged is None or isinstance(group, _View)
+                else _attend_paged(group, stored, paged, q, v, mask, scores)
+                for group in self._groups
+            ]
             if self._filling:
                 outputs.append(v.new_zeros(self._filling, 1, q.shape[2] * v.shape[3]))
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            return _joined(outputs)
 
         return attend
+
+
+def tables_of(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """Block tables of a group, and how many keys its texts have: int32 [b, blocks] and [b]."""
+    tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int32)
+    for row, span in enumerate(spans):
+        tables[row, : len(span.blocks)] = span.blocks
+    return tables, np.array([span.keys for span in spans], np.int32)
 
 
 def step_cache(
     pool: KVCache,
     groups: Sequence[Sequence[Span]],
+    tables: Sequence[Tensor],
     *,
     block_size: int,
     logit_positions: Tensor | None,
@@ -230,65 +260,36 @@ def step_cache(
 ) -> StepCache:
     """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `ordered`, then padding.
 
-    logit_positions: [positions], the tokens whose logits are needed; None: all.
+    tables: of each group int32 [b, blocks] and [b], as `tables_of` returns them. logit_positions: [positions], the tokens whose
+    logits are needed; None: all.
     """
-    step_groups: list[CacheGroup | _View] = []
-    new, first = [], 0
-    for spans in groups:
-        slots, padding = slots_of(spans, block_size)
-        count = spans[0].count
-        new.append(slots[:, slots.shape[1] - count :].reshape(-1))
-        views = _views(slots, padding, first, count)
-        copied = slots.size * pool.width if pool.device.type == "cpu" else 0
-        if views and (len(views) == 1 or len(views) * _CALL < copied):
-            step_groups += views
-        else:
-            step_groups.append(
-                CacheGroup(
-                    first,
-                    count,
-                    torch.from_numpy(slots).to(pool.device),
-                    None if padding.all() else torch.from_numpy(padding).to(pool.device),
-                )
-            )
+    step_groups: list[tuple[CacheGroup, Sequence[_View]]] = []
+    first = 0
+    for number, spans in enumerate(groups):
+        longest, count = max(span.keys for span in spans), spans[0].count
+        where = BlockTables(tables[2 * number], tables[2 * number + 1], block_size, longest)
+        group = CacheGroup(first, count, where, min(span.keys for span in spans) < longest)
+        views = _views(spans, block_size, first) if pool.paged is None else []
+        copied = len(spans) * longest * pool.width if pool.device.type == "cpu" else 0
+        few = len(views) == 1 or len(views) * _CALL < copied
+        step_groups.append((group, views if few else ()))
         first += len(spans) * count
-    new.append(np.zeros(total - first, np.int64))
-    return StepCache(
-        pool,
-        step_groups,
-        new=torch.from_numpy(np.concatenate(new)).to(pool.device),
-        logit_positions=logit_positions,
-        filling=total - first,
-        depth=depth,
-    )
+    return StepCache(pool, step_groups, logit_positions=logit_positions, filling=total - first, depth=depth)
 
 
-def slots_of(spans: Sequence[Span], block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the keys of a group's texts are, and which of them there are: [b, keys] each, ends aligned."""
-    lengths = np.array([span.keys for span in spans])
-    tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int64)
-    for row, span in enumerate(spans):
-        tables[row, : len(span.blocks)] = span.blocks
-    places = np.arange(lengths.max())[None] - (lengths.max() - lengths)[:, None]
-    there = places >= 0
-    places = np.maximum(places, 0)
-    blocks = np.take_along_axis(tables, places // block_size, axis=1)
-    return np.where(there, blocks * block_size + places % block_size, 0), there
-
-
-def _views(slots: np.ndarray, there: np.ndarray, first: int, count: int) -> list[_View]:
-    """A group as views of the pool, as few as there can be in this order; none if the keys of a text are scattered."""
-    begins, lengths = slots.max(axis=1) + 1 - there.sum(axis=1), there.sum(axis=1)
-    if ((np.diff(slots, axis=1) != 1) & there[:, :-1]).any():
-        return []
+def _views(spans: Sequence[Span], block_size: int, first: int) -> list[_View]:
+    """A group as views of the pool, as few as there can be in this order; none if the blocks of a text are scattered."""
     views: list[_View] = []
-    for row, (start, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
-        last = views[-1] if views else None
+    for row, span in enumerate(spans):
+        blocks = span.blocks[: -(-span.keys // block_size)]
+        if blocks != tuple(range(blocks[0], blocks[0] + len(blocks))):
+            return []
+        start, last = blocks[0] * block_size, views[-1] if views else None
         step = 0 if last is None else start - last.start - (last.rows - 1) * last.step
-        if last is not None and length == last.length and step > 0 and (last.rows == 1 or step == last.step):
+        if last is not None and span.keys == last.length and step > 0 and (last.rows == 1 or step == last.step):
             views[-1] = replace(last, rows=last.rows + 1, step=step)
         else:
-            views.append(_View(first + row * count, count, 1, length, start, 0))
+            views.append(_View(first + row * span.count, span.count, 1, span.keys, start, 0))
     return views
 
 
@@ -315,3 +316,24 @@ def _attend(
     window = mask.window if group.queries > 1 else None
     output = kernel(queries, k, values, MaskSpec(causal=causal, window=window, padding=padding), 0.0, scores)
     return output.transpose(0, 1).reshape(rows * group.queries, 1, -1)
+
+
+def _attend_paged(
+    group: CacheGroup,
+    stored: Sequence[Tensor],
+    kernel: Callable[..., Tensor],
+    q: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    scores: Scores,
+) -> Tensor:
+    """The same by a kernel that reads blocks where they lie."""
+    queries = q[group.first : group.first + group.rows * group.queries, 0].unflatten(0, (group.rows, group.queries))
+    k = stored[0].unflatten(1, (v.shape[2], -1))
+    values = stored[1].unflatten(1, (v.shape[2], -1)) if len(stored) == 2 else k[..., : v.shape[-1]]
+    window = None if mask.window is None or mask.window[0] < 0 else mask.window[0]
+    return kernel(queries, k, values, group.where, window=window, scores=scores).view(group.rows * group.queries, 1, -1)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,10 +1,13 @@
 """Decoding steps (one token per sequence) as CUDA graphs: launching kernels one by one would take longer than the kernels.
 
-    capture                      the forward pass of 8 rows of 512 keys over static tensors
-    5 sequences of <= 512 keys   ids, positions and block tables are copied into those tensors, 3 rows are padding; replay
+    capture                      the forward pass of 8 rows over static tensors: ids, lengths and block tables
+    5 sequences                  their ids, lengths and tables are copied there at once, 3 rows are padding; replay
 
-A graph is of one shape, rows x keys, both rounded up to powers of two. Padding rows read and write block 0, which belongs
-to no sequence.
+A graph is of one number of rows, a power of two, and of the longest text. Where keys are gathered, it is also of a number of keys,
+since all rows are gathered to as many. Padding rows read and write block 0, which belongs to no sequence.
+
+Capturing takes longer than a step. So steps of a shape that was not captured are launched kernel by kernel, and `capture_next` is
+for moments without requests; `on_demand` captures a shape when it is first met, where nobody waits for a token.
 """
 
 from __future__ import annotations
@@ -17,87 +20,146 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.kernels import reference
+from megatron.core.kernels.host_reads import forbid_host_reads
+from megatron.core.kernels.paged import BlockTables
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
-from megatron.inference.cache import CacheGroup, KVCache, Span, StepCache, slots_of
+from megatron.inference.cache import CacheGroup, KVCache, Span, StepCache, tables_of
 
-_FEWEST_KEYS = 256  # of a recording
+_FEWEST_KEYS = 256  # of a graph
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+GraphShape = tuple[int, int]  # rows, keys
+Awaited = Sequence[tuple[int, int]]
 
 
 def unfit(stages: Sequence[GPTModel]) -> str:
     """Why the passes of these stages cannot be captured; "" if they can."""
     build = stages[0].build
-    if build.mesh.device.type != "cuda":
+    mesh, moe = build.mesh, build.model.moe
+    if mesh.device.type != "cuda":
         return "there is no GPU"
-    if build.mesh.tp.size * build.mesh.pp.size * build.mesh.cp.size > 1:
-        return "a copy of the network lies on several ranks"
-    if build.model.moe.num_experts:
-        return "how many tokens an expert takes is known only as it runs"
+    if mesh.pp.size * mesh.cp.size > 1:
+        return "a copy of the network lies on several pipeline stages"
+    if moe.num_experts and mesh.ep.size * mesh.etp.size > 1 and moe.moe_token_dispatcher_type != "allgather":
+        return (
+            f"with --moe-token-dispatcher-type {moe.moe_token_dispatcher_type} how many tokens a rank gets is known only as it runs; "
+            "choose allgather"
+        )
+    if moe.num_experts and (build.low is not None or build.kernels.grouped_linear is reference.grouped_linear):
+        return "the kernel of the experts reads how many tokens each has; choose --moe-grouped-gemm, in 16 bits or more"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedGraph:
-    """One shape. ids, positions, new: [1, rows], [1, rows], [rows]; slots, padding: [rows, keys]; logits: [rows, 1, v]."""
+    """One shape. given: int32 [rows * (2 + blocks)], ids, lengths and block tables; logits: [rows, 1, v]."""
 
-    ids: Tensor
-    positions: Tensor
-    new: Tensor
-    slots: Tensor
-    padding: Tensor
+    given: Tensor
     repeat: Callable[[], None]
     logits: Tensor
 
 
 class CapturedGraphs:
-    """Recorded steps of one network that lies on this rank alone, at most `count` shapes of them: the one longest unused goes.
+    """Captured steps of one network, at most `count` shapes of them: the one longest unused goes.
 
-    record: runs what it is given, and returns what repeats it on the same tensors, and the tensor that it returns.
+    most_rows, most_blocks: of a step, and of one text. record: runs what it is given, and returns what repeats it on the same tensors,
+    and the tensor that it returns. requested: shapes that were met and not captured.
     """
 
     def __init__(
-        self, stage: GPTModel, pool: KVCache, *, block_size: int, count: int, record: Recorder | None = None
+        self,
+        stage: GPTModel,
+        pool: KVCache,
+        *,
+        block_size: int,
+        count: int,
+        most_rows: int,
+        most_blocks: int,
+        record: Recorder | None = None,
     ) -> None:
         self._stage, self._pool, self._block_size, self._count = stage, pool, block_size, count
+        self._most_rows, self._most_blocks = most_rows, most_blocks
         self._record = record or devices.CudaGraphPool(pool.device).warm_up_and_capture
-        self._kept: OrderedDict[tuple[int, int], _CapturedGraph] = OrderedDict()
+        self._kept: OrderedDict[GraphShape, _CapturedGraph] = OrderedDict()
+        self.requested: OrderedDict[GraphShape, None] = OrderedDict()
+        if pool.paged is not None:
+            self.requested.update(dict.fromkeys(self._shapes()))
 
-    def logits(self, ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
-        """What follows the next token of each text, [texts, 1, v]; good until the next step. ids: those tokens."""
-        slots, there = slots_of(spans, self._block_size)
-        shape = _rounded(len(spans), 1), _rounded(slots.shape[1], _FEWEST_KEYS)
+    @property
+    def captured(self) -> int:
+        """How many shapes have been captured."""
+        return len(self._kept)
+
+    def shape(self, texts: int, keys: int) -> GraphShape:
+        """The shape of a step of so many texts, of which the longest has so many keys."""
+        whole = self._pool.paged is not None  # each row is read as long as it is, in tables as wide as there can be
+        return _rounded(texts, 1), self._most_blocks * self._block_size if whole else _rounded(keys, _FEWEST_KEYS)
+
+    def find(self, shape: GraphShape, *, on_demand: bool) -> bool:
+        """Whether a step of this shape can be repeated. on_demand: it is captured now, if it was not."""
+        if shape in self._kept:
+            self._kept.move_to_end(shape)
+            return True
+        if on_demand:
+            self.capture(shape)
+            return True
+        self.requested[shape] = None
+        return False
+
+    def logits(
+        self, shape: GraphShape, ids: Sequence[int], spans: Sequence[Span], awaited: Awaited, sampled: Tensor
+    ) -> Tensor:
+        """What follows the next token of each text, [texts, 1, v]; good until the next step. ids: those tokens, of which some are
+        `awaited` from those that were `sampled`.
+        """
+        graph, (rows, _), texts = self._kept[shape], shape, len(spans)
+        values = np.zeros(graph.given.numel(), np.int32)
         # A row that fills up sees one key, the first block's: of no key, the softmax would be no number.
-        table, seen = np.zeros(shape, np.int64), np.zeros(shape, bool)
-        seen[:, -1] = True
-        table[: len(spans), shape[1] - slots.shape[1] :], seen[: len(spans), shape[1] - slots.shape[1] :] = slots, there
-        filling = [0] * (shape[0] - len(spans))
-        given = [
-            np.array([[*ids, *filling]]),
-            np.array([[*(span.start for span in spans), *filling]]),
-            table[:, -1],
-            table,
-            seen,
-        ]
-        inputs = [torch.from_numpy(values) for values in given]
-        if shape not in self._kept:
-            if len(self._kept) == self._count:
-                self._kept.popitem(last=False)
-            self._kept[shape] = self._recorded([tensor.to(self._pool.device) for tensor in inputs])
-        self._kept.move_to_end(shape)
-        graph = self._kept[shape]
-        for tensor, values in zip(
-            (graph.ids, graph.positions, graph.new, graph.slots, graph.padding), inputs, strict=True
-        ):
-            tensor.copy_(values)
+        values[rows : 2 * rows] = 1
+        if texts:
+            tables = values[2 * rows :].reshape(rows, -1)
+            own, values[rows : rows + texts] = tables_of(spans)
+            tables[:texts, : own.shape[1]] = own[:, : tables.shape[1]]
+            values[:texts] = ids
+        graph.given.copy_(devices.upload([values], self._pool.device)[0])
+        fill_in(graph.given[:rows], sampled, awaited)
         graph.repeat()
-        return graph.logits[: len(spans)]
+        return graph.logits[:texts]
 
-    def _recorded(self, inputs: Sequence[Tensor]) -> _CapturedGraph:
-        ids, positions, new, slots, padding = inputs
-        cache = StepCache(self._pool, [CacheGroup(0, 1, slots, padding)], new=new)
-        repeat, logits = self._record(lambda: self._stage(ids=ids, positions=positions, cache=cache))
-        return _CapturedGraph(ids, positions, new, slots, padding, repeat, logits)
+    def capture(self, shape: GraphShape) -> None:
+        """Capture a step of this shape, on rows that hold nothing. All ranks of the network call this together."""
+        self.requested.pop(shape, None)
+        if len(self._kept) == self._count:
+            self._kept.popitem(last=False)
+        (rows, keys), device = shape, self._pool.device
+        blocks = -(-keys // self._block_size)
+        given = torch.zeros(rows * (2 + blocks), dtype=torch.int32, device=device)
+        given[rows : 2 * rows] = 1
+
+        def step() -> Tensor:
+            ids, lengths, tables = given.split([rows, rows, rows * blocks])
+            where = BlockTables(tables.view(rows, blocks), lengths, self._block_size, keys)
+            cache = StepCache(self._pool, [(CacheGroup(0, 1, where, True), ())])
+            return self._stage(ids=ids.to(torch.int64)[None], positions=cache.positions[None], cache=cache)
+
+        with forbid_host_reads():
+            repeat, logits = self._record(step)
+        self._kept[shape] = _CapturedGraph(given, repeat, logits)
+
+    def _shapes(self) -> list[GraphShape]:
+        """Of steps of 1, 2, 4, ... rows, as many as are kept, the largest first."""
+        sizes = [1 << power for power in range((self._most_rows - 1).bit_length() + 1)]
+        return [self.shape(rows, 1) for rows in sizes[::-1][: self._count]]
+
+
+def fill_in(ids: Tensor, sampled: Tensor, awaited: Awaited) -> None:
+    """Write sampled tokens into the ids of the next pass. ids: [t]; sampled: [w]; awaited: (place, number of the token)."""
+    if not awaited:
+        return
+    places, numbers = devices.upload([np.array(one, np.int64) for one in zip(*awaited)], ids.device)
+    # What is no token, since logits were no numbers, ends its text as soon as the host hears of it; until then any id will do.
+    ids.index_copy_(0, places, sampled.index_select(0, numbers).clamp_(min=0).to(ids.dtype))
 
 
 def _rounded(number: int, least: int) -> int:

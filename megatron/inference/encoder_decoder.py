@@ -24,9 +24,10 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.engine import ThroughputMeter
-from megatron.inference.model_runner import SequenceInput, sample_outputs
 from megatron.inference.requests import Event, Listener, Metrics, Reason, Reply, Request
+from megatron.inference.sampled_tokens import sample
 from megatron.inference.sequence import SequenceState
+from megatron.inference.step_input import SequenceInput
 
 
 class _Past:
@@ -226,10 +227,11 @@ class EncoderDecoder:
             rows = [one.row(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
             numbers = [number for number, row in enumerate(rows) if row.num_logits]
             rows = [rows[number] for number in numbers]
-            outputs = sample_outputs(rows, logits[:, numbers].transpose(0, 1), self._stage.build)
+            outputs = sample(rows, logits[:, numbers].transpose(0, 1), self._stage.build).collect()
             for number, row, what in zip(
                 numbers, rows, collectives.broadcast_object(outputs, self.mesh.tp), strict=True
             ):
+                texts[number].advance(row)
                 texts[number].take(row, what, time.monotonic())
                 texts[number].emit()
             if all(one.reason is not None for one in texts):

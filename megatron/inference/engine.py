@@ -16,29 +16,25 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
-from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.flags import refuse
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel import collectives
+from megatron.core.parallel.device import has_separate_memory
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.build import Build
-from megatron.inference import cuda_graphs
+from megatron.inference import engine_setup
 from megatron.inference.block_allocator import BlockAllocator
-from megatron.inference.cache import bytes_per_token
-from megatron.inference.model_runner import CachedNetwork, ModelRunner, SequenceInput, SequenceOutput, StepInput, stored
+from megatron.inference.model_runner import CachedNetwork, LaunchedStep, ModelRunner
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
+from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
 
-_MOST_BYTES = 4 * 10**9  # of the KV cache, unless another size is requested
 _SCORED = 256  # most prompt positions per step with log-probabilities, which bounds the logits
-_RECORDINGS = 16  # shapes of a step
 _RATE_SECONDS = 10.0
 
 
@@ -60,15 +56,22 @@ class Engine:
     ) -> None:
         build = stages[0].build
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
-        refuse([*config.problems(), *_problems(stages, config, draft)])
+        refuse([*config.problems(), *engine_setup.problems(stages, config, draft)])
         size = config.inference_dynamic_batching_block_size
         positions = self.model.max_position_embeddings
         self.max_length = min(config.inference_max_seq_length or positions, positions)
         parts = [(stages, 0 if draft else config.num_speculative_tokens), *([(draft, 0)] if draft else [])]
-        count = _block_count(parts, config, self.max_length)
+        count = engine_setup.block_count(parts, config, self.max_length)
         networks = [
             CachedNetwork(
-                part, blocks=count, block_size=size, depths=depths, captured_graphs=_max_captured_graphs(part, config)
+                part,
+                blocks=count,
+                block_size=size,
+                most_blocks=-(-(self.max_length + config.num_speculative_tokens) // size),
+                most_rows=config.inference_max_requests,
+                depths=depths,
+                captured_graphs=engine_setup.max_captured_graphs(part, config),
+                paged=engine_setup.paged_attention(part[0].build, config),
             )
             for part, depths in parts
         ]
@@ -89,6 +92,9 @@ class Engine:
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
         self._throughput = ThroughputMeter()
         self._after = _line_end(tokenizer)
+        self._in_flight: _Pass | None = None
+        self._overlaps = config.inference_async_scheduling and has_separate_memory(self.mesh.device)
+        self._overlaps &= self.mesh.world.size == 1 and not config.num_speculative_tokens
         guesser = DraftNetwork if draft else MTPDraft if config.num_speculative_tokens else None
         self._draft = guesser and guesser(self.runner, config.num_speculative_tokens, self._after)
 
@@ -127,23 +133,72 @@ class Engine:
         """Whether there is nothing to do."""
         return not (self._inbox or self._waiting or self._running or self._cancelled)
 
+    def capture_next(self) -> bool:
+        """In a moment without requests: capture a shape of a step as a CUDA graph; False if there is none left."""
+        return self.runner.capture_next()
+
+    def capture_ahead(self, say: Callable[[str], None]) -> None:
+        """Capture all shapes that are known beforehand. From now on other shapes are captured by `capture_next` alone, so that no
+        request waits for it; until then their kernels are launched one by one.
+        """
+        self.runner.on_demand = False
+        number, total = 0, self.runner.uncaptured()
+        while self.capture_next():
+            number += 1
+            say(f"CUDA graphs: {number} of {total} shapes of a step are captured")
+
     def step(self) -> bool:
-        """Run one forward pass over the scheduled requests; False when there was nothing to do."""
-        self._take_in()
+        """Run one forward pass over the scheduled requests, and take its tokens; False when there was nothing to do. Where that
+        can be, the next pass is scheduled and launched before these tokens are known, so that the device need not wait.
+        """
+        if self._in_flight is None:
+            self._take_in()
+            self._in_flight = self._launch()
+        current = self._in_flight
+        if current is None:
+            return False
+        self._in_flight = self._launch() if self._can_look_ahead() else None
+        outputs = current.launched.collect()
+        self._counts["steps"] += 1
+        for blocks, *replica in zip(self.allocators, current.chosen, current.rows, outputs, strict=True):
+            for (one, _), row, what in zip(*replica, strict=True):
+                if one.reason is None:  # else it had ended before, and nobody hears of this token
+                    self._append_tokens(one, row, what, blocks)
+                    one.emit()
+        if self._in_flight is not None and not self._in_flight.matters:
+            self._in_flight = None
+        self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
+        return True
+
+    def _launch(self) -> _Pass | None:
+        """Schedule and launch a pass; None when there is nothing to do."""
         chosen = self._schedule()
         if not any(chosen):
-            return False
+            return None
         if self._draft is not None:
             self._counts["proposed_tokens"] += self._draft.propose(chosen)
         rows = tuple(tuple(one.row(count, self._after) for one, count in shares) for shares in chosen)
-        outputs = self.runner.run(StepInput(0, rows))
-        self._counts["steps"] += 1
-        for blocks, *replica in zip(self.allocators, chosen, rows, outputs, strict=True):
-            for (one, _), row, what in zip(*replica, strict=True):
-                self._append_tokens(one, row, what, blocks)
-        for one in (one for shares in chosen for one, _ in shares):
-            one.emit()
-        self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
+        launched = self.runner.launch(StepInput(0, rows))
+        places = iter(launched.places)
+        for shares, own in zip(chosen, rows, strict=True):
+            for (one, _), row in zip(shares, own, strict=True):
+                one.advance(row, next(places, 0))
+        return _Pass(chosen, rows, launched)
+
+    def _can_look_ahead(self) -> bool:
+        """Whether the next pass can be launched before the tokens of this one are known: each text grows by one, and gets a block if
+        it needs one, without another having to wait.
+        """
+        if not self._overlaps or self._cancelled or not all(one.is_foreseeable for one in self._running):
+            return False
+        most = self.config.inference_dynamic_batching_max_tokens
+        needed = [0] * len(self.allocators)
+        for one in self._running:
+            blocks = self.allocators[one.replica]
+            needed[one.replica] += max(0, blocks.needed(min(len(one.ids) + 1, one.computed + most)) - len(one.blocks))
+        if any(count > blocks.available for count, blocks in zip(needed, self.allocators, strict=True)):
+            return False
+        self._take_in()
         return True
 
     def run(self, requests: Iterable[Request]) -> list[Reply]:
@@ -176,12 +231,14 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests, and end `follow` on the other ranks."""
+        self._in_flight = None
         self._take_in()
         self._cancel([*self._waiting, *self._running])
         self.runner.shut_down()
 
     def fail(self, problem: str) -> None:
         """End all requests with an error, as when a rank has died. The engine cannot be used afterwards."""
+        self._in_flight = None
         self._waiting += self._inbox
         self._inbox.clear()
         for one in [*self._waiting, *self._running]:
@@ -318,7 +375,7 @@ class Engine:
         self, one: SequenceState, budget: list[int], scored: list[int], chosen: list[list[tuple[SequenceState, int]]]
     ) -> None:
         """Put a request into the step with as many tokens as the budget allows."""
-        count = min(one.num_uncomputed, budget[one.replica])
+        count = 0 if one.ends_with_awaited else min(one.num_uncomputed, budget[one.replica])
         if one.scores_prompt:
             count = min(count, scored[one.replica])
         guesses = one.max_drafts(self.config.num_speculative_tokens)
@@ -358,7 +415,7 @@ class Engine:
         self._counts["prompt_tokens"] += read if row.start < len(one.request.prompt) else 0
         self._throughput.add(made)
         if one.reason != "error":
-            one.publish(blocks, one.computed if self._draft is None else one.drafted)
+            one.publish(blocks, one.stored if self._draft is None else one.drafted)
         if one.reason is not None:
             self._leave(one)
 
@@ -369,6 +426,20 @@ class Engine:
             one.release_blocks(self.allocators[one.replica])
         assert one.reason is not None, "who leaves has ended"
         self._finished[one.reason] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass that was launched. chosen: of each data-parallel replica, the sequences and their numbers of tokens; rows: their inputs."""
+
+    chosen: list[list[tuple[SequenceState, int]]]
+    rows: tuple[tuple[SequenceInput, ...], ...]
+    launched: LaunchedStep
+
+    @property
+    def matters(self) -> bool:
+        """Whether anybody waits for its tokens."""
+        return any(one.reason is None for shares in self.chosen for one, _ in shares)
 
 
 class ThroughputMeter:
@@ -389,85 +460,6 @@ class ThroughputMeter:
         now = time.monotonic()
         seen = 1.0 - math.exp((self._begun - now) / _RATE_SECONDS)  # of the time that counts, how much there has been
         return self._rate * math.exp((self._last - now) / _RATE_SECONDS) / seen if seen > 0.0 else 0.0
-
-
-def _problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
-    build = stages[0].build
-    problems = []
-    if build.mesh.cp.size > 1:
-        problems.append(
-            "text is generated without --context-parallel-size; leave it out, since sequences are not cut then"
-        )
-    if build.model.rope.position_embedding_type == "relative":
-        problems.append("text is not generated with --position-embedding-type relative")
-    problems += _speculation_problems(build, config, draft)
-    graphs = config.inference_dynamic_batching_num_cuda_graphs
-    if graphs and (reason := cuda_graphs.unfit(stages)):
-        problems.append(f"--inference-dynamic-batching-num-cuda-graphs {graphs} cannot be had: {reason}; leave it out")
-    return problems
-
-
-def _speculation_problems(build: Build, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
-    """What speaks against speculative decoding as it is asked for. draft: the stages of the draft model, if there is one."""
-    problems = []
-    guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
-    if draft and not guesses or guesses and not (draft or depths):
-        problems.append(
-            "--num-speculative-tokens needs a draft model or multi-token prediction, and a draft model needs "
-            "--num-speculative-tokens"
-        )
-    elif not draft and guesses > depths:
-        problems.append(
-            f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
-            f"give {depths} or fewer, or a draft"
-        )
-    if guesses and not draft and build.region.sequence_parallel:
-        problems.append("multi-token prediction guesses without --sequence-parallel; leave it out")
-    return problems + _draft_problems(draft[0].build.model, build.model, config) if draft else problems
-
-
-def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceConfig) -> list[str]:
-    """How a draft model does not fit the network."""
-    problems = []
-    if draft.true_vocab_size != network.true_vocab_size:
-        problems.append(
-            f"the draft knows {draft.true_vocab_size} ids and the network {network.true_vocab_size}; give a draft "
-            "with the same tokenizer"
-        )
-    longest = config.inference_max_seq_length or network.max_position_embeddings
-    if draft.max_position_embeddings < longest:
-        problems.append(
-            f"the draft has {draft.max_position_embeddings} positions, fewer than the {longest} of a text; give "
-            f"--inference-max-seq-length {draft.max_position_embeddings} or another draft"
-        )
-    return problems
-
-
-def _max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
-    """Most shapes of a step that are kept as CUDA graphs: those requested, or a few where that is possible."""
-    graphs = config.inference_dynamic_batching_num_cuda_graphs
-    return graphs if graphs is not None else 0 if cuda_graphs.unfit(stages) else _RECORDINGS
-
-
-def _block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
-    """Blocks of the cache, block 0 included; the same number on every rank. parts: (stages, depths of multi-token prediction)."""
-    size = config.inference_dynamic_batching_block_size
-    mine = 0
-    for stages, depths in parts:
-        build, (plans, states) = stages[0].build, stored(stages, depths)
-        mine += bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
-    each = max(collectives.gather_objects(mine, build.mesh.world))
-    longest = -(-(max_length + config.num_speculative_tokens) // size)
-    needed = config.inference_max_requests * longest
-    given = config.inference_dynamic_batching_buffer_size_gb
-    room = int((given * 10**9 if given else _MOST_BYTES) // (each * size))
-    count = room if given else min(room, needed)
-    if count < longest and given:
-        raise ConfigError(
-            f"--inference-dynamic-batching-buffer-size-gb {given} holds {count * size} tokens, fewer than one text of "
-            f"{max_length}; give {longest * size * each / 10**9:.3g} or more, or a shorter --inference-max-seq-length"
-        )
-    return max(count, longest) + 1
 
 
 def _line_end(tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:

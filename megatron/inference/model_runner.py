@@ -8,9 +8,10 @@ first rank (the leader) knows requests; the others wait for its step inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,77 +19,15 @@ from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
+from megatron.core.parallel import device as devices
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import Script, script
-from megatron.core.transformer.build import Build
 from megatron.inference.adapters import AdapterBank
-from megatron.inference.cache import KVCache, Span, bytes_per_token, ordered, step_cache
-from megatron.inference.cuda_graphs import CapturedGraphs
-from megatron.inference.sampling import Sampling, penalized, pick, uniform
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingState:
-    """How the next tokens of a sequence are sampled.
-
-    first: number of the first of them, which selects its random number. seen: ids that the repetition penalty applies to.
-    after: (id, id) pairs of which the second is never sampled after the first.
-    """
-
-    sampling: Sampling
-    seed: int
-    first: int
-    seen: tuple[int, ...] = ()
-    after: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceInput:
-    """New tokens of one sequence. start: position of the first of them. blocks: its block table in the KV cache.
-
-    num_logits: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
-    scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
-    those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities.
-    adapter: number of the adapter of all of its tokens; 0: none.
-    """
-
-    ids: tuple[int, ...]
-    start: int
-    blocks: tuple[int, ...]
-    num_logits: int = 0
-    targets: tuple[int, ...] = ()
-    sampling_state: SamplingState | None = None
-    scored: bool = False
-    top: int = 0
-    temperature: float = 1.0
-    adapter: int = 0
-
-    @property
-    def span(self) -> Span:
-        """Where its keys and values are in the cache."""
-        return Span(len(self.ids), self.start, self.blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """Next tokens at the positions with logits of a sequence: ids (targets first), and log-probabilities if they were requested."""
-
-    ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """One forward pass of one network. network: its index in the runner. rows: of each data-parallel replica.
-
-    depth: the depth of multi-token prediction to run, whose ids are so many positions ahead of where the rows start; 0: the network.
-    """
-
-    network: int
-    rows: tuple[tuple[SequenceInput, ...], ...]
-    depth: int = 0
+from megatron.inference.cache import KVCache, bytes_per_token, ordered, step_cache, tables_of
+from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, fill_in
+from megatron.inference.sampled_tokens import SampledTokens, sample
+from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +51,22 @@ def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ..
 class CachedNetwork:
     """This rank's stages of one network, and what they have stored.
 
-    stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each. depths: of multi-token prediction that guess.
-    recordings: shapes of a step that are kept recorded, if it can be.
+    stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each; most_blocks: of one text; most_rows: of a pass. depths: of multi-token
+    prediction that guess. captured_graphs: shapes of a step that are kept as graphs, if it can be. paged: attention that reads
+    blocks where they lie; None: they are gathered.
     """
 
     def __init__(
-        self, stages: Sequence[GPTModel], *, blocks: int, block_size: int, depths: int = 0, captured_graphs: int = 0
+        self,
+        stages: Sequence[GPTModel],
+        *,
+        blocks: int,
+        block_size: int,
+        most_blocks: int,
+        most_rows: int,
+        depths: int = 0,
+        captured_graphs: int = 0,
+        paged: Callable[..., Tensor] | None = None,
     ) -> None:
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
@@ -132,33 +81,70 @@ class CachedNetwork:
             dtype=build.dtype,
             device=self.mesh.device,
             states=states,
+            paged=paged,
         )
         self.bytes_per_token = bytes_per_token(build.model, self.plans, self.mesh.tp.size, build.dtype, states=states)
         self.captured_graphs = (
-            CapturedGraphs(stages[0], self.pool, block_size=block_size, count=captured_graphs)
+            CapturedGraphs(
+                stages[0],
+                self.pool,
+                block_size=block_size,
+                count=captured_graphs,
+                most_rows=most_rows,
+                most_blocks=most_blocks,
+            )
             if captured_graphs
             else None
         )
         self._scripts: dict[int, Script] = {}
+        self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
 
-    def run(self, rows_of_all: Sequence[Sequence[SequenceInput]]) -> list[SequenceOutput]:
-        """Run the rows of this rank's replica through the stages; outputs on the first tensor rank of the last stage, else none."""
+    def launch(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SampledTokens]:
+        """Run the rows of this rank's replica through the stages, without waiting for the device. What the parts of the pass sample,
+        on the first tensor rank of the last stage; none elsewhere. on_demand: whether a step may be captured now.
+        """
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
-        if self.captured_graphs is not None and rows and all(_is_captured(row) for row in rows):
-            return sample_outputs(
-                rows, self.captured_graphs.logits([row.ids[0] for row in rows], [row.span for row in rows]), self.build
+        if (shape := self._graph_of(rows_of_all, on_demand)) is not None and self.captured_graphs is not None:
+            ids, awaited = (
+                [row.ids[0] for row in rows],
+                [(n, row.awaits) for n, row in enumerate(rows) if row.awaits is not None],
             )
-        parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
-        shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
-        work = _Work(self, [_Step(self, replicas[self.mesh.dp.rank], self._length(replicas)) for replicas in shared])
-        if parts not in self._scripts:
-            self._scripts[parts] = script(
-                forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
-            )
-        run(self._scripts[parts], work=work, axis=axis, backward_axis=self.mesh.pp_backward)
-        outputs: list[SequenceOutput] = [SequenceOutput()] * len(rows)
-        for part, step in enumerate(work.steps):
-            outputs[part::parts] = step.outputs
+            spans = [row.span for row in rows]
+            logits = self.captured_graphs.logits(shape, ids, spans, awaited, self.sampled_before)
+            sampled = [sample(rows, logits, self.build)]
+        else:
+            parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
+            shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
+            steps = [_Step(self, replicas[self.mesh.dp.rank], self._length(replicas)) for replicas in shared]
+            if parts not in self._scripts:
+                self._scripts[parts] = script(
+                    forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
+                )
+            run(self._scripts[parts], work=_Work(self, steps), axis=axis, backward_axis=self.mesh.pp_backward)
+            sampled = [step.sampled for step in steps]
+        if len(sampled) == 1:
+            self.sampled_before = sampled[0].tokens
+        return sampled
+
+    def _graph_of(self, rows_of_all: Sequence[Sequence[SequenceInput]], on_demand: bool) -> GraphShape | None:
+        """The captured shape that a pass over these rows is of, if it is of one. Replicas that exchange tokens agree on it."""
+        graphs, own = self.captured_graphs, self.mesh.dp.rank
+        if graphs is None:
+            return None
+        together = rows_of_all if self.build.model.moe.num_experts else [rows_of_all[own]]
+        rows = [row for replica in together for row in replica]
+        if not rows or any(len(row.ids) != 1 or row.num_sampled != 1 or row.adapter for row in rows):
+            return None
+        self.adapters.choose(None)
+        shape = graphs.shape(max(map(len, together)), max(row.span.keys for row in rows))
+        return shape if graphs.find(shape, on_demand=on_demand) else None
+
+    def run(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SequenceOutput]:
+        """`launch`, and the outputs, when they are there: on the first tensor rank of the last stage, else none."""
+        parts = self.launch(rows_of_all, on_demand=on_demand)
+        outputs: list[SequenceOutput] = [SequenceOutput()] * len(rows_of_all[self.mesh.dp.rank])
+        for part, sampled in enumerate(parts):
+            outputs[part :: len(parts)] = sampled.collect()
         return outputs
 
     def look(self, rows_of_all: Sequence[Sequence[SequenceInput]], depth: int) -> list[SequenceOutput]:
@@ -172,7 +158,7 @@ class CachedNetwork:
         _, logits = stage.predict_depth(depth, step.cache.states(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
             step.sample(self, logits)
-        return step.outputs
+        return step.sampled.collect()
 
     def _length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
         """Tokens of a pass with its padding. With experts all replicas pad to the same number, since they exchange tokens."""
@@ -182,138 +168,55 @@ class CachedNetwork:
         return -(-longest // pieces) * pieces
 
 
-def _is_captured(row: SequenceInput) -> bool:
-    """Whether a graph may compute this row: one token of the base, whose logits are asked for."""
-    return len(row.ids) == row.num_logits == 1 and not row.adapter
-
-
 class _Step:
-    """One microbatch of a pass: its tokens in the order of the cache's groups, and its outputs."""
+    """One microbatch of a pass: its tokens in the order of the cache's groups, and what is sampled."""
 
     def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
         spans = [row.span for row in rows]
         groups = ordered(spans)
-        self.row_order = [number for group in groups for number in group]
-        self.rows = [rows[number] for number in self.row_order]
-        device = network.mesh.device
+        self._order = [number for group in groups for number in group]
+        self.rows = [rows[number] for number in self._order]
         ids = [token for row in self.rows for token in row.ids]
-        places = [place for row in self.rows for place in range(row.start, row.start + len(row.ids))]
         logit_positions: list[int] = []
+        awaited: list[tuple[int, int]] = []  # where an id belongs, and which of the sampled tokens it is
         end = 0
         for row in self.rows:
             end += len(row.ids)
             logit_positions += range(end - row.num_logits, end)
-        filling = [0] * (length - end)
-        self.adapters = sorted({row.adapter for row in self.rows})
-        self.of_token = (
-            torch.tensor([row.adapter for row in self.rows for _ in row.ids] + filling, device=device)
-            if any(self.adapters)
-            else None
-        )
+            if row.awaits is not None:
+                awaited.append((end - 1, row.awaits))
         self.length = length
-        self.logit_positions = torch.tensor(logit_positions, dtype=torch.int64, device=device)
+        self.adapters = sorted({row.adapter for row in self.rows})
+        of_token = [row.adapter for row in self.rows for _ in row.ids] if any(self.adapters) else []
+        grouped = [[spans[number] for number in group] for group in groups]
+        device = network.mesh.device
+        known = [np.array(one, np.int32) for one in (ids + [0] * (length - end), logit_positions)]
+        known += [table for group in grouped for table in tables_of(group)]
+        if of_token:
+            known.append(np.array(of_token + [0] * (length - end), np.int32))
+        given, positions, *tables = devices.upload(known, device)
+        self.of_token = tables.pop().to(torch.int64) if of_token else None
+        self.ids, self.logit_positions = given.to(torch.int64)[None], positions.to(torch.int64)
+        fill_in(self.ids[0], network.sampled_before, awaited)
         self._cut = (
             network.build.region.sequence_parallel
         )  # ranks hold pieces of the tokens: the positions with logits are chosen at the end
-        self.ids = torch.tensor([ids + filling], device=device)
-        self.positions = torch.tensor([places + filling], device=device)
         self.cache = step_cache(
             network.pool,
-            [[spans[number] for number in group] for group in groups],
+            grouped,
+            tables,
             block_size=network.block_size,
             logit_positions=None if self._cut else self.logit_positions,
             total=length,
             depth=depth,
         )
-        self.outputs: list[SequenceOutput] = [SequenceOutput()] * len(rows)
+        self.positions = self.cache.positions[None]
+        self.sampled = SampledTokens(self.rows, self._order)
 
     def sample(self, network: CachedNetwork, logits: Tensor) -> None:
         """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
-        for number, output in zip(
-            self.row_order,
-            sample_outputs(self.rows, logits[self.logit_positions] if self._cut else logits, network.build),
-        ):
-            self.outputs[number] = output
-
-
-def sample_outputs(rows: Sequence[SequenceInput], logits: Tensor, build: Build) -> list[SequenceOutput]:
-    """Next tokens at the positions with logits of each row, on the first tensor rank; [] on others. logits: [w, 1, v/tp]."""
-    axis, size = build.mesh.tp, build.model.true_vocab_size
-    whole = collectives.all_gather(logits[:, 0][None], axis).movedim(0, 1).flatten(1)[:, :size]
-    if not axis.is_first:
-        return []
-    outputs, start = [], 0
-    for row, picked in zip(
-        rows, _sampled_ids(rows, whole if whole.dtype == torch.float64 else whole.float()), strict=True
-    ):
-        outputs.append(_output_of(row, picked, whole[start : start + row.num_logits] if row.scored else None))
-        start += row.num_logits
-    return outputs
-
-
-def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> list[tuple[int, ...]]:
-    """Ids of the next tokens at each row's positions with logits. logits: [w, v], row by row."""
-    settings: list[Sampling] = []
-    numbers: list[float] = []
-    places: list[int] = []
-    changed: list[tuple[int, Tensor]] = []
-    start = 0
-    for row in rows:
-        first = start + len(row.targets)
-        for place in range(first, start + row.num_logits):
-            assert row.sampling_state is not None, "a row that picks tokens says how"
-            step = place - first
-            settings.append(row.sampling_state.sampling.at(row.sampling_state.first + step))
-            numbers.append(
-                0.0 if settings[-1].is_greedy else uniform(row.sampling_state.seed, row.sampling_state.first + step)
-            )
-            places.append(place)
-            before = row.ids[: len(row.ids) - row.num_logits + len(row.targets) + step + 1]
-            if (scores := _adjusted_logits(row.sampling_state, logits[place], before, step)) is not None:
-                changed.append((len(places) - 1, scores))
-        start += row.num_logits
-    if places:
-        chosen = logits if len(places) == len(logits) else logits[torch.tensor(places, device=logits.device)]
-        if changed:
-            chosen = chosen.index_copy(
-                0,
-                torch.tensor([place for place, _ in changed], device=logits.device),
-                torch.stack([scores for _, scores in changed]),
-            )
-        tokens = iter(pick(chosen, settings, numbers).tolist())
-    return [(*row.targets, *(next(tokens) for _ in range(row.num_logits - len(row.targets)))) for row in rows]
-
-
-def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
-    """The logits [v] after repetition penalty and banned successors; None if these change nothing.
-
-    before: the row's ids up to this position, of which the last `step` are not in `sampling_state.seen`.
-    """
-    banned = [then for first, then in sampling_state.after if before[-1] == first]
-    penalty = sampling_state.sampling.repetition_penalty
-    if not banned and penalty == 1.0:
-        return None
-    if penalty != 1.0:
-        seen = sorted({*sampling_state.seen, *before[len(before) - step :]})
-        logits = penalized(logits, torch.tensor(seen, device=logits.device), penalty)
-    return logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), float("-inf"))
-
-
-def _output_of(row: SequenceInput, picked: tuple[int, ...], logits: Tensor | None) -> SequenceOutput:
-    """The output of a row. logits: [w, v] if it is scored, else None."""
-    if logits is None or not picked or min(picked) < 0:
-        return SequenceOutput(picked)
-    scores = (logits / row.temperature).log_softmax(
-        dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32
-    )
-    mine = scores.gather(1, torch.tensor(picked, device=scores.device)[:, None])[:, 0]
-    best = scores.topk(min(row.top, scores.shape[1]), dim=-1)
-    top = (
-        tuple(tuple(zip(ids, values)) for ids, values in zip(best.indices.tolist(), best.values.tolist()))
-        if row.top
-        else ()
-    )
-    return SequenceOutput(picked, tuple(mine.tolist()), top)
+        chosen = logits[self.logit_positions] if self._cut else logits
+        self.sampled = sample(self.rows, chosen, network.build, self._order)
 
 
 @dataclass(slots=True)
@@ -353,6 +256,16 @@ class _Work:
         """Not called."""
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that may still be computed. places: where the tokens of each row begin among those sampled, if one rank does it all.
+    collect: waits for the outputs of each replica's rows.
+    """
+
+    places: list[int]
+    collect: Callable[[], list[list[SequenceOutput]]]
+
+
 class ModelRunner:
     """The worker group: all ranks that decode together. networks: the network, and its draft network if there is one."""
 
@@ -364,6 +277,7 @@ class ModelRunner:
             param.requires_grad for network in networks for stage in network.stages for param in stage.parameters()
         )
         self._mode = torch.no_grad if trained else torch.inference_mode
+        self.on_demand = True  # a shape of a step is captured when it is first met
 
     @property
     def is_leader(self) -> bool:
@@ -372,15 +286,27 @@ class ModelRunner:
 
     def run(self, step: StepInput) -> list[list[SequenceOutput]]:
         """On the leader: run a step on all ranks; the outputs of each replica's rows."""
+        return self.launch(step).collect()
+
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """On the leader: run a step on all ranks. One rank alone does not wait for its device."""
         assert self.is_leader, "only the leader starts a step"
+        step = replace(step, on_demand=self.on_demand)
         collectives.broadcast_object(step, self.mesh.world)
-        return self._execute(step)
+        if self.mesh.world.size == 1 and not step.depth:
+            with self._mode():
+                (sampled,) = self.networks[step.network].launch(step.rows, on_demand=step.on_demand)
+            return LaunchedStep(sampled.places(), lambda: [sampled.collect()])
+        outputs = self._execute(step)
+        return LaunchedStep([], lambda: outputs)
 
     def follow(self) -> None:
         """On all other ranks: run the leader's steps until it shuts down."""
         while (step := collectives.broadcast_object(None, self.mesh.world)) is not None:
             if isinstance(step, AdapterChange):
                 self.networks[0].adapters.put(step.number, step.adapters)
+            elif step.capture is not None:
+                self._capture(step)
             elif step.rows:
                 self._execute(step)
 
@@ -388,6 +314,27 @@ class ModelRunner:
         """On the leader: give all ranks an adapter of the network, or take it from them."""
         collectives.broadcast_object(change, self.mesh.world)
         self.networks[0].adapters.put(change.number, change.adapters)
+
+    def uncaptured(self) -> int:
+        """On the leader: how many shapes of a step wait to be captured."""
+        return sum(len(one.captured_graphs.requested) for one in self.networks if one.captured_graphs is not None)
+
+    def capture_next(self) -> bool:
+        """On the leader, in a moment without requests: capture one shape that was asked for; False if there is none."""
+        for number, network in enumerate(self.networks):
+            if network.captured_graphs is not None and network.captured_graphs.requested:
+                step = StepInput(number, (), capture=next(iter(network.captured_graphs.requested)))
+                collectives.broadcast_object(step, self.mesh.world)
+                self._capture(step)
+                return True
+        return False
+
+    def _capture(self, step: StepInput) -> None:
+        graphs = self.networks[step.network].captured_graphs
+        assert graphs is not None and step.capture is not None, "what is captured was asked for"
+        self.networks[step.network].adapters.choose(None)
+        with self._mode():
+            graphs.capture(step.capture)
 
     def heartbeat(self) -> None:
         """On the leader, while it is idle: an empty step, so that no other rank's collective times out."""
@@ -400,7 +347,9 @@ class ModelRunner:
     def _execute(self, step: StepInput) -> list[list[SequenceOutput]]:
         network = self.networks[step.network]
         with self._mode():
-            outputs = network.look(step.rows, step.depth) if step.depth else network.run(step.rows)
+            outputs = (
+                network.look(step.rows, step.depth) if step.depth else network.run(step.rows, on_demand=step.on_demand)
+            )
         speaks = network.stages[-1].stage.has_output and self.mesh.tp.is_first and self.mesh.cp.is_first
         everyone = collectives.gather_objects((self.mesh.dp.rank, outputs) if speaks else None, self.mesh.world)
         by_copy = dict(replies for replies in everyone if replies is not None)

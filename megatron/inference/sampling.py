@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import refuse
+from megatron.core.parallel.device import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,10 @@ def pick(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float])
     best, tokens = logits.max(dim=-1)
     for sampling, mine in rows.items():
         if not sampling.is_greedy:
-            places = torch.tensor(mine, device=logits.device)
+            (places,) = upload([np.array(mine, np.int64)], logits.device)
+            (drawn,) = upload([np.array([numbers[row] for row in mine])], logits.device)
             # fp64: in fp32 the running sum over a large vocabulary stops short of rare tokens
             sums = probabilities(logits[places], sampling).double().cumsum(dim=-1)
-            drawn = torch.tensor([numbers[row] for row in mine], dtype=torch.float64, device=logits.device)
             tokens[places] = torch.searchsorted(sums, drawn[:, None] * sums[:, -1:], right=True)[:, 0]
     return tokens.masked_fill(~best.isfinite(), -1)
 

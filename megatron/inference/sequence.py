@@ -8,15 +8,16 @@ from collections.abc import Collection, Sequence
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.detokenizer import Detokenizer
-from megatron.inference.model_runner import SamplingState, SequenceInput, SequenceOutput
 from megatron.inference.requests import Event, Listener, Reason, Reply, Request, Token
+from megatron.inference.step_input import SamplingState, SequenceInput, SequenceOutput
 
 
 class SequenceState:
     """A request and its tokens.
 
     ids: prompt and new tokens; keys and values of the first `computed` are in `blocks` (of the first `drafted` in the draft's cache).
-    adapter: its number, 0 for none. reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it ended, None before.
+    adapter: its number, 0 for none. reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it ended, None before. in_flight: tokens that a step
+    computes which has not been taken; awaited: whether that step samples the next token; place: which of those sampled it is.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SequenceState:
         self.replica, self.blocks, self.computed, self.drafted = 0, list[int](), 0, 0
         self.reserved = range(0)
         self.drafts: tuple[int, ...] = ()
+        self.in_flight, self.awaited, self.place = 0, False, 0
         self.reason: Reason | None = None
         self.adapter = adapter
         self._published, self._content = 0, self.root
@@ -60,13 +62,29 @@ class SequenceState:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose keys and values are not computed yet; 1 while decoding."""
-        return len(self.ids) - self.computed
+        """Tokens whose keys and values are not computed yet, one that is awaited included; 1 while decoding."""
+        return len(self.ids) + self.awaited - self.computed
 
     @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.ids) - len(self.request.prompt)
+
+    @property
+    def ends_with_awaited(self) -> bool:
+        """Whether the step that is in flight brings the last token."""
+        return self.awaited and self.num_generated + 1 >= self.request.num_tokens
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether its next step can be prepared before the token of this one is known to the host."""
+        sampling = self.request.sampling
+        return sampling.repetition_penalty == 1.0 and self.request.newline_after_colon and not self.scores_prompt
+
+    @property
+    def stored(self) -> int:
+        """Tokens whose keys and values are computed by steps that were taken."""
+        return self.computed - self.in_flight
 
     @property
     def scores_prompt(self) -> bool:
@@ -83,14 +101,14 @@ class SequenceState:
         return SamplingState(
             self.request.sampling,
             self.seed,
-            self.request.first_draw + self.num_generated,
+            self.request.first_draw + self.num_generated + self.awaited,
             tuple(self.ids) if repeats else (),
             () if self.request.newline_after_colon else tuple(after),
         )
 
     def row(self, count: int, after: Sequence[tuple[int, int]]) -> SequenceInput:
         """The input of the next step: `count` tokens and the draft tokens. after: banned (id, next id) pairs."""
-        ids = tuple(self.ids[self.computed : self.computed + count])
+        ids = tuple(self.ids[self.computed : self.computed + count]) or (0,) * count  # one that is awaited
         ends = count == self.num_uncomputed
         targets = tuple(self.ids[self.computed + 1 : self.computed + count + 1]) if self.scores_prompt else ()
         num_logits = len(ids) if targets else int(ends)
@@ -107,7 +125,15 @@ class SequenceState:
             self.request.top_logprobs,
             self.request.sampling.temperature if self.request.after_temperature else 1.0,
             self.adapter,
+            self.place if self.awaited else None,
         )
+
+    def advance(self, row: SequenceInput, place: int = 0) -> None:
+        """Note that a step computes this row. place: which of the sampled tokens its first is."""
+        count = len(row.ids) - len(self.drafts)
+        self.computed += count
+        self.in_flight += count
+        self.awaited, self.place = row.num_sampled > 0, place
 
     def admit(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
         """Start or resume, with a cached prefix in the blocks `beginning`."""
@@ -131,6 +157,7 @@ class SequenceState:
     def preempt(self, blocks: BlockAllocator) -> None:
         """Release the cache of a running sequence; it is recomputed when it is admitted again."""
         self.release_blocks(blocks)
+        assert not self.in_flight, "nobody is asked to wait while a step computes its tokens"
         self.computed, self.drafted, self.drafts = 0, 0, ()
         self._published, self._content = 0, self.root
         if self.scores_prompt:
@@ -140,11 +167,12 @@ class SequenceState:
         """Append the output of a step; returns the number of new tokens."""
         count = len(row.ids) - len(self.drafts)
         drafts, self.drafts = self.drafts, ()
-        self.computed += count
+        self.in_flight -= count
+        self.awaited = self.in_flight > 0 and self.awaited
         tokens = [Token(token, *_scores(output, place)) for place, token in enumerate(output.ids)]
         self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
-        if self.num_uncomputed == 0:
+        if row.start + count == len(self.ids):
             if self.request.num_tokens == 0:
                 self.end("length")
                 return 0

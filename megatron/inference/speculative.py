@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron.inference.model_runner import ModelRunner, SequenceInput, StepInput
+from megatron.inference.model_runner import ModelRunner
 from megatron.inference.sequence import SequenceState
+from megatron.inference.step_input import SequenceInput, StepInput
 
 _DRAFT = 1  # index of the draft among the runner's networks
 

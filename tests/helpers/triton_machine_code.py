@@ -15,11 +15,27 @@ from triton.compiler import ASTSource
 
 from megatron.core.kernels.triton import loss as triton_loss
 from megatron.core.kernels.triton import norm as triton_norm
+from megatron.core.kernels.triton import paged as triton_paged
 from megatron.core.kernels.triton import permute as triton_permute
 from megatron.core.kernels.triton import pointwise as triton_pointwise
 
 STATES, NUMBERS, PLACES, SIZE = "*bf16", "*fp32", "*i64", "i32"
 GATE = {"NAME": "gelu_tanh", "CLAMP": 7.0, "OFFSET": 1.0, "BLOCK": 1024}
+PAGED = {
+    **dict.fromkeys(("q", "k", "v"), STATES),
+    **dict.fromkeys(("tables", "lengths"), "*i32"),
+    **dict.fromkeys(("parts", "sums"), NUMBERS),
+    **dict.fromkeys(("scale", "softcap"), "fp32"),
+    **dict.fromkeys(("window", "queries", "width", "q_step", "k_step", "v_step"), SIZE),
+}
+
+
+def paged(size: int, values: int, repeats: int, queries: int = 1, **how: Any) -> dict[str, Any]:
+    """What is known of attention over a paged cache when it is compiled."""
+    plan = triton_paged.plan(size, values, repeats, queries, shared=size != values)
+    return {**plan, "PAGE": 16, "CAPPED": False, "WINDOWED": False, "PRECISION": "tf32", "WIDENED": False, **how}
+
+
 # Kernel, types of what it is given at work, and what is known when it is compiled.
 KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, Any]], ...] = (
     (
@@ -86,6 +102,25 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, Any]], ...] = (
             "size": SIZE,
         },
         {"BLOCK": 4096},
+    ),
+    (triton_paged._part, PAGED, paged(128, 128, 4)),  # Llama 8B decodes
+    (triton_paged._part, PAGED, paged(128, 128, 4, 512)),  # and reads a prompt
+    (triton_paged._part, PAGED, paged(64, 64, 8, WINDOWED=True)),
+    (triton_paged._part, PAGED, paged(96, 96, 1)),
+    (triton_paged._part, PAGED, paged(256, 256, 2, CAPPED=True, WINDOWED=True)),
+    (triton_paged._part, PAGED, paged(576, 512, 128)),  # latent attention
+    (
+        triton_paged._part,
+        {name: NUMBERS if kind == STATES else kind for name, kind in PAGED.items()},
+        paged(128, 128, 4, PRECISION="ieee"),
+    ),
+    *(
+        (
+            triton_paged._join,
+            {"parts": NUMBERS, "sums": NUMBERS, "sink": STATES, "y": STATES, "queries": SIZE, "splits": SIZE},
+            {"REPEATS": 4, "VALUES": size, "WIDE": size, "M": 16, "SPLITS": 8},
+        )
+        for size in (128, 512)
     ),
 )
 

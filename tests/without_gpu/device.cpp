@@ -434,6 +434,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("record", &record);
   m.def("end", &end);
   m.def("is_recording", [] { return recording != nullptr; });
+  // What Python does itself, outside of torch's operations: it is done now, and again whenever the graph is repeated.
+  m.def("do_and_record", [](py::function work) {
+    Steps* graph = std::exchange(recording, nullptr);
+    try {
+      work();
+    } catch (...) {
+      recording = graph;
+      throw;
+    }
+    recording = graph;
+    graph->push_back([work] {
+      py::gil_scoped_acquire gil;
+      work();
+    });
+  });
   m.def("replay", [](int64_t graph) {
     for (auto& step : *reinterpret_cast<Steps*>(graph)) step();
   });

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ class Graph:
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         """What is done from here on is recorded."""
+        record_launches()
         device.record()
 
     def capture_end(self) -> None:
@@ -100,6 +102,23 @@ class Graph:
     def __del__(self) -> None:
         if self.steps:
             device.forget(self.steps)
+
+
+def record_launches() -> None:
+    """Kernels of Triton that are interpreted are recorded, too, if there are any."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or hasattr(interpreter.GridExecutor, "launch"):
+        return
+    executor = interpreter.GridExecutor
+    executor.launch = executor.__call__
+
+    def call(self: Any, *given: Any, **named: Any) -> None:
+        if device.is_recording():
+            device.do_and_record(lambda: executor.launch(self, *given, **named))
+        else:
+            executor.launch(self, *given, **named)
+
+    executor.__call__ = call
 
 
 class Recording:
@@ -152,6 +171,7 @@ def install() -> None:
         "stream": Within,
         "StreamContext": Within,
         "CUDAGraph": Graph,
+        "is_current_stream_capturing": device.is_recording,
         "graph": Recording,
         "memory_stats": statistics,
         "memory_allocated": lambda _=None: device.held()[0],

@@ -39,6 +39,20 @@ class Work:
         return getattr(self._work, name)
 
 
+class Done:
+    """What a graph has recorded: nobody waits for it."""
+
+    def wait(self, *_: Any) -> bool:
+        """It has come."""
+        return True
+
+
+def through(done: Any) -> None:
+    """Wait for a collective."""
+    if isinstance(done, dist.Work):
+        done.wait()
+
+
 def install() -> None:
     """Let torch.distributed have a backend `nccl`."""
     ours: set[Any] = set()
@@ -73,7 +87,11 @@ def install() -> None:
         @functools.wraps(collective)
         def call(*given: Any, **named: Any) -> Any:
             group = named.get("group") or next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
-            done = collective(*here(given, group), **{name: here(value, group) for name, value in named.items()})
+            nearby, others = here(given, group), {name: here(value, group) for name, value in named.items()}
+            if device.is_recording():
+                device.do_and_record(lambda: through(collective(*nearby, **others)))
+                return Done()
+            done = collective(*nearby, **others)
             return Work(done, (given, named)) if isinstance(done, dist.Work) else done
 
         call.plain = collective  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ _FLAGS = {
     "attention": "attention-backend",
     "cross_entropy": "cross-entropy-fusion-impl",
     "moe_flex_dispatcher": "moe-flex-dispatcher-backend",
+    "paged_attention": "inference-paged-attention",
 }
 
 
@@ -85,6 +86,7 @@ class Kernels:
     grouped_linear: Callable = reference.grouped_linear
     permute: Callable = permute.permute
     residual_norm: Callable | None = None
+    paged_attention: Callable | None = None
     low_linear: Callable | None = None
     cross_entropy: Callable | None = None
     moe_flex_dispatcher: Callable | None = None
@@ -250,6 +252,9 @@ CANDIDATES = (
     ),
     Candidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unfit),
     Candidate("moe_flex_dispatcher", "alltoall", None, _always_fits),
+    # Not `_unmeasured`: what it is measured against copies all keys in every layer of every step.
+    Candidate("paged_attention", "triton", _late("triton.paged", "attention"), _triton_unfit),
+    Candidate("paged_attention", "gathered", None, _always_fits),
 )
 
 

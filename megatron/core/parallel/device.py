@@ -9,11 +9,12 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torch.profiler
 
@@ -252,6 +253,35 @@ def has_separate_memory(device: torch.device) -> bool:
 def empty_host_tensor(shape: int | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = True) -> torch.Tensor:
     """Return an empty CPU tensor [shape]; pinned: page-locked if there is a GPU, so that it can copy asynchronously."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and torch.cuda.is_available())
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays of any shape and one dtype to the device as one piece of pinned memory, without waiting; on a CPU, share their memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    pinned = empty_host_tensor(sum(array.size for array in arrays), torch.from_numpy(arrays[0]).dtype)
+    np.concatenate([array.reshape(-1) for array in arrays], out=pinned.numpy())
+    pieces = pinned.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+
+
+class Download:
+    """Tensors of any shape on their way to the CPU. The device goes on; `wait` returns them when they have arrived."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._tensors, self._event = list(tensors), None
+        if device.type == "cuda":
+            self._tensors = [
+                empty_host_tensor(tuple(one.shape), one.dtype).copy_(one, non_blocking=True) for one in tensors
+            ]
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Block until the copies are done, and return them, in any shape; on a CPU nothing was copied."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
 
 
 def storage_position(tensor: torch.Tensor) -> tuple[int, int]:

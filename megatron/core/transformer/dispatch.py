@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.host_reads import host_may_read
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
@@ -115,9 +116,15 @@ def sort_by_expert(
         0, key, torch.ones_like(key)
     )
     sorted_choices, counts = key.argsort(stable=True), counts[:-1]
-    if capacity is None:
+    complete = all_here and kept is None
+    if capacity is None and not complete and not host_may_read():
+        # Choices that are left out become empty rows at the end, which the last expert computes and nobody reads.
+        rows = torch.arange(len(flat), device=flat.device)
+        choices = sorted_choices.masked_fill(rows >= counts.sum(), len(flat))
+        counts = torch.cat((counts[:-1], len(flat) - counts[:-1].sum(0, keepdim=True)))
+    elif capacity is None:
         # The number of rows is known without asking the device where no choice is left out.
-        choices = sorted_choices if all_here and kept is None else sorted_choices[: int(counts.sum())]
+        choices = sorted_choices if complete else sorted_choices[: int(counts.sum())]
         rows = torch.arange(len(choices), device=flat.device)
     else:
         starts = counts.cumsum(0) - counts
@@ -134,8 +141,8 @@ def sort_by_expert(
         choices,
         places[:-1].view(-1, width),
         counts,
-        empties=capacity is not None,
-        losses=not all_here or kept is not None,
+        empties=capacity is not None or not complete and not host_may_read(),
+        losses=not complete,
         permute=permute,
     )
 
@@ -206,7 +213,13 @@ class AllGatherDispatcher:
         here = self.num_experts // self.ep.size
         capacity = None if capacity is None else capacity * self.ep.size * self.etp.size
         permutation = sort_by_expert(
-            experts, kept, here, first=here * self.ep.rank, capacity=capacity, permute=self.permute
+            experts,
+            kept,
+            here,
+            first=here * self.ep.rank,
+            capacity=capacity,
+            all_here=self.ep.size == 1,
+            permute=self.permute,
         )
         rows = ExpertInputs(
             permute_tokens(tokens, permutation), permute_weights(weights, permutation), permutation.counts

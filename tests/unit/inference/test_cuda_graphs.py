@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.inference import cuda_graphs, engine
+from megatron.inference import cuda_graphs
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from tests.helpers import repeats
-from tests.unit.inference.serving import KINDS, engine_of, greedy, network, prompts, slowly
+from tests.unit.inference.serving import KINDS, engine_of, greedy, network, prompts, slowly, stages_on
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Steps are recorded by the stand-in; the shapes, as they are recorded."""
     shapes: list[tuple[int, int]] = []
-    old = cuda_graphs.CapturedGraphs._recorded
+    old = cuda_graphs.CapturedGraphs.capture
 
-    def noting(self: cuda_graphs.CapturedGraphs, inputs: Any) -> Any:
-        shapes.append(tuple(inputs[3].shape))
+    def noting(self: cuda_graphs.CapturedGraphs, shape: tuple[int, int]) -> None:
+        shapes.append(shape)
         self._record = repeats.record
-        return old(self, inputs)
+        old(self, shape)
 
-    monkeypatch.setattr(cuda_graphs.CapturedGraphs, "_recorded", noting)
-    monkeypatch.setattr(engine.cuda_graphs, "unfit", lambda _: "")
+    monkeypatch.setattr(cuda_graphs.CapturedGraphs, "capture", noting)
+    monkeypatch.setattr(cuda_graphs, "unfit", lambda _: "")
     monkeypatch.setattr(cuda_graphs, "_FEWEST_KEYS", 16)
     return shapes
 
 
-@pytest.mark.parametrize("kind", [kind for kind, changes in KINDS.items() if "num_experts" not in changes])
+@pytest.mark.parametrize("kind", KINDS)
 def test_recorded_steps_are_the_recomputation_of_the_whole_text(recorded: list[tuple[int, int]], kind: str) -> None:
-    model, texts = network(kind), prompts(7)
+    changes = {"moe_grouped_gemm": True} if "num_experts" in KINDS[kind] else {}
+    model, texts = stages_on(1, **KINDS[kind], **changes)[0], prompts(7)
     replies = engine_of(model, together=5, block=3).run(
         [greedy(text, 8 + 3 * number) for number, text in enumerate(texts)]
     )

@@ -61,7 +61,7 @@ def test_the_lost_rank_explains_a_pass_that_fails() -> None:
             threading.Timer(0.1, rank.close).start()  # the news may come after the failure
             raise RuntimeError("Connection closed by peer")
 
-        engine.runner.run = broken  # type: ignore[method-assign]
+        engine.runner.launch = broken  # type: ignore[method-assign]
         reply = service.submit(greedy((3, 1, 4), 2)).reply()
         assert reply.reason == "error" and reply.problem == f"{NAME} has ended" == wait_for(service)
 

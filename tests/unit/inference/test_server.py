@@ -576,7 +576,7 @@ def test_an_engine_that_fails_ends_the_server_and_tells_who_waits() -> None:
         raise RuntimeError("a rank is gone")
 
     with serving(bytes_engine()) as server:
-        server.service.engine.runner.run = broken  # type: ignore[method-assign]
+        server.service.engine.runner.launch = broken  # type: ignore[method-assign]
         answer = server.complete(prompt="a")
         assert answer.status == 500 and "a rank is gone" in answer.json["error"]["message"]
         server.thread.join(30)

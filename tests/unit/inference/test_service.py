@@ -102,7 +102,7 @@ def test_a_failure_is_told_to_everyone_who_waits_and_to_everyone_who_comes() -> 
         events: list[Event] = []
 
         def on_event(event: Event) -> None:
-            engine.runner.run = broken  # type: ignore[method-assign]
+            engine.runner.launch = broken  # type: ignore[method-assign]
             events.append(event)
 
         service.submit(LONG, on_event)

@@ -212,6 +212,8 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
         "_statistics",
         "_gradient",
         "_gather",
+        "_part",
+        "_join",
     }, done.stdout
 
 
@@ -226,6 +228,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         "cross_entropy",
         "permute",
         "residual_norm",
+        "paged_attention",
     }
     for candidate in ours:
         assert (
@@ -257,4 +260,6 @@ def test_the_names_that_the_command_line_knows_are_those_of_the_table() -> None:
     for op, names in NAMED.items():
         assert {candidate.name for candidate in CANDIDATES if candidate.op == op} == set(names), op
     rest = {candidate.op for candidate in CANDIDATES} - set(NAMED)
-    assert rest == {"attention", "cross_entropy", "moe_flex_dispatcher"}, "these have flags of their own"
+    assert rest == {"attention", "cross_entropy", "moe_flex_dispatcher", "paged_attention"}, (
+        "these have flags of their own"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.config.flags import flag
 
@@ -40,6 +41,16 @@ class InferenceConfig:
     inference_dynamic_batching_num_cuda_graphs: int | None = flag(
         None,
         "shapes of a step of one token a text that are kept as CUDA graphs; left out: 16 where that is possible; 0: none",
+    )
+    inference_paged_attention: Literal["auto", "triton", "gathered"] = flag(
+        "auto",
+        "how attention reads the blocks of the cache: where they lie, by Triton's kernel; gathered, by the run's attention; auto: the "
+        "first on a GPU, in all formats but fp64",
+    )
+    inference_async_scheduling: bool = flag(
+        True,
+        "do not schedule the next step while the GPU computes one, but when its tokens are known (always so on a CPU, over several ranks, "
+        "and with drafts)",
     )
     num_speculative_tokens: int = flag(0, "tokens that a draft proposes and one forward pass checks")
     max_loras: int = flag(8, "adapters that are served beside the network at once")

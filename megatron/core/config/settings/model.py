@@ -416,6 +416,7 @@ class ModelConfig(RequestedModel):
             "permute": bool(self.moe.num_experts),
             "residual_norm": "residual_norm" in self.kernels.wishes,
             "low_linear": "low_linear" in self.kernels.wishes,
+            "paged_attention": False,  # of decoding
         }
         return {op for op, is_used in used.items() if not is_used}
 

@@ -1,0 +1,26 @@
+"""Whether operations may read values of the device on the host. While a CUDA graph is captured they may not, and what a repeated graph
+computes must not depend on values of the first time: sizes then follow from shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_READS_FORBIDDEN: ContextVar[bool] = ContextVar("reads_forbidden", default=False)
+
+
+@contextmanager
+def forbid_host_reads() -> Iterator[None]:
+    """In this context values of the device are not read, as while a CUDA graph is captured, and sizes follow from shapes alone."""
+    token = _READS_FORBIDDEN.set(True)
+    try:
+        yield
+    finally:
+        _READS_FORBIDDEN.reset(token)
+
+
+def host_may_read() -> bool:
+    """Return whether values of the device may be read here."""
+    return not _READS_FORBIDDEN.get()

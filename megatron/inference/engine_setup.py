@@ -1,0 +1,122 @@
+"""What an engine is made with: checks of its settings, the size of its cache, and the kernel that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.kernels import paged
+from megatron.core.kernels.table import CANDIDATES, Need, select
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
+from megatron.core.transformer.build import Build
+from megatron.inference import cuda_graphs
+from megatron.inference.cache import bytes_per_token
+from megatron.inference.model_runner import stored
+
+_MOST_BYTES = 4 * 10**9  # of the KV cache, unless another size is requested
+_GRAPHS = 16  # shapes of a step
+
+
+def problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
+    """What speaks against these settings for this network."""
+    build = stages[0].build
+    problems = []
+    if build.mesh.cp.size > 1:
+        problems.append(
+            "text is generated without --context-parallel-size; leave it out, since sequences are not cut then"
+        )
+    if build.model.rope.position_embedding_type == "relative":
+        problems.append("text is not generated with --position-embedding-type relative")
+    problems += _speculation_problems(build, config, draft)
+    graphs = config.inference_dynamic_batching_num_cuda_graphs
+    if graphs and (reason := cuda_graphs.unfit(stages)):
+        problems.append(f"--inference-dynamic-batching-num-cuda-graphs {graphs} cannot be had: {reason}; leave it out")
+    return problems
+
+
+def _speculation_problems(build: Build, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
+    """What speaks against speculative decoding as it is asked for. draft: the stages of the draft model, if there is one."""
+    problems = []
+    guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
+    if draft and not guesses or guesses and not (draft or depths):
+        problems.append(
+            "--num-speculative-tokens needs a draft model or multi-token prediction, and a draft model needs "
+            "--num-speculative-tokens"
+        )
+    elif not draft and guesses > depths:
+        problems.append(
+            f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
+            f"give {depths} or fewer, or a draft"
+        )
+    if guesses and not draft and build.region.sequence_parallel:
+        problems.append("multi-token prediction guesses without --sequence-parallel; leave it out")
+    return problems + _draft_problems(draft[0].build.model, build.model, config) if draft else problems
+
+
+def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceConfig) -> list[str]:
+    """How a draft model does not fit the network."""
+    problems = []
+    if draft.true_vocab_size != network.true_vocab_size:
+        problems.append(
+            f"the draft knows {draft.true_vocab_size} ids and the network {network.true_vocab_size}; give a draft "
+            "with the same tokenizer"
+        )
+    longest = config.inference_max_seq_length or network.max_position_embeddings
+    if draft.max_position_embeddings < longest:
+        problems.append(
+            f"the draft has {draft.max_position_embeddings} positions, fewer than the {longest} of a text; give "
+            f"--inference-max-seq-length {draft.max_position_embeddings} or another draft"
+        )
+    return problems
+
+
+def paged_attention(build: Build, config: InferenceConfig) -> Callable[..., Tensor] | None:
+    """Return the kernel that reads blocks where they lie (signature of `kernels.paged.attention`, q [b, queries, n, d]), after a trial on this
+    device; None: keys are gathered.
+    """
+    need, dtype = Need(device=build.mesh.device.type, dtype=build.dtype), build.dtype
+    offers = tuple(one for one in CANDIDATES if one.op == "paged_attention")
+    kernel = select(need, {"paged_attention": config.inference_paged_attention}, offers).paged_attention
+    if kernel is None:
+        return None
+    heads, groups = build.model.num_attention_heads, build.model.num_query_groups
+    repeats = 1 if build.model.mla.multi_latent_attention else heads // groups
+    gap = paged.error(kernel, build.mesh.device, dtype, heads=2 * repeats, groups=2, size=build.model.kv_channels)
+    if gap > paged.TOLERANCE[dtype]:
+        raise ConfigError(
+            f"--inference-paged-attention {config.inference_paged_attention}: Triton's kernel is {gap:.2g} off its definition on this "
+            "device; give --inference-paged-attention gathered"
+        )
+    return kernel
+
+
+def max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
+    """Most shapes of a step that are kept as CUDA graphs: those requested, or a few where that is possible."""
+    graphs = config.inference_dynamic_batching_num_cuda_graphs
+    return graphs if graphs is not None else 0 if cuda_graphs.unfit(stages) else _GRAPHS
+
+
+def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
+    """Blocks of the cache, block 0 included; the same number on every rank. parts: (stages, depths of multi-token prediction)."""
+    size = config.inference_dynamic_batching_block_size
+    mine = 0
+    for stages, depths in parts:
+        build, (plans, states) = stages[0].build, stored(stages, depths)
+        mine += bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
+    each = max(collectives.gather_objects(mine, build.mesh.world))
+    longest = -(-(max_length + config.num_speculative_tokens) // size)
+    needed = config.inference_max_requests * longest
+    given = config.inference_dynamic_batching_buffer_size_gb
+    room = int((given * 10**9 if given else _MOST_BYTES) // (each * size))
+    count = room if given else min(room, needed)
+    if count < longest and given:
+        raise ConfigError(
+            f"--inference-dynamic-batching-buffer-size-gb {given} holds {count * size} tokens, fewer than one text of "
+            f"{max_length}; give {longest * size * each / 10**9:.3g} or more, or a shorter --inference-max-seq-length"
+        )
+    return max(count, longest) + 1

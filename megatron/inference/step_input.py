@@ -1,0 +1,82 @@
+"""What one forward pass is given and what it returns: plain data, which the first rank sends to all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.inference.cache import Span
+from megatron.inference.cuda_graphs import GraphShape
+from megatron.inference.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """How the next tokens of a sequence are sampled.
+
+    first: number of the first of them, which selects its random number. seen: ids that the repetition penalty applies to.
+    after: (id, id) pairs of which the second is never sampled after the first.
+    """
+
+    sampling: Sampling
+    seed: int
+    first: int
+    seen: tuple[int, ...] = ()
+    after: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """New tokens of one sequence. start: position of the first of them. blocks: its block table in the KV cache.
+
+    num_logits: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
+    scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
+    those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities. adapter: number of the adapter
+    of all of its tokens; 0: none. awaits: the only id is not
+    known on the host yet; it is the token of this number that the step before sampled.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+    num_logits: int = 0
+    targets: tuple[int, ...] = ()
+    sampling_state: SamplingState | None = None
+    scored: bool = False
+    top: int = 0
+    temperature: float = 1.0
+    adapter: int = 0
+    awaits: int | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens are sampled."""
+        return self.num_logits - len(self.targets)
+
+    @property
+    def span(self) -> Span:
+        """Where its keys and values are in the cache."""
+        return Span(len(self.ids), self.start, self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """Next tokens at the positions with logits of a sequence: ids (targets first), and log-probabilities if they were requested."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One forward pass of one network. network: its index in the runner. rows: of each data-parallel replica.
+
+    depth: the depth of multi-token prediction to run, whose ids are so many positions ahead of where the rows start; 0: the network.
+    on_demand: whether its shape may be captured now. capture: no pass, but this shape is captured.
+    """
+
+    network: int
+    rows: tuple[tuple[SequenceInput, ...], ...]
+    depth: int = 0
+    on_demand: bool = True
+    capture: GraphShape | None = None
