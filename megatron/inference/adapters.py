@@ -8,7 +8,7 @@ Factors are cut over tensor ranks as those of a run are. Number 0 is the base; o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -138,15 +138,25 @@ class AdapterBank:
         assert self._of_token is not None, "a pass with adapters says whose tokens are whose"
         return self._of_token
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether another engine over the same stages has adapters beside them."""
+        return any(one.bank is not self and one.factors for one in self._served())
+
+    def _served(self) -> Iterator[ServedLinear]:
+        for _, layer in self._layers:
+            for module in layer.modules():
+                if isinstance(module, ServedLinear):
+                    yield module
+
     @torch.no_grad()
     def put(self, number: int, adapters: AdapterSet | None) -> None:
         """Add adapters under a number, or take those of the number out. All ranks that hold the network call this together."""
         model = self.build.model if adapters is None else replace(self.build.model, adapter=adapters.model.adapter)
         plans = {plan.index: plan for plan in layer_rows(model)}
+        for served in self._served():
+            served.put(number, None)
         for index, layer in self._layers:
-            for module in layer.modules():
-                if isinstance(module, ServedLinear):
-                    module.put(number, None)
             if adapters is not None:
                 self._put_layer(number, layer, plans[index], AdapterSource(adapters), model)
 
@@ -161,7 +171,7 @@ class AdapterBank:
             names = [name for name, _ in shapes[path].parts]
             adapter = LinearAdapter(tuple(group), names, linear.weight, self.build.region, made)
             _fill(adapter, f"model.{layer_name(model, plan)}.{path}.adapter", source, self.build)
-            if not isinstance(linear.adapter, ServedLinear):
+            if not (isinstance(linear.adapter, ServedLinear) and linear.adapter.bank is self):
                 linear.adapter = ServedLinear(self, linear)  # type: ignore[assignment]
             served: ServedLinear = linear.adapter  # type: ignore[assignment]
             served.put(number, _factors(adapter, dense(linear.weight)))

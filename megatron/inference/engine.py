@@ -314,8 +314,14 @@ class Engine:
     def _take_in(self) -> None:
         """Take over submissions and cancellations since the last step."""
         while self._inbox:
-            self._waiting.append(self._inbox.popleft())
+            one = self._inbox.popleft()
             self._counts["requests"] += 1
+            if self.adapters.has(one.adapter):
+                self._waiting.append(one)
+            else:
+                one.end("error", f"the adapter {one.request.adapter!r} was unloaded")
+                self._leave(one)
+                one.emit()
         gone = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if gone:
             self._cancel([one for one in (*self._waiting, *self._running) if one.ticket in gone])

@@ -42,20 +42,26 @@ class ServedAdapters:
             raise ConfigError(f"there is no adapter {name[:100]!r}; load it first")
         return self._numbers[name] if name else 0
 
+    def has(self, number: int) -> bool:
+        """Whether all ranks have the adapter of a number; of the base they always do."""
+        return number == 0 or number in self._retired or number in self._numbers.values()
+
     def load(self, name: str, adapters: AdapterSet) -> None:
         """Serve an adapter under a name, from now on. Raises one `CheckpointError` for one that does not fit, before any rank has it."""
         problems = [*self._name_problems(name), *_problems(adapters, self._model, self._rank)]
+        if self._runner.networks[0].adapters.is_taken:
+            problems.append("another engine of this process has adapters beside this network")
         if problems:
             raise CheckpointError(f"{adapters.where} cannot be served", problems)
         demand_fit(adapters, self._model)
         number = next(self._serial)
         self._runner.change(AdapterChange(number, adapters))
-        self._numbers[name] = number
+        self._numbers = {**self._numbers, name: number}  # anew, since other threads read it
 
     def unload(self, name: str) -> None:
         """Refuse requests for an adapter from now on; it goes when the last that has it ends. Raises `ConfigError` for an unknown one."""
         self._retired.add(self.number_of(name))
-        del self._numbers[name]
+        self._numbers = {other: number for other, number in self._numbers.items() if other != name}
 
     def release(self, used: Iterable[int]) -> None:
         """Have all ranks forget the adapters that were unloaded. used: numbers that requests still have."""

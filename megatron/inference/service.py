@@ -15,13 +15,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
+from typing import Any, TypeVar
 
+from megatron.core.config.flags import ConfigError
+from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.device import set_current_device
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness
 from megatron.inference.requests import Event, Listener, Reply, Request
+
+T = TypeVar("T")
 
 _HEARTBEAT_SECONDS = 60.0  # well below the time after which ranks give up on each other
 _EXPLAINED_SECONDS = 1.0  # after a failure, for the news that a rank is lost
@@ -76,6 +83,7 @@ class Service:
         self.engine, self._liveness = engine, liveness or RankLiveness()
         self._lock = threading.Lock()
         self._news = threading.Event()
+        self._calls: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._closing, self._ending, self._failure = "", False, ""
         self._thread = threading.Thread(target=self._work, name="decoding", daemon=True)
 
@@ -120,6 +128,23 @@ class Service:
         self.engine.cancel(ticket)
         self._news.set()
 
+    def call(self, work: Callable[[], T]) -> T:
+        """Run a function between steps, in the thread that steps; returns what it does, or raises it. Raises `Stopped` as `submit` does."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except (ConfigError, CheckpointError) as error:
+                result.set_exception(error)
+
+        with self._lock:
+            if self.failure or self._closing:
+                raise Stopped(self.failure or self._closing)
+            self._calls.append((run, result))
+        self._news.set()
+        return result.result()
+
     def ask(self, requests: Sequence[Request]) -> list[Reply]:
         """Submit these requests and wait for all replies, in their order."""
         streams = [self.submit(request) for request in requests]
@@ -153,16 +178,27 @@ class Service:
             while not self._ending:
                 if self._liveness.lost:
                     raise RankLost(self._liveness.lost)
+                while self._calls:
+                    self._calls[0][0]()
+                    self._calls.popleft()
                 if self.engine.step():
                     continue
                 if not self._news.wait(_HEARTBEAT_SECONDS):
                     self.engine.heartbeat()
                 self._news.clear()
             self.engine.close()
+            self._end_calls(self._closing)
         except BaseException as error:  # noqa: BLE001 - every waiting request must get an answer
             lost = self._liveness.wait(_EXPLAINED_SECONDS)
             with self._lock:
                 self._failure = lost or f"{type(error).__name__}: {error}"
                 self.engine.fail(self._failure)
+                self._end_calls(self._failure)
             if not lost:  # which says it all
                 raise
+
+    def _end_calls(self, why: str) -> None:
+        for _, result in self._calls:
+            if not result.done():
+                result.set_exception(Stopped(why))
+        self._calls.clear()

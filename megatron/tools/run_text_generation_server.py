@@ -14,17 +14,24 @@ import socket
 import sys
 import threading
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
+from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.tokenizers.base import Tokenizer, read_text
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.service import Service
 from megatron.tools.parser import ToolParser
+from megatron.training.checkpoint.adapters import open_adapters, source_hash
 from megatron.training.checkpoint.inference_model import FORMATS, GPT, load_network
 from megatron.training.entry import entry
 from megatron.training.health.watchdog import RankLost
@@ -84,11 +91,36 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         "--model-name", metavar="NAME", help="what clients call the network (default: the last part of --load)"
     )
     where.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=FOLDER",
+        default=(),
+        help="adapters beside the network: folders of PEFT's or runs with --lora-rank, and what clients call them",
+    )
+    where.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="clients may load adapters from this machine's folders, and unload them",
+    )
+    where.add_argument(
         "--chat-format",
         choices=("tokenizer", *CHAT_FORMATS),
         default="tokenizer",
         help="how conversations are written (default: by the tokenizer's chat template, if it has one)",
     )
+    _add_limits(parser)
+    files = parser.add_argument_group(
+        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
+    )
+    files.add_argument("--tokenizer-type", metavar="TYPE")
+    for name in TOKENIZER[1:]:
+        files.add_argument("--" + name.replace("_", "-"), metavar="FILE")
+    add_arguments(parser, InferenceConfig)
+    return parser.parse_args(argv)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """How much one call may ask for."""
     limits, usual = parser.add_argument_group("limits of one call"), Limits()
     limits.add_argument(
         "--max-body-bytes", type=int, default=usual.body_bytes, metavar="N", help=f"default: {usual.body_bytes}"
@@ -116,14 +148,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="S",
         help="how long requests may go on after SIGTERM; launchers kill 30 s after it (default: 20)",
     )
-    files = parser.add_argument_group(
-        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
-    )
-    files.add_argument("--tokenizer-type", metavar="TYPE")
-    for name in TOKENIZER[1:]:
-        files.add_argument("--" + name.replace("_", "-"), metavar="FILE")
-    add_arguments(parser, InferenceConfig)
-    return parser.parse_args(argv)
 
 
 def token_of(given: argparse.Namespace) -> str:
@@ -160,6 +184,41 @@ def show(page: str) -> None:
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
 
 
+def model_name(given: argparse.Namespace) -> str:
+    """What clients call the network."""
+    return given.model_name or Path(given.load).resolve().name
+
+
+def adapters_of(given: argparse.Namespace) -> dict[str, str]:
+    """The folder of each adapter by its name. Raises `ConfigError`."""
+    pairs = [word.partition("=") for word in given.lora_modules]
+    bad = [name + sign + folder for name, sign, folder in pairs if not (name and folder)]
+    if bad or len({name for name, _, _ in pairs}) < len(pairs):
+        raise ConfigError(f"--lora-modules {' '.join(bad or given.lora_modules)}: write NAME=FOLDER, each name once")
+    if model_name(given) in {name for name, _, _ in pairs}:
+        raise ConfigError(f"--lora-modules {model_name(given)}=...: so the network is called; choose another name")
+    return {name: folder for name, _, folder in pairs}
+
+
+def opener(source: Source, model: ModelConfig) -> Callable[[str], AdapterSet]:
+    """What reads adapters of a network. source: where that was loaded from, to tell whether adapters were trained on it."""
+    hashes: dict[AdapterConfig, str] = {}
+
+    def open_(folder: str) -> AdapterSet:
+        adapters = open_adapters(folder, model)
+        trained_on, config = adapters.base.get("hash"), adapters.model.adapter
+        if trained_on is not None and not adapters.saved:
+            hashes[config] = hashes.get(config) or source_hash(source, config)
+            if hashes[config] != trained_on:
+                raise CheckpointError(
+                    f"{folder} holds adapters of another base: they were trained on {adapters.base.get('where')} with hash {trained_on}, and "
+                    f"{source.where} has {hashes[config]}"
+                )
+        return adapters
+
+    return open_
+
+
 @entry
 def main() -> None:
     """Load, serve, drain."""
@@ -187,21 +246,31 @@ def main() -> None:
         if sock is None:
             follow(engine)
         else:
-            lead(engine, liveness, sock, given, limits, token)
+            reads = opener(loaded.source, loaded.config.model)
+            for name, folder in adapters_of(given).items():
+                engine.adapters.load(name, reads(folder))
+            lead(engine, liveness, sock, given, limits, token, reads)
 
 
 def lead(
-    engine: Engine, liveness: RankLiveness, sock: socket.socket, given: argparse.Namespace, limits: Limits, token: str
+    engine: Engine,
+    liveness: RankLiveness,
+    sock: socket.socket,
+    given: argparse.Namespace,
+    limits: Limits,
+    token: str,
+    reads: Callable[[str], AdapterSet],
 ) -> None:
     """What the first rank does."""
     if not token and not is_local(given):
         logging.getLogger(__name__).warning(
             "--host %s without --token-file: whoever reaches this port may use it", given.host
         )
-    chat, name = chat_of(given, engine.tokenizer), given.model_name or Path(given.load).resolve().name
+    chat, name = chat_of(given, engine.tokenizer), model_name(given)
     service = Service(engine, liveness)
     service.start()
-    app = build_app(Serving(service, name, limits), chat=chat, token=token, hosts=hosts_of(given))
+    updates = given.allow_runtime_lora_updating
+    app = build_app(Serving(service, name, limits, reads, updates), chat=chat, token=token, hosts=hosts_of(given))
     try:
         serve(app, service, sock, drain_seconds=given.drain_seconds, ready=show if given.open else lambda page: None)
     except ServerFailed as failed:

@@ -6,6 +6,7 @@
     POST /v1/completions   OpenAI's                 "
     POST /v1/chat/completions                       "
     GET /v1/models, /metrics                        "
+    POST /v1/load_lora_adapter, /v1/unload_...      ", and with --allow-runtime-lora-updating
 
 A body must say that it is JSON: a page of another site can then not send one without the browser asking first. And a call must
 name a host that is ours, if those are known: a page of another site whose name was turned to this machine (DNS rebinding) does not.
@@ -25,11 +26,11 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from megatron.inference.server import openai, put_api
+from megatron.inference.server import adapters, openai, put_api
 from megatron.inference.server.chat import Chat
 from megatron.inference.server.fields import Refused
 from megatron.inference.server.metrics import CONTENT_TYPE, exposition
@@ -124,6 +125,7 @@ def build_app(
     answers: Counter[tuple[str, int]] = Counter()
     _add_views(app, serving, answers)
     _add_generation(app, serving, chat)
+    _add_adapters(app, serving)
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
@@ -162,13 +164,13 @@ def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_answer({"object": "list", "data": [_model(serving, begun)]})
+        return json_answer(
+            {"object": "list", "data": [_model(serving, begun, name) for name in ("", *serving.adapters)]}
+        )
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != serving.model:
-            raise Refused(f"there is no model {name[:100]!r} here; this server has {serving.model!r}", 404)
-        return json_answer(_model(serving, begun))
+        return json_answer(_model(serving, begun, serving.adapter_named(name)))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -199,6 +201,18 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
     async def conversations(request: Request) -> Response:
         body = await body_of(request, serving)
         return await answer(request, await asyncio.to_thread(openai.conversation, body, serving, chat))
+
+
+def _add_adapters(app: FastAPI, serving: Serving) -> None:
+    @app.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        body = await body_of(request, serving)
+        return PlainTextResponse(await asyncio.to_thread(adapters.load, body, serving))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        body = await body_of(request, serving)
+        return PlainTextResponse(await asyncio.to_thread(adapters.unload, body, serving))
 
 
 class Chunks(StreamingResponse):
@@ -272,9 +286,12 @@ def error_answer(path: str, error: Refused) -> Response:
     return Response(json.dumps(body), error.status, error.headers, "application/json")
 
 
-def _model(serving: Serving, begun: int) -> dict[str, Any]:
+def _model(serving: Serving, begun: int, adapter: str) -> dict[str, Any]:
+    """What is told of the network, or of an adapter beside it."""
+    parent = {"parent": serving.model} if adapter else {}
     return {
-        "id": serving.model,
+        **parent,
+        "id": adapter or serving.model,
         "object": "model",
         "created": begun,
         "owned_by": "megatron",

@@ -142,7 +142,7 @@ class CompletionRequest:
 def completion(body: bytes, serving: Serving) -> CompletionRequest:
     """What a body of /v1/completions asks for. Raises `Refused`."""
     fields = read(COMPLETION, body)
-    _demand_model(fields, serving)
+    _demand_stream(fields)
     _demand_known_combination(fields)
     prompt = fields["prompt"]
     several = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
@@ -172,7 +172,7 @@ def _demand_known_combination(fields: dict[str, Any]) -> None:
 def conversation(body: bytes, serving: Serving, chat: Chat | None) -> CompletionRequest:
     """What a body of /v1/chat/completions asks for. Raises `Refused`."""
     fields = read(CHAT, body)
-    _demand_model(fields, serving)
+    _demand_stream(fields)
     if chat is None:
         raise Refused(
             "the tokenizer of this network has no chat template; use /v1/completions, or start the server with --chat-format"
@@ -195,9 +195,7 @@ def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Completion
     )
 
 
-def _demand_model(fields: dict[str, Any], serving: Serving) -> None:
-    if fields["model"] not in (None, serving.model):
-        raise Refused(f"there is no model {fields['model'][:100]!r} here; this server has {serving.model!r}", 404)
+def _demand_stream(fields: dict[str, Any]) -> None:
     if fields["stream_options"] is not None and not fields["stream"]:
         raise Refused("stream_options needs stream to be true")
 
@@ -226,6 +224,7 @@ def _requests(
         float(fields["min_p"]),
         float(fields["repetition_penalty"]),
     )
+    adapter = serving.adapter_named(fields["model"])
     stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
     requests = []
     for ids in prompts:
@@ -244,6 +243,7 @@ def _requests(
                     logprobs=scored,
                     prompt_logprobs=scored and fields.get("echo", False),
                     top_logprobs=top,
+                    adapter=adapter,
                 )
             )
     return tuple(requests)
@@ -384,7 +384,7 @@ def _head(completion: CompletionRequest, serving: Serving, kind: str) -> dict[st
         "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
-        "model": serving.model,
+        "model": completion.fields["model"] or serving.model,
     }
 
 

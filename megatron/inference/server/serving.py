@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron.core.config.flags import ConfigError
+from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.requests import Token
 from megatron.inference.server.fields import Refused
@@ -35,11 +37,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """service: the engine in its thread. model: the name that clients see."""
+    """service: the engine in its thread. model: the name that clients see. open_adapter: reads the adapter in a folder; raises
+    `CheckpointError` for one of another network. updates_adapters: whether clients may load and unload them.
+    """
 
     service: Service
     model: str
     limits: Limits = field(default_factory=Limits)
+    open_adapter: Callable[[str], AdapterSet] | None = None
+    updates_adapters: bool = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -55,6 +61,29 @@ class Serving:
     def ids(self) -> int:
         """How many ids the network knows."""
         return self.service.engine.model.true_vocab_size
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters that clients may name as a model."""
+        return self.service.engine.adapters.names
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Serve the adapter in a folder under a name. Raises `ConfigError` or `CheckpointError` for one that cannot be served, and `Stopped`."""
+        if name == self.model:
+            raise ConfigError(f"{name!r} is the name of the network; choose another for the adapter")
+        if self.open_adapter is None:
+            raise ConfigError("this server reads no adapters")
+        adapters = self.open_adapter(folder)
+        self.service.call(lambda: self.service.engine.adapters.load(name, adapters))
+
+    def adapter_named(self, model: str | None) -> str:
+        """The adapter that a call's model means, "" for the network; `Refused` for a model that there is not."""
+        if model in (None, self.model):
+            return ""
+        if model not in self.adapters:
+            here = ", ".join(repr(name) for name in (self.model, *self.adapters))
+            raise Refused(f"there is no model {str(model)[:100]!r} here; this server has {here}", 404)
+        return str(model)
 
     def read(self, text: str) -> list[int]:
         """The ids of a text; `Refused` if it has none of its own, as half of a surrogate pair."""

@@ -112,14 +112,23 @@ def until(true: Any, seconds: float = 300.0) -> None:
 
 @contextmanager
 def serving(
-    engine: Engine, *, limits: Limits = Limits(), token: str = "", chat: str = "chatml", drain_seconds: float = 30.0
+    engine: Engine,
+    *,
+    limits: Limits = Limits(),
+    token: str = "",
+    chat: str = "chatml",
+    drain_seconds: float = 30.0,
+    **adapters: Any,
 ) -> Iterator[Running]:
     """A server over an engine, which ends as after a signal."""
     service = Service(engine)
     service.start()
     sock = bound("127.0.0.1", 0)
     app = build_app(
-        Serving(service, NAME, limits), chat=Chat(engine.tokenizer, chat) if chat else None, token=token, hosts=LOCAL
+        Serving(service, NAME, limits, **adapters),
+        chat=Chat(engine.tokenizer, chat) if chat else None,
+        token=token,
+        hosts=LOCAL,
     )
     server = Server(app, service, drain_seconds)
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
