@@ -1,4 +1,4 @@
-"""The installed commands `megatron-pretrain-gpt`, `-bert`, `-t5` and `megatron-train-rl`: the entry scripts, run as `python -m` would."""
+"""The installed commands `megatron-pretrain-gpt`, `-bert`, `-t5`, `-vlm`, `-vision-classify` and `megatron-train-rl`: the entry scripts, run as `python -m` would."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def bert() -> None:
 def t5() -> None:
     """Run pretrain_t5.py."""
     runpy.run_module("pretrain_t5", run_name="__main__", alter_sys=True)
+
+
+def vlm() -> None:
+    """Run pretrain_vlm.py."""
+    runpy.run_module("pretrain_vlm", run_name="__main__", alter_sys=True)
+
+
+def vision_classify() -> None:
+    """Run pretrain_vision_classify.py."""
+    runpy.run_module("pretrain_vision_classify", run_name="__main__", alter_sys=True)
 
 
 def rl() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
+import pretrain_vision_classify
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.tools.parser import ToolParser
@@ -31,6 +32,7 @@ PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
     "gpt": (pretrain_gpt.model, pretrain_gpt.forward_step),
     "bert": (pretrain_bert.model, pretrain_bert.forward_step),
     "t5": (pretrain_t5.model, pretrain_t5.forward_step),
+    "vit": (pretrain_vision_classify.model, pretrain_vision_classify.forward_step),
 }
 
 

@@ -17,6 +17,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
+from megatron.core.models.vision import VisionModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.rng import materialize
@@ -33,7 +34,7 @@ from megatron.training.run import Progress, Run
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
 
-Network = GPTModel | BERTModel | T5Model | ClassifierModel
+Network = GPTModel | BERTModel | T5Model | ClassifierModel | VisionModel
 ModelProvider = Callable[[Run, StageSpec], Network]
 # (run, microbatches, stage) -> the message to the next stage, one tensor or several; on the last, what the loss is made of
 ForwardStep = Callable[[Run, Iterator[Batch], Any], tuple[Any, LossFunction]]

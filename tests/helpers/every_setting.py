@@ -58,6 +58,17 @@ NETWORKS: dict[str, Changes] = {
     },
     "ahead": {"mtp_num_layers": 2},
     "adapters": {"lora_rank": 4, "lora_alpha": 6.0},
+    "images": {
+        "vision_model_type": "clip",
+        "img_h": 8,
+        "img_w": 8,
+        "patch_dim": 4,
+        "vision_num_layers": 2,
+        "vision_hidden_size": 16,
+        "vision_num_attention_heads": 4,
+        "pixel_shuffle": True,
+    },
+    "classes": {"architecture": "vit", "img_h": 8, "img_w": 8, "patch_dim": 4},
     "bert": {"architecture": "bert"},
     "t5": {
         "architecture": "t5",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import pretrain_bert
 import pretrain_t5
+import pretrain_vision_classify
 from megatron.core.config.flags import from_values
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -107,6 +108,7 @@ PROVIDERS = {
     "gpt": (gpt, forward_step),
     "bert": (pretrain_bert.model, pretrain_bert.forward_step),
     "t5": (pretrain_t5.model, pretrain_t5.forward_step),
+    "vit": (pretrain_vision_classify.model, pretrain_vision_classify.forward_step),
 }
 
 

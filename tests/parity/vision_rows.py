@@ -48,6 +48,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "vlm-frozen-lm": {**_CLIP, "freeze_LM": True},
     "vlm-frozen-projector": {**_CLIP, "freeze_vision_projection": True},
     "vlm-mean": {**_CLIP, "calculate_per_token_loss": False},
+    "vit": {
+        "architecture": "vit",
+        "img_h": 8,
+        "img_w": 8,
+        "patch_dim": 4,
+        "num_classes": 5,
+        "seq_length": 1,
+        "vision_model_type": "dinov2",
+    },
 }
 ROWS: tuple[tuple[str, str], ...] = (
     ("tp2", "vlm"),
@@ -80,5 +89,9 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("dp2 zero overlap-reduce overlap-gather bucket200", "vlm-frozen-projector"),
     ("pp2 zb", "vlm"),
     ("dp2", "vlm-mean"),
+    ("tp2", "vit"),
+    ("pp2", "vit"),
+    ("dp2 zero mb2", "vit"),
+    ("dp2 fsdp", "vit"),
 )
 WORDS: dict[str, dict[str, Any]] = {"recompute-vision": {"recompute_vision": True}}

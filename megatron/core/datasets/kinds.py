@@ -15,9 +15,11 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import chat_kind
 from megatron.core.datasets.fim import fill_in_the_middle
 from megatron.core.datasets.gpt import NO_PAD, GPTDataset, Rearrange, TokenSource, WindowOptions
+from megatron.core.datasets.image_folder import image_folder_kind
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.mock import MockTokens
+from megatron.core.datasets.multimodal import image_chat_kind
 from megatron.core.datasets.samples import DatasetKind
 from megatron.core.datasets.sentence_kinds import bert_kind, t5_kind
 from megatron.core.datasets.sidecar import check_tokenizer
@@ -102,5 +104,7 @@ KINDS: Mapping[str, Callable[[RunConfig, Tokenizer], DatasetKind]] = MappingProx
         ),
         "bert": bert_kind,
         "t5": t5_kind,
+        "vlm": image_chat_kind,
+        "vision_classify": image_folder_kind,
     }
 )

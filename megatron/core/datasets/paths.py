@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,7 +145,9 @@ def check_data_files(config: DataConfig) -> None:
     )
     problems = []
     for path in (
-        f"{prefix}{ending}" for prefix in prefixes for ending in (("",) if config.chat.sft else (".idx", ".bin"))
+        f"{prefix}{ending}"
+        for prefix in prefixes
+        for ending in (("",) if config.chat.sft or os.path.isdir(prefix) else (".idx", ".bin"))
     ):
         try:
             size_of(path)

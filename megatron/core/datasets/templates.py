@@ -70,6 +70,13 @@ FORMATS: Mapping[str, str] = MappingProxyType(
             "{{ message.content | trim + ' [/INST]' }}{% endif %}"
             "{% endfor %}"
         ),
+        "plain": (
+            "{% for message in messages %}"
+            "{% if message.tool_calls %}{{ raise_exception('plain has no words for tool_calls') }}{% endif %}"
+            "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+            "{% else %}{{ message.content }}{% endif %}"
+            "{% endfor %}"
+        ),
         "mistral": (
             "{% set system = messages[0].content if messages[0].role == 'system' else none %}{{ bos_token }}"
             "{% for message in (messages if system is none else messages[1:]) %}"

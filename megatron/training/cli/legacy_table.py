@@ -306,7 +306,7 @@ LATER = (
                  "inference-moe-token-dispatcher-type mlp-chunks-for-prefill temperature top_k top_p out-seq-length "
                  "prompts num-tokens-to-generate model-provider"),
     FlagGroup("later", "multimodal models have one layout, and prompts come from the data",
-          switches="use-tiling use-thumbnail", values="max-num-tiles prompt-path llm-tp"),
+          values="prompt-path llm-tp"),
     FlagGroup("refused", "a multimodal model's decoder has the shape that its flags say, or --use-checkpoint-args its checkpoint",
           values="language-model-type"),
     FlagGroup("ignored", "the state of a data loader is not saved: the number of consumed samples says what comes next",

@@ -36,6 +36,12 @@ ENTRIES: Mapping[str, EntryScript] = {
     "pretrain_gpt.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
     "pretrain_bert.py": EntryScript(lambda words: {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
     "pretrain_t5.py": EntryScript(lambda words: {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"}),
+    "pretrain_vlm.py": EntryScript(
+        lambda words: {"tokenizer_type": "HuggingFaceTokenizer", "vision_model_type": "clip", "sft": True}
+    ),
+    "pretrain_vision_classify.py": EntryScript(
+        lambda words: {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": "vit", "seq_length": 1}
+    ),
     "train_rl.py": EntryScript(rl_defaults, (RLConfig,), rl_problems),
 }
 # Scripts of Megatron, and what does their work here.
@@ -47,7 +53,6 @@ ELSEWHERE: Mapping[str, str] = {
     "pretrain_hybrid.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
     "pretrain_mamba.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
     "pretrain_hybrid_flex.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
-    "pretrain_vlm.py": "images and multimodal models are not built yet; pretrain_gpt.py trains language models",
     "main.py": "flags of tasks are looked at when tasks/main.py starts",
 }
 

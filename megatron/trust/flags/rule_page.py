@@ -53,6 +53,7 @@ class Example:
         return (*command.unread, *(setting.broken() if setting else ()))
 
 
+_IMAGES = "--vision-model-type clip --img-h 32 --img-w 32"
 _MOE, _MLA = "--num-experts 8", "--multi-latent-attention --position-embedding-type rope"
 EXAMPLES: Mapping[str, Example] = {
     "required": Example(without="--num-layers"),
@@ -125,6 +126,13 @@ EXAMPLES: Mapping[str, Example] = {
     "adapter-fit": Example("--lora-rank 8 --optimizer muon"),
     "adapter-numbers": Example("--lora-alpha 16"),
     "adapter-start": Example("--adapter my_adapter"),
+    "images": Example("--freeze-ViT"),
+    "image-sizes": Example(f"{_IMAGES} --img-h 100"),
+    "images-in-text": Example(f"{_IMAGES} --img-h 112 --img-w 112"),
+    "image-tiles": Example(f"{_IMAGES} --max-num-tiles 4"),
+    "image-classifier": Example(
+        "--img-h 32 --img-w 32 --num-experts 4", entry="pretrain_vision_classify.py", without="--seq-length"
+    ),
 }
 
 

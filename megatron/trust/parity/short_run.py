@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
+import pretrain_vision_classify
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.samplers import collate
@@ -46,7 +47,7 @@ from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
 
-PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
+PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -120,6 +121,8 @@ def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     in_loss[:, 0] = True
     ends = random.random(shape) < 0.15
     documents: np.ndarray = np.cumsum(ends, axis=1) - ends
+    if config.model.architecture == "vit":
+        return _classes(config, random)
     if config.model.architecture != "gpt":
         return _with_padding(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
@@ -150,6 +153,17 @@ def _with_images(config: RunConfig, random: np.random.Generator, batch: dict[str
     batch["loss_mask"][:, :-1] *= slots[:, 1:] < 0  # what is predicted at the last slot is text, and counts
     images = random.standard_normal((size, most, vision.num_channels, vision.img_h, vision.img_w))
     return {**batch, "image_slots": slots, "image_counts": counts, "images": images}
+
+
+def _classes(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """The global batch of a classifier of images."""
+    vision, size = config.model.vision, config.train.global_batch_size
+    return {
+        "tokens": np.zeros((size, 1), np.int64),
+        "labels": random.integers(0, vision.num_classes, (size, 1)),
+        "loss_mask": (np.arange(size)[:, None] % 3 != 2).astype(np.float32),
+        "images": random.standard_normal((size, vision.num_channels, vision.img_h, vision.img_w)),
+    }
 
 
 def _with_padding(
@@ -191,7 +205,7 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
         arrays = {name: array[first : first + train.micro_batch_size] for name, array in whole.items()}
-        if "images" in arrays:
+        if "image_slots" in arrays:
             arrays = _together(arrays, run.config.model.vision.rows)
         local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
         batch = Batch(

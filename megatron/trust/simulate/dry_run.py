@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
+import pretrain_vision_classify
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.kernels.table import available, select
@@ -50,7 +51,7 @@ from megatron.trust.simulate.recorder import Recorder
 from megatron.trust.simulate.trace import DryRun, EventList, Trace
 
 _MOST_KINDS = 8
-_PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5}
+_PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
 

@@ -23,7 +23,7 @@ from megatron.training.data.rebalance import RebalancedBatches, divided
 from megatron.training.data.sample_order import needs_text
 from megatron.training.trainer import Trainer
 
-_TEXT = ("tokens", "labels", "loss_mask", "positions", "documents")
+_TEXT = ("tokens", "labels", "loss_mask", "positions", "documents", "images")
 
 
 def fake_batches(trainer: Trainer) -> Iterator[Batch]:
@@ -96,6 +96,18 @@ def _fresh(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _images(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
+    """Return the images of so many samples, as many tiles as one image has at most in each of them, and where they stand."""
+    data, length = config.data.multimodal, config.train.seq_length
+    tiles = data.max_num_tiles + (data.use_thumbnail and data.max_num_tiles > 1) if data.use_tiling else 1
+    return {"images": _blank(config, rows * tiles), "image_slots": np.ones((rows, length), np.int64)}
+
+
+def _blank(config: RunConfig, number: int) -> np.ndarray:
+    vision = config.model.vision
+    return np.ones((number, vision.num_channels, vision.img_h, vision.img_w), np.float32)
+
+
 def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
     """Return what a dataset of this kind gives for so many samples."""
     length, short = config.train.seq_length, config.train.decoder_seq_length
@@ -104,7 +116,10 @@ def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
         sample["loss_mask"] = np.ones((rows, length), np.float32)
         if config.data.separates_documents:
             sample["document_ids"] = np.ones((rows, length), np.int64)
-        return sample
+        return {**sample, **_images(config, rows)} if config.model.has_vision else sample
+    if config.model.architecture == "vit":
+        sample["loss_mask"] = np.ones((rows, length), np.float32)
+        return {**sample, "images": _blank(config, rows)}
     if config.model.architecture == "bert":
         return {
             **{name: sample["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},

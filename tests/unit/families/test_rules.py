@@ -36,7 +36,30 @@ LATENT = {
     "num_experts": 3,
     "moe_ffn_hidden_size": 2,
 }
+_VIT = {"architecture": "vit", "img_h": 6, "img_w": 6, "patch_dim": 3, "num_classes": 0}
+_IMAGES = {
+    "img_h": 6,
+    "img_w": 6,
+    "patch_dim": 3,
+    "vision_num_layers": 2,
+    "vision_hidden_size": 4,
+    "vision_ffn_hidden_size": 3,
+    "vision_num_attention_heads": 2,
+}
 KINDS: dict[str, dict[str, Any]] = {
+    "vit": {**_VIT, "num_classes": 3},
+    "clip": {**_VIT, "vision_model_type": "clip"},
+    "siglip": {**_VIT, "vision_model_type": "siglip"},
+    "internvit": {**_VIT, "vision_model_type": "internvit"},
+    "dinov2": {**_VIT, "vision_model_type": "dinov2", "vision_final_norm": "no"},
+    "llava": {**KIN, **_IMAGES, "vision_model_type": "clip"},
+    "internvl": {
+        **KIN,
+        **_IMAGES,
+        "vision_model_type": "internvit300M",
+        "pixel_shuffle": True,
+        "vision_projection_norm": True,
+    },
     "gpt2": {},
     "llama": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"},
     "mistral": KIN,
@@ -109,7 +132,8 @@ ALONE = (
 def test_every_element_is_used_exactly_once_in_both_directions(
     family: str, layers: int, groups: int, share: int, size: int, hidden: int, width: int, untied: bool
 ) -> None:
-    heads, untied = groups * share if family not in ALONE else groups, untied and "bert" not in family
+    alone = family in ALONE or KINDS[family].get("architecture") == "vit"
+    heads, untied = groups * share if not alone else groups, untied and "bert" not in family
     model = model_of(
         {
             **KINDS[family],

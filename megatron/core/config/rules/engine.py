@@ -23,6 +23,7 @@ from megatron.core.config.rules import (
     precision,
     routing,
     run,
+    vision,
 )
 from megatron.core.config.rules.rule import Setting
 from megatron.core.config.settings.run import RunConfig
@@ -43,6 +44,7 @@ _FILES = (
     data,
     checkpoint,
     adapters,
+    vision,
 )
 NEEDS = run.NEEDS
 # These can only be asked once sizes are known to be there and positive.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags import flag
+from megatron.core.config.settings.multimodal import MultimodalConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,11 @@ class ChatConfig:
         "learn the assistant's answers; conversations are packed into samples and do not see each other",
         role="data",
     )
-    sft_tokenizer_prompt_format: Literal["tokenizer", "chatml", "llama2", "llama3", "mistral"] = flag(
+    sft_tokenizer_prompt_format: Literal["tokenizer", "chatml", "llama2", "llama3", "mistral", "plain"] = flag(
         "tokenizer",
-        "how a conversation is written; tokenizer: by the chat template of the tokenizer or of --chat-template",
+        "how a conversation is written; tokenizer: by the chat template of the tokenizer or of --chat-template; plain: what is said and "
+        "nothing else, of the user only images",
+        also=("--tokenizer-prompt-format",),
         role="training",
     )
 
@@ -150,6 +153,7 @@ class DataConfig:
     fill: FillConfig = FillConfig()
     chat: ChatConfig = ChatConfig()
     masking: MaskingConfig = MaskingConfig()
+    multimodal: MultimodalConfig = MultimodalConfig()
 
     @property
     def separates_documents(self) -> bool:

@@ -1,0 +1,133 @@
+"""Rules about images: encoders, projectors, tiles. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron.core.config.flags import spelling
+from megatron.core.config.rules.rule import Rule, Setting, divisors
+from megatron.core.config.settings.multimodal import MultimodalConfig
+from megatron.core.config.settings.vision import VisionConfig
+
+
+def _sees(s: Setting) -> bool:
+    return s.run.model.has_vision or s.run.model.architecture == "vit"
+
+
+def _without_images(s: Setting) -> str:
+    """What belongs to images, where there are none."""
+    if _sees(s):
+        return ""
+    vision, data = s.run.model.vision, s.run.data.multimodal
+    given = [
+        spelling(field.name)
+        for config, usual in ((vision, VisionConfig()), (data, MultimodalConfig()))
+        for field in fields(usual)
+        if getattr(config, field.name) != getattr(usual, field.name)
+    ]
+    return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
+
+
+def _sizes(s: Setting) -> str:
+    """What the sizes of images and of the encoder must keep to."""
+    if not _sees(s):
+        return ""
+    vision, problems = s.run.model.vision, []
+    for name, size in (("--img-h", vision.img_h), ("--img-w", vision.img_w)):
+        if vision.patch_dim < 1 or size < 1 or size % vision.patch_dim:
+            problems.append(
+                f"{name} {size} is not a multiple of --patch-dim {vision.patch_dim}; choose "
+                f"{max(1, size // max(1, vision.patch_dim)) * max(1, vision.patch_dim)}"
+            )
+    if vision.num_channels not in (1, 3):
+        problems.append(f"--num-channels {vision.num_channels}: images have 3 channels, or 1 if they are grey")
+    factor = vision.pixel_shuffle_factor
+    if not problems and vision.pixel_shuffle and (factor < 1 or any(side % factor for side in vision.grid)):
+        rows, columns = vision.grid
+        problems.append(
+            f"--pixel-shuffle-factor {factor} does not divide the {rows} x {columns} patches of an image; choose a number "
+            "that does, or another --img-h and --img-w"
+        )
+    if s.run.model.has_vision:
+        hidden, heads = vision.vision_hidden_size or 0, vision.vision_num_attention_heads or 0
+        if heads < 1 or hidden % heads:
+            problems.append(
+                f"--vision-num-attention-heads {heads} does not divide --vision-hidden-size {hidden}; choose one of "
+                f"{divisors(hidden)}"
+            )
+        if (vision.vision_num_layers or 0) < 1:
+            problems.append(f"--vision-num-layers {vision.vision_num_layers} is not a positive number")
+    return "\n  ".join(problems)
+
+
+def _in_the_sequence(s: Setting) -> str:
+    """What the rows of images need of the sequence and of the layout."""
+    model, problems = s.run.model, []
+    if not model.has_vision:
+        return ""
+    if model.vision.patch_dim > 0 and model.vision.rows >= s.run.train.seq_length:
+        problems.append(
+            f"an image takes {model.vision.rows} places of --seq-length {s.run.train.seq_length}, and no text has room; give a "
+            "longer one, --pixel-shuffle, or smaller images"
+        )
+    if model.mtp.mtp_num_layers:
+        problems.append("--mtp-num-layers predicts tokens from tokens, which images are not; leave it out")
+    if s.run.parallel.hybrid_context_parallel:
+        problems.append("--hybrid-context-parallel regroups texts without their images; leave it out")
+    if model.vision.vision_projection_type == "affine" and (
+        model.vision.vision_projection_hidden_size != model.hidden_size
+    ):
+        problems.append(
+            "--vision-projection-hidden-size is the width between two matrices; affine has one, so leave it out"
+        )
+    return "\n  ".join(problems)
+
+
+def _tiles(s: Setting) -> str:
+    data, problems = s.run.data.multimodal, []
+    if not _sees(s):
+        return ""
+    if data.max_num_tiles < 1:
+        problems.append(f"--max-num-tiles {data.max_num_tiles} is not a positive number")
+    of_tiling = {
+        "--max-num-tiles": data.max_num_tiles != 1,
+        "--use-thumbnail": data.use_thumbnail,
+        "--use-tile-tags": data.use_tile_tags,
+    }
+    if not data.use_tiling and any(of_tiling.values()):
+        given = [name for name, on in of_tiling.items() if on]
+        problems.append(f"{', '.join(given)}: for --use-tiling only; add it")
+    if data.use_tiling and data.image_aspect_ratio != "square":
+        problems.append(
+            f"--use-tiling stretches an image to its tiles, and --image-aspect-ratio {data.image_aspect_ratio} does not "
+            "stretch it; keep one"
+        )
+    for name, value in (("max_image_pixels", data.max_image_pixels), ("max_image_bytes", data.max_image_bytes)):
+        if value < 1:
+            problems.append(f"{spelling(name)} {value} leaves every image out; give a positive number")
+    return "\n  ".join(problems)
+
+
+def _classifier(s: Setting) -> str:
+    """What a vision transformer by itself cannot do."""
+    if s.run.model.architecture != "vit":
+        return ""
+    parallel, problems = s.run.parallel, []
+    if parallel.sequence_parallel:
+        problems.append("--sequence-parallel cuts texts; an image's tokens are whole on every rank, so leave it out")
+    if s.run.model.moe.num_experts:
+        problems.append("--num-experts: encoders of images have none; leave it out")
+    if s.run.model.vision.freeze_LM or s.run.model.vision.freeze_vision_projection:
+        problems.append(
+            "--freeze-LM, --freeze-vision-projection: of pretrain_vlm.py; freeze the encoder with --freeze-ViT"
+        )
+    return "\n  ".join(problems)
+
+
+ALWAYS = (Rule("images", _without_images, "what belongs to images is given where there are some"),)
+RULES = (
+    Rule("image-sizes", _sizes, "images are cut into whole patches, and the encoder's width into whole heads"),
+    Rule("images-in-text", _in_the_sequence, "a sequence has room for an image and an answer"),
+    Rule("image-tiles", _tiles, "tiles have their flags"),
+    Rule("image-classifier", _classifier, "a vision transformer by itself keeps each image whole on every rank"),
+)

@@ -1,0 +1,42 @@
+"""Which images a run reads, and how they are cut and written into a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalConfig:
+    """Conversations about images.
+
+    With an encoder of images, --data-path names LLaVA's JSON files: a list of {"image": PATH, "conversations": [{"from": "human",
+    "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}.
+    """
+
+    image_folder: str | None = flag(
+        None, "folder that the paths of images begin at; left out: that of the JSON file", role="data"
+    )
+    image_aspect_ratio: Literal["square", "pad", "crop"] = flag(
+        "square",
+        "how an image becomes a square; square: stretched (Megatron); pad: with a border of the mean colour (LLaVA 1.5); crop: its "
+        "middle (CLIP)",
+        role="training",
+    )
+    use_tiling: bool = flag(False, "cut an image into up to --max-num-tiles tiles, as its shape asks for", role="data")
+    max_num_tiles: int = flag(1, "most tiles of an image, without the thumbnail", role="data")
+    use_thumbnail: bool = flag(
+        False, "--use-tiling: the whole image follows as one more tile, if it was cut", role="data"
+    )
+    use_tile_tags: bool = flag(
+        False, "--use-tiling: the text <tile_1>, <tile_2> ... stands before each tile", role="data"
+    )
+    image_tag_type: Literal["nvlm", "internvl"] | None = flag(
+        None, "text around an image: <Image> and </Image>, or <img> and </img>; left out: none", role="data"
+    )
+    max_image_pixels: int = flag(
+        50_000_000, "images with more pixels are left out, before they are unpacked", role="training"
+    )
+    max_image_bytes: int = flag(50_000_000, "files of images with more bytes are left out", role="training")

@@ -1,0 +1,293 @@
+"""Conversations about images, in LLaVA's JSON files: read, written down by a template, and kept as ids with a slot for every row.
+
+    {"image": "cat.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", "value": "A cat."}]}
+
+    ids         <user> [slot] [slot] [slot] [slot] \\n What ? <end> <bot> A cat . <end>
+
+An image takes as many slots as its tiles have rows for the language model; so lengths, packing, labels and masks see what the
+network will see. A slot is the id `SLOT`, as ~id, since it is never learnt. Rows whose images cannot be used are left out, counted
+and named; so are those that are no conversations, as in `conversations.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, Encoder
+from megatron.core.datasets.images import ImageError, ImageOptions, count_tiles, read_bytes
+from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.templates import Message, TemplateSegment
+
+IMAGE = "<image>"
+SLOT = 1 << 30  # the id of a slot, which no vocabulary reaches
+_CHARACTER = "\ufdd5"  # an image while a template runs; no text holds it
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_SHAPES = {
+    "ids": ((None,), np.int32),
+    "starts": ((None,), np.int64),
+    "lines": ((None,), np.int64),
+    "image_starts": ((None,), np.int64),
+    "tiles": ((None,), np.int32),
+    "names": ((None,), np.uint8),
+    "name_ends": ((None,), np.int64),
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWriter:
+    """How an image stands in a sequence. rows: of a tile. tags: ids before each tile, the last those of a thumbnail; around: ids
+    before and after an image.
+    """
+
+    rows: int
+    tags: tuple[tuple[int, ...], ...] = ()
+    around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def write(self, tiles: int, thumbnail: bool) -> np.ndarray:
+        """The ids of an image, ~id each. thumbnail: whether its last tile is one. int32 [t]"""
+        ids = list(self.around[0])
+        for tile in range(tiles):
+            if self.tags:
+                ids += self.tags[-1] if thumbnail and tile == tiles - 1 else self.tags[tile]
+            ids += [SLOT] * self.rows
+        return ~np.array([*ids, *self.around[1]], np.int32)
+
+
+class ImageConversations:
+    """A token source of a JSON file, with the images of every conversation. Ids that are not learnt are kept as ~id."""
+
+    def __init__(self, path: str, folder: str, arrays: Arrays) -> None:
+        self.prefix, self.folder, self._arrays = path, folder, arrays
+        self.sequence_lengths, self.document_indices = np.diff(arrays["starts"]), arrays["lines"]
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Ids [offset, offset + length) of one conversation, to its end when `length` is None. int32"""
+        first, last = self._arrays["starts"][sequence : sequence + 2].tolist()
+        return self._arrays["ids"][first + offset : last if length is None else min(last, first + offset + length)]
+
+    def images(self, sequence: int) -> list[tuple[str, int]]:
+        """Path and number of tiles of each image of a conversation, in order."""
+        first, last = self._arrays["image_starts"][sequence : sequence + 2].tolist()
+        ends, result = self._arrays["name_ends"], []
+        for place in range(first, last):
+            start = int(ends[place - 1]) if place else 0
+            name = self._arrays["names"][start : int(ends[place])].tobytes().decode()
+            result.append((os.path.join(self.folder, name), int(self._arrays["tiles"][place])))
+        return result
+
+
+def open_image_conversations(
+    path: str,
+    folder: str,
+    encoder: Encoder,
+    options: ImageOptions,
+    writer: SlotWriter,
+    cache: IndexCache,
+    *,
+    plain: bool,
+) -> ImageConversations:
+    """The conversations of a file, as ids. plain: of what the user says only the images are kept."""
+    try:
+        state = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be opened: {error.strerror}; give the whole name of a JSON file") from error
+    description = {
+        **encoder.identity,
+        "file": os.path.abspath(path),
+        "bytes": state.st_size,
+        "time": state.st_mtime_ns,
+        "images": {**asdict(options), **asdict(writer), "folder": os.path.abspath(folder), "plain": plain},
+    }
+    build = _Builder(path, folder, encoder, options, writer, plain).build
+    return ImageConversations(path, folder, load_or_build(cache, "ImageConversations", description, _SHAPES, build))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A conversation and the paths of its images, in order."""
+
+    messages: list[Message]
+    images: list[str]
+
+
+class _Builder:
+    """Makes the arrays of a file."""
+
+    def __init__(
+        self, path: str, folder: str, encoder: Encoder, options: ImageOptions, writer: SlotWriter, plain: bool
+    ) -> None:
+        self.path, self.folder, self.encoder, self.plain = path, folder, encoder, plain
+        self.options, self.writer = options, writer
+        encoder.marks[_CHARACTER] = SLOT
+
+    def build(self) -> Arrays:
+        """Read the file, and the header of every image."""
+        ids: list[np.ndarray] = []
+        names: list[bytes] = []
+        tiles: list[int] = []
+        starts, lines, image_starts = [0], [0], [0]
+        unreadable: list[tuple[int, str]] = []
+        bad: list[tuple[int, str]] = []
+        rows = list(enumerate(_read_rows(self.path), 1))
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            for first in range(0, len(rows), AT_ONCE):
+                batch = [(number, self._row(number, row, bad)) for number, row in rows[first : first + AT_ONCE]]
+                counts = list(pool.map(lambda entry: self._count(entry[1]), batch))
+                pieces = self._pieces(batch, counts, bad, unreadable)
+                encoded = iter(self.encoder.encode([one for one in pieces if one is not None]))
+                for (_, row), piece, count in zip(batch, pieces, counts, strict=True):
+                    if piece is not None and row is not None and not isinstance(count, str):
+                        ids.append(self._expanded(next(encoded), count))
+                        starts.append(starts[-1] + len(ids[-1]))
+                        names += [name.encode() for name in row.images]
+                        tiles += count
+                        image_starts.append(len(tiles))
+                    lines.append(len(starts) - 1)
+        self._tell(bad, unreadable, len(rows))
+        return {
+            "ids": np.concatenate([np.empty(0, np.int32), *ids]),
+            "starts": np.array(starts, np.int64),
+            "lines": np.array(lines, np.int64),
+            "image_starts": np.array(image_starts, np.int64),
+            "tiles": np.array(tiles, np.int32),
+            "names": np.frombuffer(b"".join(names), np.uint8),
+            "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
+        }
+
+    def _row(self, number: int, row: Any, bad: list[tuple[int, str]]) -> _Row | None:
+        try:
+            return read_row(row, plain=self.plain)
+        except DataError as error:
+            bad.append((number, str(error)))
+            return None
+
+    def _count(self, row: _Row | None) -> list[int] | str:
+        """Tiles of each image of a conversation, or what is wrong with one."""
+        counts = []
+        for name in row.images if row is not None else ():
+            try:
+                counts.append(count_tiles(read_bytes(os.path.join(self.folder, name), self.options), self.options))
+            except ImageError as error:
+                return f"{name}: {error}"
+        return counts
+
+    def _pieces(
+        self,
+        batch: Sequence[tuple[int, _Row | None]],
+        counts: Sequence[list[int] | str],
+        bad: list[tuple[int, str]],
+        unreadable: list[tuple[int, str]],
+    ) -> list[list[TemplateSegment] | None]:
+        """Each conversation as a template writes it; None where it cannot be used, which is noted."""
+        result: list[list[TemplateSegment] | None] = []
+        for (number, row), count in zip(batch, counts, strict=True):
+            result.append(None)
+            if row is None:
+                continue
+            if isinstance(count, str):
+                unreadable.append((number, count))
+                continue
+            try:
+                result[-1] = list(_with_marks(self.encoder.template.pieces(row.messages)))
+            except DataError as error:
+                bad.append((number, str(error)))
+        return result
+
+    def _expanded(self, ids: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """The ids of a conversation with the slots of every image in the place of its mark."""
+        parts = np.split(ids, np.flatnonzero(ids == ~SLOT))
+        result = [parts[0]]
+        for part, count in zip(parts[1:], counts, strict=True):
+            result += [self.writer.write(count, self.options.thumbnail and count > 1), part[1:]]
+        return np.concatenate(result)
+
+    def _tell(self, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]], total: int) -> None:
+        """Refuse rows that are no conversations; count and name those whose images cannot be used."""
+        if bad:
+            listed = "\n".join(f"  {self.path}, row {number}: {problem}" for number, problem in sorted(bad)[:MOST_TOLD])
+            more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
+            raise DataError(f"{len(bad)} rows cannot be used; mend or remove them\n{listed}{more}")
+        if unreadable:
+            listed = "\n".join(f"  row {number}: {problem}" for number, problem in unreadable[:MOST_TOLD])
+            more = f"\n  and {len(unreadable) - MOST_TOLD} more" if len(unreadable) > MOST_TOLD else ""
+            logger.warning(
+                "%s: %d of %d rows are left out, since an image of theirs cannot be used\n%s%s",
+                self.path,
+                len(unreadable),
+                total,
+                listed,
+                more,
+            )
+
+
+def _read_rows(path: str) -> list[Any]:
+    """The rows of a JSON list, or of a file with a JSON object a line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip()[:1] == "[":
+            return json.loads(text)
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is neither a JSON list nor a file of JSON lines: {error}") from error
+
+
+def read_row(row: Any, *, plain: bool) -> _Row:
+    """The conversation of a row and its images; `DataError` says what is wrong with it."""
+    turns = row.get("conversations", row.get("messages")) if isinstance(row, Mapping) else None
+    if not isinstance(turns, list) or not turns:
+        raise DataError('no list of "conversations"')
+    images = row.get("image", row.get("images")) or []
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
+        raise DataError('"image" is neither a path nor a list of paths')
+    messages: list[Message] = []
+    marks = 0
+    for place, turn in enumerate(turns, 1):
+        role, text = _turn(turn, place)
+        if role == "user":
+            marks += text.count(IMAGE)
+            text = IMAGE * text.count(IMAGE) if plain else text
+            text = text.replace(IMAGE, _CHARACTER)
+        messages.append({"role": role, "content": text})
+    if marks != len(images):
+        raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(images)} images")
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError("a conversation without an answer: none of its turns is of the assistant")
+    return _Row(messages, images)
+
+
+def _turn(turn: Any, place: int) -> tuple[str, str]:
+    """Role and text of a turn, in the words of LLaVA or of OpenAI."""
+    if not isinstance(turn, Mapping):
+        raise DataError(f"turn {place} is no object")
+    role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if role not in _ROLES or not isinstance(text, str):
+        raise DataError(f'turn {place} has no "from" that is human, gpt or system with a "value"')
+    if _CHARACTER in text:
+        raise DataError(f"turn {place} holds the character U+FDD5, which is not text")
+    return _ROLES[role], text
+
+
+def _with_marks(pieces: Sequence[TemplateSegment]) -> Iterator[TemplateSegment]:
+    """The pieces with every image as a piece of its own."""
+    for piece in pieces:
+        if piece.mark:
+            yield piece
+            continue
+        for place, part in enumerate(piece.text.split(_CHARACTER)):
+            if place:
+                yield TemplateSegment(_CHARACTER, answer=False, mark=True)
+            if part:
+                yield TemplateSegment(part, piece.answer)

@@ -1,0 +1,158 @@
+"""Images in folders, one a class: FOLDER/cat/1.png, FOLDER/dog/7.jpg. A sample is an image and the number of its class.
+
+Classes are numbered in the order of their names. Files whose header cannot be read are left out, counted and named.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.datasets.conversations import MOST_TOLD
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, read_bytes, tiles, upright_size
+from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.multimodal import DamagedImages
+from megatron.core.datasets.samples import Sample, Span
+from megatron.core.tokenizers.base import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFolder:
+    """The usable images of a folder: (path, number of its class), and the names of the classes."""
+
+    prefix: str
+    files: tuple[tuple[str, int], ...]
+    classes: tuple[str, ...]
+
+
+class ImageFolderDataset:
+    """Some images of a folder, in an order of its own each epoch. A sample holds images (float32 [1, channels, height, width])
+    and one label; tokens, image_slots and image_rows are there for what takes every kind of sample.
+    """
+
+    def __init__(
+        self, source: ImageFolder, part: range, options: ImageOptions, *, num_samples: int | None, seed: int, split: str
+    ) -> None:
+        self.source, self.options, self.prefix = source, options, source.prefix
+        # Files of a class stand together, so a split takes its share of a shuffled list.
+        self._own = np.random.default_rng((seed, len(source.files))).permutation(len(source.files))[
+            part.start : part.stop
+        ]
+        self.description = {
+            "class": type(self).__name__,
+            "prefix": source.prefix,
+            "part": [part.start, part.stop, len(source.files)],
+            "seed": seed,
+            "split": split,
+        }
+        epochs = max(1, -(-(num_samples or 0) // len(self._own)))
+        orders = [
+            np.random.default_rng((seed, epoch, len(self._own))).permutation(self._own) for epoch in range(epochs)
+        ]
+        self._order = np.concatenate(orders)
+        self.tokens_per_epoch, self.samples_per_epoch = len(self._own), float(len(self._own))
+        self.damaged = DamagedImages()
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample; one whose image is damaged has no loss."""
+        path, label = self.source.files[self._order[index]]
+        learnt = 1.0
+        try:
+            image = tiles(decode(read_bytes(path, self.options), self.options), self.options)
+        except ImageError as error:
+            self.damaged.add(path, str(error))
+            image = np.zeros((1, self.options.channels, self.options.height, self.options.width), np.float32)
+            learnt = 0.0
+        return {
+            "tokens": np.zeros(1, np.int64),
+            "labels": np.array([label], np.int64),
+            "loss_mask": np.array([learnt], np.float32),
+            "image_slots": np.full(1, -1, np.int64),
+            "images": image,
+            "image_rows": np.array(0, np.int64),
+        }
+
+    def sources(self, index: int) -> list[Span]:
+        """The file of a sample, as a document of one token."""
+        number = int(self._order[index])
+        return [Span(self.prefix, number, number, 0, 1, 0)]
+
+    def holding(self, document: int) -> np.ndarray:
+        """The samples with this file, in rising order. int64 [samples]"""
+        return np.flatnonzero(self._order == document)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFolderKind:
+    """Images in folders; --split counts files."""
+
+    run: RunConfig
+    options: ImageOptions
+    name: str = ImageFolderDataset.__name__
+
+    def open(self, prefix: str) -> ImageFolder:
+        """The images of a folder whose headers can be read."""
+        try:
+            classes = tuple(sorted(entry.name for entry in os.scandir(prefix) if entry.is_dir()))
+        except OSError as error:
+            raise DataError(
+                f"{prefix} cannot be read: {error.strerror}; give a folder with a folder for each class"
+            ) from None
+        if len(classes) != self.run.model.vision.num_classes:
+            raise ConfigError(
+                f"{prefix} holds {len(classes)} folders, one a class, and --num-classes is {self.run.model.vision.num_classes}"
+            )
+        files = [
+            (os.path.join(prefix, name, file), number)
+            for number, name in enumerate(classes)
+            for file in sorted(os.listdir(os.path.join(prefix, name)))
+        ]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            problems = list(pool.map(lambda file: self._problem(file[0]), files))
+        bad = [(path, problem) for (path, _), problem in zip(files, problems, strict=True) if problem]
+        if bad:
+            listed = "\n".join(f"  {path}: {problem}" for path, problem in bad[:MOST_TOLD])
+            more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
+            logger.warning("%s: %d of %d files are left out\n%s%s", prefix, len(bad), len(files), listed, more)
+        usable = tuple(file for file, problem in zip(files, problems, strict=True) if not problem)
+        return ImageFolder(prefix, usable, classes)
+
+    def _problem(self, path: str) -> str:
+        try:
+            upright_size(read_bytes(path, self.options), self.options)
+        except ImageError as error:
+            return str(error)
+        return ""
+
+    def count(self, source: ImageFolder) -> int:
+        """The number of images."""
+        return len(source.files)
+
+    def fits(self, source: ImageFolder, part: range) -> bool:
+        """Whether there is an image."""
+        return len(part) > 0
+
+    def build(
+        self, source: ImageFolder, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    ) -> ImageFolderDataset:
+        """Samples of these images."""
+        seed = self.run.train.seed
+        return ImageFolderDataset(source, part, self.options, num_samples=num_samples, seed=seed, split=split)
+
+
+def image_folder_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderKind:
+    """What a classifier of images is trained on."""
+    return ImageFolderKind(run, ImageOptions.of(run.model, run.data.multimodal))

@@ -1,0 +1,192 @@
+"""Images in files: opened within limits, made a square or cut into tiles, and normalized. Pillow and numpy do the work.
+
+    bytes -> limits -> turned as EXIF says -> RGB -> tiles -> [n, channels, height, width], float32
+
+    2 x 1 tiles with a thumbnail:   |  0  |  1  |   and the whole image, as tile 2
+
+What cannot be used raises `ImageError` with the reason; nothing is repaired without a word.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.multimodal import MultimodalConfig
+
+_ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height change places
+
+
+class ImageError(Exception):
+    """An image that cannot be used, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """How images are read. height, width: of a tile. max_tiles: 1 without tiling. mean, std: by channel, of values in [0, 1]."""
+
+    height: int
+    width: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    aspect_ratio: Literal["square", "pad", "crop"] = "square"
+    max_tiles: int = 1
+    thumbnail: bool = False
+    max_pixels: int = 50_000_000
+    max_bytes: int = 50_000_000
+
+    @staticmethod
+    def of(model: ModelConfig, config: MultimodalConfig) -> ImageOptions:
+        """The options of a run."""
+        vision, traits = model.vision, model.vision.traits
+        grey = vision.num_channels == 1
+        return ImageOptions(
+            height=vision.img_h,
+            width=vision.img_w,
+            channels=vision.num_channels,
+            mean=(sum(traits.mean) / 3,) if grey else traits.mean,
+            std=(sum(traits.std) / 3,) if grey else traits.std,
+            aspect_ratio=config.image_aspect_ratio,
+            max_tiles=config.max_num_tiles if config.use_tiling else 1,
+            thumbnail=config.use_thumbnail,
+            max_pixels=config.max_image_pixels,
+            max_bytes=config.max_image_bytes,
+        )
+
+
+def read_bytes(path: str | Path, options: ImageOptions) -> bytes:
+    """The content of a file within the limit."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(options.max_bytes + 1)
+    except OSError as error:
+        raise ImageError(f"it cannot be opened: {error.strerror}") from None
+    if len(content) > options.max_bytes:
+        raise ImageError(f"it has more than {options.max_bytes} bytes")
+    return content
+
+
+def _opened(content: bytes, options: ImageOptions) -> Image.Image:
+    """An image of which nothing but the header is read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is told below
+        try:
+            image = Image.open(io.BytesIO(content))
+        except Image.DecompressionBombError:
+            raise ImageError(f"it has more than {options.max_pixels} pixels") from None
+        except Exception as error:  # noqa: BLE001 - a damaged header can make Pillow raise nearly anything
+            raise ImageError(f"it is no image: {type(error).__name__}") from None
+    if image.width * image.height > options.max_pixels:
+        raise ImageError(f"it has {image.width} x {image.height} pixels, more than {options.max_pixels}")
+    return image
+
+
+def decode(content: bytes, options: ImageOptions) -> Image.Image:
+    """The whole image, upright, as RGB or grey."""
+    image = _opened(content, options)
+    try:
+        image.load()
+        image = ImageOps.exif_transpose(image)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise ImageError(f"it is damaged: {error}") from None
+    mode = "L" if options.channels == 1 else "RGB"
+    if image.mode.startswith("I") or image.mode == "F":  # 16 bits a channel, which Pillow would cut off at 255
+        values = np.asarray(image, np.float64)
+        largest = 65535.0 if values.max(initial=0) > 255 else 255.0
+        image = Image.fromarray((values.clip(0, largest) * (255.0 / largest)).astype(np.uint8))
+    return image if image.mode == mode else image.convert(mode)
+
+
+def upright_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
+    """Width and height of an image as it will be seen, from its header."""
+    image = _opened(content, options)
+    try:
+        turned = image.getexif().get(_ORIENTATION, 1) >= 5
+    except Exception:  # noqa: BLE001 - damaged EXIF data turn nothing
+        turned = False
+    return (image.height, image.width) if turned else (image.width, image.height)
+
+
+def tile_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+    """Columns and rows of the tiles of an image: the grid whose shape is nearest to the image's.
+
+    Of grids of one shape the largest whose area the image covers by half (InternVL 1.5, Chen et al., 2024).
+    """
+    grids = [
+        (columns, rows)
+        for columns in range(1, options.max_tiles + 1)
+        for rows in range(1, options.max_tiles // columns + 1)
+    ]
+    best, smallest = (1, 1), math.inf
+    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        difference = abs(width / height - columns / rows)
+        covers = width * height > 0.5 * options.width * options.height * columns * rows
+        if difference < smallest or difference == smallest and covers:
+            best, smallest = (columns, rows), difference
+    return best
+
+
+def count_tiles(content: bytes, options: ImageOptions) -> int:
+    """Tiles of an image, from its header."""
+    width, height = upright_size(content, options)
+    if options.max_tiles == 1:
+        return 1
+    columns, rows = tile_grid(width, height, options)
+    return columns * rows + (options.thumbnail and columns * rows > 1)
+
+
+def tiles(image: Image.Image, options: ImageOptions) -> np.ndarray:
+    """The tiles of an image, row by row, and last the thumbnail. float32 [n, channels, height, width]"""
+    if options.max_tiles == 1:
+        return normalized([_square(image, options)], options)
+    columns, rows = tile_grid(*image.size, options)
+    width, height = options.width, options.height
+    large = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
+    cut = [
+        large.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    if options.thumbnail and len(cut) > 1:
+        cut.append(image.resize((width, height), Image.Resampling.BICUBIC))
+    return normalized(cut, options)
+
+
+def _square(image: Image.Image, options: ImageOptions) -> Image.Image:
+    """The image at the size of a tile."""
+    size = (options.width, options.height)
+    if options.aspect_ratio == "crop":
+        scale = max(options.width / image.width, options.height / image.height)
+        larger = (max(options.width, int(image.width * scale)), max(options.height, int(image.height * scale)))
+        image = image.resize(larger, Image.Resampling.BICUBIC)
+        left, top = (larger[0] - options.width) // 2, (larger[1] - options.height) // 2
+        return image.crop((left, top, left + options.width, top + options.height))
+    if options.aspect_ratio == "pad" and image.width != image.height:
+        side = max(image.size)
+        colour = tuple(int(value * 255) for value in options.mean)
+        padded = Image.new(image.mode, (side, side), colour[0] if len(colour) == 1 else colour)
+        padded.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        image = padded
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def normalized(images: list[Image.Image], options: ImageOptions) -> np.ndarray:
+    """Images of one size as numbers: (value / 255 - mean) / std. float32 [n, channels, height, width]"""
+    pixels = np.stack([np.asarray(image).reshape(options.height, options.width, -1) for image in images])
+    factor = 1.0 / (255.0 * np.asarray(options.std))
+    shift = np.asarray(options.mean) / np.asarray(options.std)
+    return np.moveaxis(pixels * factor.astype(np.float32) - shift.astype(np.float32), -1, 1).astype(np.float32)
+
+
+def no_images(options: ImageOptions) -> np.ndarray:
+    """The images of a sample without any. float32 [0, channels, height, width]"""
+    return np.empty((0, options.channels, options.height, options.width), np.float32)

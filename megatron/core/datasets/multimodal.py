@@ -1,0 +1,228 @@
+"""Samples of conversations about images: those of `chat.py`, with the images and where their rows stand.
+
+    tokens        <user> 0 0 0 0 \\n What ? <end> <bot> A cat . | <user> 0 0 0 0 ...
+    image_slots   -1     0 1 2 3 -1 -1 ...                        -1     4 5 6 7 ...
+
+Which conversations share a sample depends on their lengths with images and on the seed alone. An image that turns out to be
+damaged when it is unpacked becomes a black one, and its conversation has no loss; it is counted and named once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.datasets.chat import ChatDataset
+from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.image_conversations import (
+    IMAGE,
+    SLOT,
+    ImageConversations,
+    SlotWriter,
+    open_image_conversations,
+)
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_bytes, tiles
+from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.marks import bare_ids, named_tokens
+from megatron.core.datasets.samples import Sample, Span
+from megatron.core.tokenizers.base import Tokenizer
+
+# What a rank needs of images: their pixels (first stage), whether they are sound (the stage of the loss), or nothing.
+Use = Literal["pixels", "check", "nothing"]
+
+logger = logging.getLogger(__name__)
+
+
+class DamagedImages:
+    """Counts images that cannot be unpacked, and names each once."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, reason: str) -> None:
+        """Note an image."""
+        with self._lock:
+            if name not in self.names:
+                self.names[name] = reason
+                logger.warning("%s: %s; its conversation has no loss (%d so far)", name, reason, len(self.names))
+
+
+class ImageChatDataset:
+    """The samples of a `ChatDataset` of conversations about images.
+
+    rows: of a tile. use: what is read of images. filler: the id that stands at slots, whose embedding is not used. A sample also
+    holds image_slots (int64 [L]), images (float32 [n, channels, height, width]) and image_rows, the number of all their rows.
+    """
+
+    def __init__(
+        self,
+        chat: ChatDataset,
+        source: ImageConversations,
+        options: ImageOptions,
+        *,
+        rows: int,
+        use: Use = "pixels",
+        filler: int = 0,
+    ) -> None:
+        self.chat, self.source, self.options, self.rows, self.use, self.filler = (
+            chat,
+            source,
+            options,
+            rows,
+            use,
+            filler,
+        )
+        self.prefix, self.description = chat.prefix, chat.description
+        self.tokens_per_epoch, self.samples_per_epoch = chat.tokens_per_epoch, chat.samples_per_epoch
+        self.damaged = DamagedImages()
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.chat)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The index-th sample in shuffled order."""
+        sample = self.chat[index]
+        tokens, labels, mask = sample["tokens"], sample["labels"], sample["loss_mask"]
+        is_slot = tokens == SLOT
+        slots = np.full(len(tokens), -1, np.int64)
+        images, first = [no_images(self.options)], 0
+        for span in self.chat.sources(index):
+            place = slice(span.start, span.start + span.length)
+            number = int(is_slot[place].sum())
+            slots[place][is_slot[place]] = first + np.arange(number)
+            names, seen = self._seen(span.sequence, number)
+            first += seen * self.rows
+            for name, count in names:
+                try:
+                    images.append(self._read(name, count))
+                except ImageError as error:
+                    self.damaged.add(name, str(error))
+                    mask[place] = 0
+                    images.append(np.zeros((count, *images[0].shape[1:]), np.float32))
+        tokens[is_slot], labels[labels == SLOT] = self.filler, self.filler
+        if self.use != "pixels":
+            return sample
+        return {
+            **sample,
+            "image_slots": slots,
+            "images": np.concatenate(images),
+            "image_rows": np.array(first, np.int64),
+        }
+
+    def sources(self, index: int) -> list[Span]:
+        """Which conversations stand in the index-th sample."""
+        return self.chat.sources(index)
+
+    def holding(self, document: int) -> np.ndarray:
+        """The samples with a conversation of this document, in rising order. int64 [samples]"""
+        return self.chat.holding(document)
+
+    def _seen(self, conversation: int, slots: int) -> tuple[list[tuple[str, int]], int]:
+        """The images of a conversation that a sample with this many slots of it shows, and the number of their tiles."""
+        result, tiles_seen = [], 0
+        for name, count in self.source.images(conversation):
+            if tiles_seen * self.rows >= slots:  # what comes behind was cut off
+                break
+            result.append((name, count))
+            tiles_seen += count
+        return result, tiles_seen
+
+    def _read(self, name: str, count: int) -> np.ndarray:
+        """The tiles of an image, as many as it had when lengths were counted; without pixels, zeros."""
+        if self.use == "nothing":
+            return no_images(self.options)
+        image = decode(read_bytes(name, self.options), self.options)
+        if self.use == "check":
+            return no_images(self.options)
+        result = tiles(image, self.options)
+        if len(result) != count:
+            raise ImageError(f"it has {len(result)} tiles, and had {count} when lengths were counted")
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChatKind:
+    """Conversations about images; --split counts the rows of a file."""
+
+    run: RunConfig
+    tokenizer: Tokenizer
+    encoder: Encoder
+    options: ImageOptions
+    writer: SlotWriter
+    use: Use
+    name: str = ImageChatDataset.__name__
+
+    def open(self, prefix: str) -> ImageConversations:
+        """The ids of a file's conversations."""
+        folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
+        plain = self.run.data.chat.sft_tokenizer_prompt_format == "plain"
+        return open_image_conversations(
+            prefix, folder, self.encoder, self.options, self.writer, self._cache(prefix), plain=plain
+        )
+
+    def count(self, source: ImageConversations) -> int:
+        """The number of rows."""
+        return len(source.document_indices) - 1
+
+    def fits(self, source: ImageConversations, part: range) -> bool:
+        """Whether these rows hold a conversation."""
+        return bool(source.document_indices[part.stop] > source.document_indices[part.start])
+
+    def build(
+        self, source: ImageConversations, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    ) -> ImageChatDataset:
+        """Samples of these rows' conversations."""
+        chat = ChatDataset(
+            source,
+            part,
+            sequence_length=self.run.train.seq_length,
+            num_samples=num_samples,
+            seed=self.run.train.seed,
+            split=split,
+            cache=self._cache(source.prefix),
+        )
+        rows = self.run.model.vision.rows
+        return ImageChatDataset(chat, source, self.options, rows=rows, use=self.use, filler=self._filler())
+
+    def _filler(self) -> int:
+        """The id of an image token, where there is one."""
+        index = self.run.model.vision.image_token_index
+        index = named_tokens(self.tokenizer, [IMAGE]).get(IMAGE) if index is None else index
+        return 0 if index is None or index >= self.tokenizer.vocab_size else index
+
+    def _cache(self, path: str) -> IndexCache:
+        """Where ids and plans are kept: beside the file."""
+        chosen = self.run.data.data_cache_path
+        if chosen:
+            return IndexCache(Path(chosen))
+        return IndexCache(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
+
+
+def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:
+    """What a language model that sees is trained on, as the settings say."""
+    config, model = run.data.multimodal, run.model
+    if run.data.mock_data:
+        raise ConfigError("--mock-data makes no images; give --data-path a JSON file of conversations")
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(bare_ids(tokenizer, [text])[0].tolist())
+
+    tags: tuple[tuple[int, ...], ...] = ()
+    if config.use_tile_tags:
+        names = [f"<tile_{place}>" for place in range(1, config.max_num_tiles + 1)]
+        tags = tuple(map(ids, [*names, "<tile_global_thumbnail>"]))
+    around = {"nvlm": ("<Image>", "</Image>"), "internvl": ("<img>", "</img>")}
+    before, after = around.get(config.image_tag_type or "", ("", ""))
+    writer = SlotWriter(model.vision.rows, tags, (ids(before) if before else (), ids(after) if after else ()))
+    encoder = Encoder(tokenizer, run.data.chat.sft_tokenizer_prompt_format)
+    return ImageChatKind(run, tokenizer, encoder, ImageOptions.of(model, config), writer, use)

@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Train a vision transformer to classify images in folders, one a class: `torchrun --nproc_per_node N pretrain_vision_classify.py <flags>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.cli.arguments import parse_args
+from megatron.training.launch.launch_info import launcher_place
+
+# An image is one sample with one label; there is no text.
+DEFAULTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": "vit", "seq_length": 1}
+
+if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
+    PLACE = launcher_place()
+    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True, defaults=DEFAULTS)
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.datasets.blend import build_splits
+from megatron.core.datasets.image_folder import image_folder_kind
+from megatron.core.models.vision import VisionModel
+from megatron.training.data.batch import Batch, Loss, LossFunction
+from megatron.training.entry import entry
+from megatron.training.initialize import initialize_megatron
+from megatron.training.loader import Datasets
+from megatron.training.loop import pretrain
+from megatron.training.run import Run
+
+
+def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Training, validation and test images."""
+    return build_splits(run.config.data, image_folder_kind(run.config, run.tokenizer), samples)
+
+
+def model(run: Run, stage: StageSpec) -> VisionModel:
+    """One pipeline stage."""
+    return VisionModel(stage, run.build)
+
+
+def forward_step(run: Run, batches: Iterator[Batch], stage: VisionModel) -> tuple[torch.Tensor, LossFunction]:
+    """One microbatch through one stage; the last gives the loss of every image, and how many are classified right."""
+    batch = next(batches)
+    output = stage(images=batch.images, hidden=batch.hidden)
+
+    def loss(scores: torch.Tensor) -> Loss:
+        assert batch.labels is not None and batch.loss_mask is not None, "every stage reads the labels"
+        labels, mask = batch.labels[:, 0], batch.loss_mask[:, 0].to(scores.dtype)
+        losses = F.cross_entropy(scores.to(mask.dtype), labels, reduction="none")
+        total, count = (losses * mask).sum(), mask.sum()
+        right = ((scores.argmax(-1) == labels) * mask).sum()
+        report = {"lm loss": torch.stack((total.detach(), count)), "accuracy": torch.stack((right, count))}
+        return total, count, report
+
+    return output, loss
+
+
+@entry
+def main() -> None:
+    """Initialize and train."""
+    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+
+
+if __name__ == "__main__":
+    main()
