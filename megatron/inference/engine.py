@@ -27,6 +27,7 @@ from megatron.core.parallel.device import has_separate_memory
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference import engine_setup
 from megatron.inference.block_allocator import BlockAllocator
+from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.model_runner import CachedNetwork, LaunchedStep, ModelRunner
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.sequence import SequenceState
@@ -56,6 +57,7 @@ class Engine:
     ) -> None:
         build = stages[0].build
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
+        self.image_prompts: ImagePrompts | None = None  # of a network that reads images, set by who loads it
         refuse([*config.problems(), *engine_setup.problems(stages, config, draft)])
         size = config.inference_dynamic_batching_block_size
         positions = self.model.max_position_embeddings
@@ -285,6 +287,7 @@ class Engine:
     def _refusals(self, request: Request) -> list[str]:
         total = len(request.prompt) + request.num_tokens
         size = self.model.true_vocab_size
+        images, sees = request.images, self.model.has_vision
         bad = [token for token in (*request.prompt, *request.stop_ids) if not 0 <= token < size]
         room = self.config.inference_dynamic_batching_max_tokens - self.config.inference_max_requests
         capacity = self.allocators[0].capacity * self.allocators[0].size
@@ -298,6 +301,11 @@ class Engine:
                     f"ones are more than the {self.max_length} positions; shorten the prompt or ask for fewer",
                 ),
                 (bad, f"{bad[:3]} are no ids of the network's {size}"),
+                (images is not None and not sees, "the network reads no images; send text alone"),
+                (
+                    images is not None and len(images.slots) != len(request.prompt),
+                    "the slots of a prompt's images are not as many as its tokens",
+                ),
                 (
                     total > capacity,
                     f"{total} tokens are more than the cache's {capacity}; raise --inference-dynamic-batching-buffer-size-gb",

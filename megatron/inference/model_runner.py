@@ -8,6 +8,7 @@ first rank (the leader) knows requests; the others wait for its step inputs.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.vision import IdsWithImages, ImageInput
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
 from megatron.core.pipeline_parallel.executor import Shape, run
@@ -27,7 +29,9 @@ from megatron.inference.adapters import AdapterBank
 from megatron.inference.cache import KVCache, bytes_per_token, ordered, step_cache, tables_of
 from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, fill_in
 from megatron.inference.sampled_tokens import SampledTokens, sample
-from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
+from megatron.inference.step_input import PromptImages, SequenceInput, SequenceOutput, StepInput
+
+_KEPT_IMAGES = 64  # prompts whose images stay encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,32 @@ class CachedNetwork:
         )
         self._scripts: dict[int, Script] = {}
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
+        self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
+
+    def with_images(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
+        """The ids [1, t] of a pass with the images of its rows, encoded; the ids alone where no image stands."""
+        image_input = self.stages[0].image_input
+        if image_input is None or all(row.images is None for row in rows):
+            return ids
+        encoded: list[Tensor] = []
+        slots: list[int] = []
+        for row in rows:
+            first = sum(map(len, encoded))
+            slots += [slot if slot < 0 else first + slot for slot in row.slots]
+            if row.images is not None:
+                encoded.append(self._encoded(image_input, row.images))
+        slots += [-1] * (ids.shape[1] - len(slots))
+        return IdsWithImages(ids, torch.cat(encoded), torch.tensor([slots], device=self.mesh.device))
+
+    def _encoded(self, image_input: ImageInput, images: PromptImages) -> Tensor:
+        """The rows of a prompt's images, which are kept for its next pass and for prompts with the same images."""
+        if images.digest not in self._image_rows:
+            pixels = torch.from_numpy(images.images).to(self.mesh.device)
+            self._image_rows[images.digest] = image_input.rows(pixels)
+        self._image_rows.move_to_end(images.digest)
+        while len(self._image_rows) > _KEPT_IMAGES:
+            self._image_rows.popitem(last=False)
+        return self._image_rows[images.digest]
 
     def launch(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SampledTokens]:
         """Run the rows of this rank's replica through the stages, without waiting for the device. What the parts of the pass sample,
@@ -240,9 +270,8 @@ class _Work:
         """One stage on one microbatch."""
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
         self.network.adapters.choose(step.of_token, step.adapters)
-        output = chunk(
-            ids=step.ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache
-        )
+        ids = self.network.with_images(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
+        output = chunk(ids=ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache)
         if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
         if len(step.logit_positions):

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron.core.config.flags import refuse
 from megatron.inference.sampling import Sampling
+from megatron.inference.step_input import PromptImages
 
 Ids = tuple[int, ...]
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -26,7 +27,8 @@ class Request:
     they are not part of it. stop_words: texts that end it; they are cut off unless `keep_stop`. newline_after_colon: whether a
     line may end with a colon. logprobs: of new tokens; prompt_logprobs: of the prompt's. top_logprobs: how many of the likeliest
     tokens are named beside each. after_temperature: log-probabilities are those of the distribution with the temperature, before top-k and top-p.
-    adapter: name of the adapter that the text is made with; empty: none.
+    adapter: name of the adapter that the text is made with; empty: none. images: of the prompt, whose rows stand in the place of some
+    of its ids.
     """
 
     prompt: Ids
@@ -44,6 +46,7 @@ class Request:
     top_logprobs: int = 0
     after_temperature: bool = False
     adapter: str = ""
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         refuse(

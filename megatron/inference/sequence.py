@@ -9,7 +9,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.detokenizer import Detokenizer
 from megatron.inference.requests import Event, Listener, Reason, Reply, Request, Token
-from megatron.inference.step_input import SamplingState, SequenceInput, SequenceOutput
+from megatron.inference.step_input import PromptImages, SamplingState, SequenceInput, SequenceOutput
 
 
 class SequenceState:
@@ -57,8 +57,11 @@ class SequenceState:
 
     @property
     def root(self) -> bytes:
-        """What stands for everything before its first token in the hashes of its blocks: keys of another adapter are others."""
-        return b"adapter %d" % self.adapter if self.adapter else b""
+        """What stands for everything before its first token in the hashes of its blocks: keys of another adapter are others, and so are
+        those of other images at the same ids.
+        """
+        images = b"" if self.request.images is None else b"images " + self.request.images.digest
+        return images + (b"adapter %d" % self.adapter if self.adapter else b"")
 
     @property
     def num_uncomputed(self) -> int:
@@ -126,7 +129,15 @@ class SequenceState:
             self.request.sampling.temperature if self.request.after_temperature else 1.0,
             self.adapter,
             self.place if self.awaited else None,
+            self._images(len(ids)),
         )
+
+    def _images(self, count: int) -> PromptImages | None:
+        """The images of the prompt, if a row of them stands at the next `count` tokens."""
+        images = self.request.images
+        if images is None or max(images.slots[self.computed : self.computed + count], default=-1) < 0:
+            return None
+        return images
 
     def advance(self, row: SequenceInput, place: int = 0) -> None:
         """Note that a step computes this row. place: which of the sampled tokens its first is."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron.inference.cache import Span
 from megatron.inference.cuda_graphs import GraphShape
 from megatron.inference.sampling import Sampling
@@ -24,6 +26,17 @@ class SamplingState:
     after: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """The images of a prompt. images: float32 [n, channels, height, width], normalized. slots: for each token of the prompt the row of
+    all images that stands there, -1 for text. digest: tells them from any others.
+    """
+
+    images: np.ndarray
+    slots: tuple[int, ...]
+    digest: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceInput:
     """New tokens of one sequence. start: position of the first of them. blocks: its block table in the KV cache.
@@ -32,7 +45,8 @@ class SequenceInput:
     scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
     those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities. adapter: number of the adapter
     of all of its tokens; 0: none. awaits: the only id is not
-    known on the host yet; it is the token of this number that the step before sampled.
+    known on the host yet; it is the token of this number that the step before sampled. images: of its prompt, where rows of them
+    stand at some of its new tokens.
     """
 
     ids: tuple[int, ...]
@@ -46,6 +60,13 @@ class SequenceInput:
     temperature: float = 1.0
     adapter: int = 0
     awaits: int | None = None
+    images: PromptImages | None = None
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The row of an image that stands at each of the new tokens, -1 for none."""
+        given = () if self.images is None else self.images.slots[self.start : self.start + len(self.ids)]
+        return (*given, *(-1 for _ in range(len(self.ids) - len(given))))
 
     @property
     def num_sampled(self) -> int:

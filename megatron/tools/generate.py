@@ -4,6 +4,7 @@
 
 A line holds a "prompt" (text), or "ids". What else it says wins over the command line: num_tokens, temperature, top_k, top_p,
 min_p, repetition_penalty, seed, stop (texts), logprobs (how many of the likeliest tokens to name; 0: only the token's own).
+To a network that reads images a line says {"messages": [{"role": "user", "content": "<image> What is it?"}], "images": [PATH, ...]}.
 Line n of the output answers line n of the input; a line that cannot be served is answered with an "error", and the exit code is 1.
 
 Of a T5, the prompt is what the encoder reads, with the end of text behind it (ids are read as they are), and the answer what the
@@ -19,7 +20,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,14 +29,18 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.datasets.images import ImageError, read_bytes
+from megatron.core.datasets.indexed import DataError
 from megatron.core.families.hf import is_folder
 from megatron.core.models.t5 import T5Model
 from megatron.core.tokenizers.base import read_text
 from megatron.inference.encoder_decoder import EncoderDecoder
 from megatron.inference.engine import Engine
 from megatron.inference.generate import prompt_ids
+from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
+from megatron.inference.step_input import PromptImages
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import (
@@ -53,6 +58,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 KINDS: dict[str, tuple[type, ...]] = {
     "prompt": (str,),
     "ids": (list,),
+    "messages": (list,),
+    "images": (list,),
     "num_tokens": (int,),
     "seed": (int,),
     "stop": (list,),
@@ -136,7 +143,10 @@ def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
         return EncoderDecoder(t5.stages, t5.tokenizer, config, start=start_of(t5))
     loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype)
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
-    return Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
+    engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
+    if loaded.config.model.has_vision:
+        engine.image_prompts = ImagePrompts.of(loaded.config.model, loaded.tokenizer, loaded.source.settings)
+    return engine
 
 
 def start_of(loaded: InferenceModel) -> int:
@@ -157,10 +167,14 @@ def start_of(loaded: InferenceModel) -> int:
 
 def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoder) -> Request:
     """The request of a line; `ConfigError` says what is wrong with it."""
-    fields = _fields_of(line)
+    fields, images = _fields_of(line), None
+    prompt: Sequence[int]
     try:
-        prompt = prompt_of(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
-    except ValueError as error:
+        if "messages" in fields:
+            prompt, images = conversation_of(engine, fields["messages"], fields.get("images", []))
+        else:
+            prompt = prompt_of(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
+    except (ValueError, DataError, ImageError) as error:
         raise ConfigError(f"the prompt cannot be read: {error}") from None
     sampling = Sampling(**{name: fields.get(name, getattr(given, name)) for name in SAMPLING})
     return Request(
@@ -171,7 +185,18 @@ def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine
         stop_words=tuple(fields.get("stop", [])),
         logprobs="logprobs" in fields,
         top_logprobs=fields.get("logprobs", 0),
+        images=images,
     )
+
+
+def conversation_of(
+    engine: Engine | EncoderDecoder, messages: list[Any], paths: list[Any]
+) -> tuple[tuple[int, ...], PromptImages]:
+    """The ids of a conversation with images, and these."""
+    prompts = engine.image_prompts if isinstance(engine, Engine) else None
+    if prompts is None:
+        raise ConfigError("the network reads no images; give a prompt")
+    return prompts.write(messages, [read_bytes(str(path), prompts.options) for path in paths])
 
 
 def _fields_of(line: str) -> dict[str, Any]:
@@ -180,8 +205,8 @@ def _fields_of(line: str) -> dict[str, Any]:
         fields = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"the line is not JSON: {error}") from None
-    if not isinstance(fields, dict) or ("prompt" in fields) == ("ids" in fields):
-        raise ConfigError("a line is a JSON object with a prompt or with ids")
+    if not isinstance(fields, dict) or sum(name in fields for name in ("prompt", "ids", "messages")) != 1:
+        raise ConfigError("a line is a JSON object with a prompt or with ids, or with messages")
     for name, value in fields.items():
         if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
             types = " or ".join(kind.__name__ for kind in KINDS[name])

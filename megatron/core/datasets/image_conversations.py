@@ -65,6 +65,49 @@ class SlotWriter:
         return ~np.array([*ids, *self.around[1]], np.int32)
 
 
+class ConversationWriter:
+    """Writes conversations about images as ids. plain: of what the user says only the images are kept."""
+
+    def __init__(self, encoder: Encoder, slots: SlotWriter, *, plain: bool) -> None:
+        self.encoder, self.slots, self.plain = encoder, slots, plain
+        encoder.marks[_CHARACTER] = SLOT
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the ids depend on."""
+        return {**self.encoder.identity, **asdict(self.slots), "plain": self.plain}
+
+    def row(self, row: Any) -> ImageRow:
+        """The conversation of a row of a file and its images; `DataError` says what is wrong with it."""
+        return _read_row(row, plain=self.plain)
+
+    def pieces(self, messages: Sequence[Message]) -> list[TemplateSegment]:
+        """A conversation of `row` as the template writes it; `DataError` when the template does not take it."""
+        return list(_with_marks(self.encoder.template.pieces(messages)))
+
+    def expanded(self, ids: np.ndarray, counts: Sequence[int], *, thumbnail: bool) -> np.ndarray:
+        """The ids of a conversation with the slots of every image in the place of its mark.
+
+        ids: int32 [t]; counts: tiles of each image; thumbnail: the last of several is one. Returns int32 [t with images].
+        """
+        parts = np.split(ids, np.flatnonzero(ids == ~SLOT))
+        result = [parts[0]]
+        for part, count in zip(parts[1:], counts, strict=True):
+            result += [self.slots.write(count, thumbnail and count > 1), part[1:]]
+        return np.concatenate(result)
+
+    def prompt(self, messages: Sequence[Message], counts: Sequence[int], *, thumbnail: bool) -> np.ndarray:
+        """The ids of a conversation that ends where an answer begins, `SLOT` at slots. int64 [t]"""
+        turns = [_turn(message, place) for place, message in enumerate(messages, 1)]
+        own = [{"role": role, "content": _marked(role, text, plain=self.plain)} for role, text in turns]
+        marks = sum(message["content"].count(_CHARACTER) for message in own)
+        if marks != len(counts):
+            raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(counts)} images")
+        (ids,) = self.encoder.encode([list(_with_marks(self.encoder.template.invitation(own)))])
+        whole = self.expanded(ids, counts, thumbnail=thumbnail).astype(np.int64)
+        return whole ^ (whole >> 63)
+
+
 class ImageConversations:
     """A token source of a JSON file, with the images of every conversation. Ids that are not learnt are kept as ~id."""
 
@@ -89,33 +132,26 @@ class ImageConversations:
 
 
 def open_image_conversations(
-    path: str,
-    folder: str,
-    encoder: Encoder,
-    options: ImageOptions,
-    writer: SlotWriter,
-    cache: IndexCache,
-    *,
-    plain: bool,
+    path: str, folder: str, writer: ConversationWriter, options: ImageOptions, cache: IndexCache
 ) -> ImageConversations:
-    """The conversations of a file, as ids. plain: of what the user says only the images are kept."""
+    """The conversations of a file, as ids."""
     try:
         state = os.stat(path)
     except OSError as error:
         raise DataError(f"{path} cannot be opened: {error.strerror}; give the whole name of a JSON file") from error
     description = {
-        **encoder.identity,
+        **writer.identity,
         "file": os.path.abspath(path),
         "bytes": state.st_size,
         "time": state.st_mtime_ns,
-        "images": {**asdict(options), **asdict(writer), "folder": os.path.abspath(folder), "plain": plain},
+        "images": {**asdict(options), "folder": os.path.abspath(folder)},
     }
-    build = _Builder(path, folder, encoder, options, writer, plain).build
+    build = _Builder(path, folder, writer, options).build
     return ImageConversations(path, folder, load_or_build(cache, "ImageConversations", description, _SHAPES, build))
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class ImageRow:
     """A conversation and the paths of its images, in order."""
 
     messages: list[Message]
@@ -125,12 +161,8 @@ class _Row:
 class _Builder:
     """Makes the arrays of a file."""
 
-    def __init__(
-        self, path: str, folder: str, encoder: Encoder, options: ImageOptions, writer: SlotWriter, plain: bool
-    ) -> None:
-        self.path, self.folder, self.encoder, self.plain = path, folder, encoder, plain
-        self.options, self.writer = options, writer
-        encoder.marks[_CHARACTER] = SLOT
+    def __init__(self, path: str, folder: str, writer: ConversationWriter, options: ImageOptions) -> None:
+        self.path, self.folder, self.writer, self.options = path, folder, writer, options
 
     def build(self) -> Arrays:
         """Read the file, and the header of every image."""
@@ -146,10 +178,10 @@ class _Builder:
                 batch = [(number, self._row(number, row, bad)) for number, row in rows[first : first + AT_ONCE]]
                 counts = list(pool.map(lambda entry: self._count(entry[1]), batch))
                 pieces = self._pieces(batch, counts, bad, unreadable)
-                encoded = iter(self.encoder.encode([one for one in pieces if one is not None]))
+                encoded = iter(self.writer.encoder.encode([one for one in pieces if one is not None]))
                 for (_, row), piece, count in zip(batch, pieces, counts, strict=True):
                     if piece is not None and row is not None and not isinstance(count, str):
-                        ids.append(self._expanded(next(encoded), count))
+                        ids.append(self.writer.expanded(next(encoded), count, thumbnail=self.options.thumbnail))
                         starts.append(starts[-1] + len(ids[-1]))
                         names += [name.encode() for name in row.images]
                         tiles += count
@@ -166,14 +198,14 @@ class _Builder:
             "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
         }
 
-    def _row(self, number: int, row: Any, bad: list[tuple[int, str]]) -> _Row | None:
+    def _row(self, number: int, row: Any, bad: list[tuple[int, str]]) -> ImageRow | None:
         try:
-            return read_row(row, plain=self.plain)
+            return self.writer.row(row)
         except DataError as error:
             bad.append((number, str(error)))
             return None
 
-    def _count(self, row: _Row | None) -> list[int] | str:
+    def _count(self, row: ImageRow | None) -> list[int] | str:
         """Tiles of each image of a conversation, or what is wrong with one."""
         counts = []
         for name in row.images if row is not None else ():
@@ -185,7 +217,7 @@ class _Builder:
 
     def _pieces(
         self,
-        batch: Sequence[tuple[int, _Row | None]],
+        batch: Sequence[tuple[int, ImageRow | None]],
         counts: Sequence[list[int] | str],
         bad: list[tuple[int, str]],
         unreadable: list[tuple[int, str]],
@@ -200,18 +232,10 @@ class _Builder:
                 unreadable.append((number, count))
                 continue
             try:
-                result[-1] = list(_with_marks(self.encoder.template.pieces(row.messages)))
+                result[-1] = self.writer.pieces(row.messages)
             except DataError as error:
                 bad.append((number, str(error)))
         return result
-
-    def _expanded(self, ids: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """The ids of a conversation with the slots of every image in the place of its mark."""
-        parts = np.split(ids, np.flatnonzero(ids == ~SLOT))
-        result = [parts[0]]
-        for part, count in zip(parts[1:], counts, strict=True):
-            result += [self.writer.write(count, self.options.thumbnail and count > 1), part[1:]]
-        return np.concatenate(result)
 
     def _tell(self, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]], total: int) -> None:
         """Refuse rows that are no conversations; count and name those whose images cannot be used."""
@@ -243,7 +267,7 @@ def _read_rows(path: str) -> list[Any]:
         raise DataError(f"{path} is neither a JSON list nor a file of JSON lines: {error}") from error
 
 
-def read_row(row: Any, *, plain: bool) -> _Row:
+def _read_row(row: Any, *, plain: bool) -> ImageRow:
     """The conversation of a row and its images; `DataError` says what is wrong with it."""
     turns = row.get("conversations", row.get("messages")) if isinstance(row, Mapping) else None
     if not isinstance(turns, list) or not turns:
@@ -256,16 +280,21 @@ def read_row(row: Any, *, plain: bool) -> _Row:
     marks = 0
     for place, turn in enumerate(turns, 1):
         role, text = _turn(turn, place)
-        if role == "user":
-            marks += text.count(IMAGE)
-            text = IMAGE * text.count(IMAGE) if plain else text
-            text = text.replace(IMAGE, _CHARACTER)
+        text = _marked(role, text, plain=plain)
+        marks += text.count(_CHARACTER)
         messages.append({"role": role, "content": text})
     if marks != len(images):
         raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(images)} images")
     if all(message["role"] != "assistant" for message in messages):
         raise DataError("a conversation without an answer: none of its turns is of the assistant")
-    return _Row(messages, images)
+    return ImageRow(messages, images)
+
+
+def _marked(role: str, text: str, *, plain: bool) -> str:
+    """What is said, with a character for every image that the user shows."""
+    if role != "user":
+        return text
+    return _CHARACTER * text.count(IMAGE) if plain else text.replace(IMAGE, _CHARACTER)
 
 
 def _turn(turn: Any, place: int) -> tuple[str, str]:

@@ -19,12 +19,15 @@ from typing import Literal
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.image_conversations import (
     IMAGE,
     SLOT,
+    ConversationWriter,
     ImageConversations,
     SlotWriter,
     open_image_conversations,
@@ -156,19 +159,15 @@ class ImageChatKind:
 
     run: RunConfig
     tokenizer: Tokenizer
-    encoder: Encoder
+    writer: ConversationWriter
     options: ImageOptions
-    writer: SlotWriter
     use: Use
     name: str = ImageChatDataset.__name__
 
     def open(self, prefix: str) -> ImageConversations:
         """The ids of a file's conversations."""
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
-        plain = self.run.data.chat.sft_tokenizer_prompt_format == "plain"
-        return open_image_conversations(
-            prefix, folder, self.encoder, self.options, self.writer, self._cache(prefix), plain=plain
-        )
+        return open_image_conversations(prefix, folder, self.writer, self.options, self._cache(prefix))
 
     def count(self, source: ImageConversations) -> int:
         """The number of rows."""
@@ -192,13 +191,9 @@ class ImageChatKind:
             cache=self._cache(source.prefix),
         )
         rows = self.run.model.vision.rows
-        return ImageChatDataset(chat, source, self.options, rows=rows, use=self.use, filler=self._filler())
-
-    def _filler(self) -> int:
-        """The id of an image token, where there is one."""
-        index = self.run.model.vision.image_token_index
-        index = named_tokens(self.tokenizer, [IMAGE]).get(IMAGE) if index is None else index
-        return 0 if index is None or index >= self.tokenizer.vocab_size else index
+        return ImageChatDataset(
+            chat, source, self.options, rows=rows, use=self.use, filler=filler_of(self.run.model, self.tokenizer)
+        )
 
     def _cache(self, path: str) -> IndexCache:
         """Where ids and plans are kept: beside the file."""
@@ -208,14 +203,18 @@ class ImageChatKind:
         return IndexCache(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
 
 
-def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:
-    """What a language model that sees is trained on, as the settings say."""
-    config, model = run.data.multimodal, run.model
-    if run.data.mock_data:
-        raise ConfigError("--mock-data makes no images; give --data-path a JSON file of conversations")
+def filler_of(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    """The id that stands at slots: of an image token, where there is one."""
+    index = model.vision.image_token_index
+    index = named_tokens(tokenizer, [IMAGE]).get(IMAGE) if index is None else index
+    return 0 if index is None or index >= tokenizer.vocab_size else index
+
+
+def slot_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokenizer) -> SlotWriter:
+    """How an image stands in a sequence, as the settings say."""
 
     def ids(text: str) -> tuple[int, ...]:
-        return tuple(bare_ids(tokenizer, [text])[0].tolist())
+        return tuple(bare_ids(tokenizer, [text])[0].tolist()) if text else ()
 
     tags: tuple[tuple[int, ...], ...] = ()
     if config.use_tile_tags:
@@ -223,6 +222,15 @@ def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -
         tags = tuple(map(ids, [*names, "<tile_global_thumbnail>"]))
     around = {"nvlm": ("<Image>", "</Image>"), "internvl": ("<img>", "</img>")}
     before, after = around.get(config.image_tag_type or "", ("", ""))
-    writer = SlotWriter(model.vision.rows, tags, (ids(before) if before else (), ids(after) if after else ()))
-    encoder = Encoder(tokenizer, run.data.chat.sft_tokenizer_prompt_format)
-    return ImageChatKind(run, tokenizer, encoder, ImageOptions.of(model, config), writer, use)
+    return SlotWriter(model.vision.rows, tags, (ids(before), ids(after)))
+
+
+def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:
+    """What a language model that sees is trained on, as the settings say."""
+    if run.data.mock_data:
+        raise ConfigError("--mock-data makes no images; give --data-path a JSON file of conversations")
+    format = run.data.chat.sft_tokenizer_prompt_format
+    writer = ConversationWriter(
+        Encoder(tokenizer, format), slot_writer(run.model, run.data.multimodal, tokenizer), plain=format == "plain"
+    )
+    return ImageChatKind(run, tokenizer, writer, ImageOptions.of(run.model, run.data.multimodal), use)

@@ -190,14 +190,14 @@ class ImageInput(nn.Module):
     def forward(self, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
         """Put rows of images into a sequence.
 
-        hidden: [s or s/tp, b, h], embedded text. images: [n, channels, height, width]; without any, a black one is encoded and
-        used nowhere, so that all data ranks do the same work and have the same gradients. slots: [b, s], the row of all images
+        hidden: [s or s/tp, b, h], embedded text. images: [n, channels, height, width], or what `rows` gave of them, [r, h]; without
+        any, a black one is encoded and used nowhere, so that all data ranks do the same work and have the same gradients. slots: [b, s], the row of all images
         that stands at a position, -1 where there is text. Returns the shape of hidden.
         """
         region = self.build.region
         if images.shape[0] == 0:
             images = images.new_zeros((1, *images.shape[1:]))
-        rows = self.rows(images)
+        rows = images if images.dim() == 2 else self.rows(images)
         if region.sequence_parallel:  # each rank puts in the rows of its positions, so the gradient is a sum over ranks
             rows = collectives.identity_then_reduce(rows, region.axis)
         places = region.scatter_to_sequence(slots.t().contiguous())

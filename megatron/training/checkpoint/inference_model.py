@@ -52,7 +52,7 @@ Stage = GPTModel | BERTModel | T5Model
 AnyStage = TypeVar("AnyStage", GPTModel, BERTModel, T5Model)
 FORMATS = ("float32", "bfloat16", "float16", "float64")
 _EMBEDDING = "model.embedding.word_embeddings.weight"
-_NAMES = {"gpt": "a GPT-like model", "bert": "a BERT", "t5": "a T5"}
+_NAMES = {"gpt": "a GPT-like model", "bert": "a BERT", "t5": "a T5", "vit": "an encoder of images"}
 _SEED = 1234  # of initial values, which the checkpoint's replace
 
 
@@ -120,10 +120,13 @@ def load_network(
 
 
 def architecture_of(source: Source) -> str:
-    """gpt, bert or t5, by the names of the parameters."""
-    encoder, decoder = (
-        any(name.startswith(f"model.{part}.") for name in source.formats) for part in ("encoder", "decoder")
+    """gpt, bert, t5 or vit, by the names of the parameters."""
+    encoder, decoder, vision = (
+        any(name.startswith(f"model.{part}.") for name in source.formats)
+        for part in ("encoder", "decoder", "vision_model")
     )
+    if vision and not decoder:
+        return "vit"
     return "t5" if encoder and decoder else "bert" if encoder else "gpt"
 
 

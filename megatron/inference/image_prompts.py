@@ -1,0 +1,63 @@
+"""Prompts with images: conversations written as in training, with a slot for each row of an image.
+
+[{"role": "user", "content": "<image>\\nWhat is it?"}], [bytes of a file]  ->  ids, PromptImages
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.flags import from_values
+from megatron.core.config.settings.data import ChatConfig
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.multimodal import MultimodalConfig
+from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.image_conversations import SLOT, ConversationWriter
+from megatron.core.datasets.images import ImageOptions, decode, no_images, tiles
+from megatron.core.datasets.multimodal import filler_of, slot_writer
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.inference.step_input import PromptImages
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompts:
+    """Writes prompts for one network. plain: the user says nothing but images."""
+
+    writer: ConversationWriter
+    options: ImageOptions
+    rows: int
+    filler: int
+
+    @staticmethod
+    def of(
+        model: ModelConfig, tokenizer: Tokenizer, settings: Mapping[str, Any], format: str | None = None
+    ) -> ImagePrompts:
+        """As the network was trained. settings: of its checkpoint. format: how conversations are written, if another."""
+        data, chat = from_values(MultimodalConfig, settings), from_values(ChatConfig, settings)
+        encoder = Encoder(tokenizer, format or chat.sft_tokenizer_prompt_format)
+        writer = ConversationWriter(
+            encoder, slot_writer(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
+        )
+        return ImagePrompts(writer, ImageOptions.of(model, data), model.vision.rows, filler_of(model, tokenizer))
+
+    def write(
+        self, messages: Sequence[Mapping[str, Any]], files: Sequence[bytes]
+    ) -> tuple[tuple[int, ...], PromptImages]:
+        """The ids of a prompt that ends where an answer begins, and its images.
+
+        messages: with <image> in what the user says, as often as there are files. Raises `DataError` for what is no conversation,
+        and `ImageError` for a file that cannot be used.
+        """
+        parts = [tiles(decode(file, self.options), self.options) for file in files]
+        counts = [len(part) for part in parts]
+        ids = self.writer.prompt(messages, counts, thumbnail=self.options.thumbnail)
+        images = np.concatenate([no_images(self.options), *parts])
+        is_slot = ids == SLOT
+        slots = np.where(is_slot, np.cumsum(is_slot) - 1, -1)
+        digest = hashlib.blake2b(images.tobytes(), digest_size=16).digest()
+        return tuple(np.where(is_slot, self.filler, ids).tolist()), PromptImages(images, tuple(slots.tolist()), digest)

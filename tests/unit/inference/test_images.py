@@ -1,0 +1,113 @@
+"""Prompts with images: the engine says what transformers says, whatever is decoded together, cut into passes or known before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.datasets.indexed import DataError
+from megatron.core.families import hf
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.inference.image_prompts import ImagePrompts
+from megatron.inference.requests import Request
+from megatron.inference.step_input import PromptImages
+from tests.unit.datasets.test_images import content, picture
+from tests.unit.families.test_vision import IMAGE, llava_clip, network, saved
+from tests.unit.inference.serving import engine_of, greedy
+from tests.unit.inference.serving import network as text_network
+
+NEW = 12
+
+
+def prompt(rows: int, images: np.ndarray, seed: int) -> tuple[tuple[int, ...], PromptImages]:
+    """Random ids with all rows of some images in their midst."""
+    random = np.random.default_rng(seed)
+    total = rows * len(images)
+    before, after = random.integers(0, IMAGE, 3 + seed), random.integers(0, IMAGE, 4)
+    ids = np.concatenate((before, np.full(total, IMAGE), after))
+    slots = np.full(len(ids), -1)
+    slots[len(before) : len(before) + total] = np.arange(total)
+    return tuple(ids.tolist()), PromptImages(images, tuple(slots.tolist()), images.tobytes()[:64])
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """transformers' LLaVA, and ours with the same weights."""
+    folder = tmp_path_factory.mktemp("llava")
+    model = saved(llava_clip, folder)
+    return model, network(hf.open_folder(folder))
+
+
+def requests(model: Any, count: int = 3) -> list[Request]:
+    """Prompts with one or two images, each its own."""
+    rows, random = model.build.model.vision.rows, np.random.default_rng(1)
+    made = []
+    for seed in range(count):
+        images = random.standard_normal((1 + seed % 2, 3, 28, 28)).astype(np.float32)
+        ids, given = prompt(rows, images, seed)
+        made.append(greedy(ids, NEW, images=given))
+    return made
+
+
+def said(model: Any, request: Request) -> list[int]:
+    """What transformers says."""
+    ids = torch.tensor([request.prompt])
+    assert request.images is not None
+    with torch.no_grad():
+        answer = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            pixel_values=torch.from_numpy(request.images.images),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return answer[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("changes", [{}, {"tokens": 13, "together": 4}, {"sharing": True, "block": 4}], ids=str)
+def test_texts_are_those_of_transformers_token_for_token(both: tuple[Any, Any], changes: dict[str, Any]) -> None:
+    model, ours = both
+    engine = engine_of(ours, **changes)
+    asked = requests(ours)
+    replies = engine.run([*asked, *asked])  # the second time their beginnings may be known
+    for request, reply in zip([*asked, *asked], replies, strict=True):
+        assert list(reply.ids) == said(model, request)
+
+
+def test_the_keys_of_another_image_are_not_taken_for_those_of_the_same_ids(both: tuple[Any, Any]) -> None:
+    model, ours = both
+    engine = engine_of(ours, sharing=True, block=4)
+    (first, *_) = requests(ours, 1)
+    assert first.images is not None
+    other = replace(first, images=replace(first.images, images=-first.images.images, digest=b"other"))
+    answers = [list(engine.run([request])[0].ids) for request in (first, other, first)]
+    assert answers == [said(model, request) for request in (first, other, first)] and answers[0] != answers[1]
+
+
+def test_a_network_that_reads_no_images_refuses_them(both: tuple[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match="the network reads no images"):
+        engine_of(text_network()).run([replace(requests(both[1], 1)[0], prompt=(1, 2, 3))])
+
+
+def test_a_prompt_is_written_as_conversations_are_in_training(both: tuple[Any, Any]) -> None:
+    model = both[1].build.model
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
+    prompts = ImagePrompts.of(model, tokenizer, {"sft_tokenizer_prompt_format": "plain"}, "llama2")
+    messages = [{"role": "user", "content": "<image>What?"}]
+    with pytest.raises(DataError, match="says <image> 1 times, and there are 0 images"):
+        prompts.write(messages, [])
+    chat = ImagePrompts.of(model, tokenizer, {"sft_tokenizer_prompt_format": "llama2"})
+    ids, images = chat.write(messages, [content(picture(20, 30))])
+    text = "".join(
+        "#" if slot >= 0 else tokenizer.detokenize([token]) for token, slot in zip(ids, images.slots, strict=True)
+    )
+    assert text.endswith("[INST] " + "#" * model.vision.rows + "What? [/INST]")
+    assert images.images.shape == (1, 3, 28, 28) and max(images.slots) == model.vision.rows - 1
