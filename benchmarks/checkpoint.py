@@ -219,7 +219,7 @@ def main() -> None:
         print(
             f"save  {name:<20} {seconds:7.2f} s  {size / seconds:6.2f} GB/s  {raw / seconds:6.1%} of raw   ({', '.join(f'{t:.2f}' for t in times[name])})"
         )
-    blocked, whole = asynchronous(state, args.folder / "aside", args.repeats)
+    blocked, whole = asynchronous(state, args.folder / "background", args.repeats)
     later = statistics.median(blocked[1:])
     print(
         f"async takes its memory in {blocked[0]:.3f} s at the start of a run; a save blocks {later:.3f} s ({size / later:.1f} GB/s, 1/{plain / later:.0f} of torch.save); "

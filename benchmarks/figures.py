@@ -89,7 +89,7 @@ QUESTIONS = (
     Question("many ranks", "benchmarks/many_ranks.py"),
     Question("planning", "benchmarks/planning.py --rounds 3"),
     Question("experts", "benchmarks/experts.py", on="any"),
-    Question("sentinel", "benchmarks/sentinel.py"),
+    Question("replica_check", "benchmarks/replica_check.py"),
     Question("failure", "benchmarks/failure.py --rounds 3"),
     Question("decode", "benchmarks/decode.py 124m --rounds 3"),
     Question("gpu", "benchmarks/train_gpu.py", on="gpu"),

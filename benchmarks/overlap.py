@@ -64,12 +64,12 @@ from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
 ROUNDS, STEP, CPU = 5, 0.04, torch.device("cpu")
-IN_TURNS = "1f1b in turns"  # as --overlap-moe-expert-parallel-comm has it
+DUAL_BATCH = "1f1b dual-batch"  # as --overlap-moe-expert-parallel-comm has it
 
 
 @dataclass(slots=True)
 class Link:
-    """Carries one thing after the other. seconds: of each. at_once: whoever sends waits until it is there."""
+    """Carries one thing after the other. seconds: of each. at_once: the sender waits until the message has arrived."""
 
     seconds: float
     at_once: bool = False
@@ -313,7 +313,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
 
 
 def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
-    """Steps of a network whose attention and experts each take STEP forward and twice that backward; with passes in turns, or with
+    """Steps of a network whose attention and experts each take STEP forward and twice that backward; with dual-batch overlap, or with
     gradients of weights that wait, and without."""
     layers, size = 2, dist.get_world_size()
     trainers = [
@@ -409,7 +409,7 @@ def schedules(pp: int, m: int) -> dict[str, Plan]:
     return {
         "gpipe": gpipe(pp, m),
         "1f1b": one_f_one_b(pp, m),
-        IN_TURNS: one_f_one_b_dual_batch(pp, m),
+        DUAL_BATCH: one_f_one_b_dual_batch(pp, m),
         "zb-h1": zero_bubble(pp, m),
         "interleaved 2": interleaved(pp, 2, m, pp),
         "zb-v": zero_bubble_v(pp, m),
@@ -437,7 +437,7 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
                 executor.run(
-                    script(whole, rank, overlap=overlaps, dual_batch_overlap=name == IN_TURNS),
+                    script(whole, rank, overlap=overlaps, dual_batch_overlap=name == DUAL_BATCH),
                     work=work,
                     axis=axis,
                     backward_axis=backward_axis,
@@ -501,7 +501,7 @@ def main() -> None:
                         backward=2 * step,
                         weight=step,
                         message=message,
-                        dual_batch_overlap=name == IN_TURNS,
+                        dual_batch_overlap=name == DUAL_BATCH,
                     )
                     for message in (0.0, delay)
                 )

@@ -1,4 +1,4 @@
-"""The GPU's code on the stand-in for a GPU: training, recorded layers, products in few bits, and layouts over the stand-in for NCCL."""
+"""The GPU's code on the stand-in for a GPU: training, recorded layers, low-precision matmuls, and layouts over the stand-in for NCCL."""
 
 from __future__ import annotations
 

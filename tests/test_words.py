@@ -91,6 +91,28 @@ NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Words in sentences: documentation, docstrings, help texts, messages and comments. `(?i)` patterns: what to write instead.
+PHRASES: Mapping[str, str] = MappingProxyType(
+    {
+        r"dialects?": "checkpoint format",
+        r"ledgers?": "run log",
+        r"bundles?": "failure dump",
+        r"(passes|done|two) in turns": "dual-batch overlap",
+        r"few bits": "low precision",
+        r"for the night|by day": "nightly, default tier",
+        r"whoever|somebody": "name who: the caller, a rank, a process",
+        r"rehears\w+": "short run",
+        r"(this|the|our) (house|floor|room)": "architecture, layer, package",
+        r"homes": "replicas",
+        r"put aside|activations aside": "activation offloading",
+        r"brought home|come home": "gathered",
+        r"the dry run's sketch": "analytic estimate",
+    }
+)
+
+# Old names that users may still have: of flags, and of a file.
+FORMER = {("legacy_table.py", "ledger"), ("legacy_table.py", "bundle"), ("run_log.py", "ledger")}
+
 # Names of variables that say nothing about the value.
 LOCALS: Mapping[str, str] = MappingProxyType(
     {
@@ -152,6 +174,29 @@ def test_no_file_has_an_identifier_that_the_field_does_not_know() -> None:
         if path != Path(__file__).resolve() and banned.search(path.read_text())
         for name in NAMES
         if name in identifiers(path)
+    ]
+    assert not offences, "\n".join(offences)
+
+
+def sentences(path: Path) -> str:
+    """What a file says to a reader: a page of documentation whole; of code the strings and comments."""
+    if path.suffix != ".py":
+        return path.read_text()
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    kinds = (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+    return "\n".join(token.string for token in tokens if token.type in kinds)
+
+
+def test_sentences_have_the_words_of_the_field() -> None:
+    banned = {re.compile(rf"(?i)\b(?:{phrase})\b"): word for phrase, word in PHRASES.items()}
+    folders = ("megatron", "tools", "tasks", "docs", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    offences = [
+        f"{path.relative_to(ROOT)}: {match[0]!r}: write {word}"
+        for path in sorted([*paths, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+        for pattern, word in banned.items()
+        for match in pattern.finditer(sentences(path))
+        if (path.name, match[0]) not in FORMER
     ]
     assert not offences, "\n".join(offences)
 

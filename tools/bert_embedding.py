@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Texts to vectors: one row of a .npy file for each, in their order, by a BERT of any layout and dialect.
+"""Texts to vectors: one row of a .npy file for each, in their order, by a BERT of any layout and format.
 
 The code is in megatron/tools/bert_embedding.py; `--help` says how to use it.
 """

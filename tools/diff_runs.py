@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare two runs by their ledgers: the first step in which they part, and what they were given that differs.
+"""Compare two runs by their run logs: the first step in which they part, and what they were given that differs.
 
 The code is in megatron/tools/diff_runs.py; `--help` says how to use it.
 """

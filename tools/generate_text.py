@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Continue a text with a checkpoint of any layout and dialect, in one process.
+"""Continue a text with a checkpoint of any layout and format, in one process.
 
 The code is in megatron/tools/generate_text.py; `--help` says how to use it.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Repeat a bad step from its bundle, on the CPU, and say where the first value arises that is not finite.
+"""Repeat a bad step from its failure dump, on the CPU, and say where the first value arises that is not finite.
 
 The code is in megatron/tools/replay.py; `--help` says how to use it.
 """

@@ -315,7 +315,7 @@ class PolicyData(StepHooks):
             "finished": _mean([float(one.finished) for one in rollouts]),
             "failed": len(rollouts) - len(valid),
         }
-        self.run.ledger.add("rollouts", iteration=self.run.progress.iteration, **facts)
+        self.run.run_log.add("rollouts", iteration=self.run.progress.iteration, **facts)
         failed = f", {facts['failed']} failed" if facts["failed"] else ""
         self.run.say(
             f"round {number}: reward {facts['reward']:.3f}, {facts['answer tokens']:.1f} tokens an answer, "
@@ -335,7 +335,7 @@ class PolicyData(StepHooks):
             one.name: _mean([r.reward for r in rollouts if r.group == index and not r.problem])
             for index, one in enumerate(self.environments)
         }
-        self.run.ledger.add("evaluation", iteration=self.run.progress.iteration, rewards=means)
+        self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, rewards=means)
         self.run.say(
             f"held-out problems at iteration {self.run.progress.iteration}: "
             + ", ".join(f"{name} {value:.3f}" for name, value in means.items())

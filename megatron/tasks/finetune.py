@@ -193,11 +193,11 @@ def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str,
         Compiler(trainer)
     checkpoint = Checkpoint(trainer, lock=lock)
     load_pretrained(checkpoint, task)
-    guard = StepValidator(run.config)
-    if run.config.faults.guards_steps:
-        trainer.add_hook(guard)
+    validator = StepValidator(run.config)
+    if run.config.faults.validates_steps:
+        trainer.add_hook(validator)
     with closing(writers_of(run)) as writers:
-        return _best_of(trainer, task, sets, epochs, checkpoint, guard, writers)
+        return _best_of(trainer, task, sets, epochs, checkpoint, validator, writers)
 
 
 def _best_of(
@@ -206,7 +206,7 @@ def _best_of(
     sets: Sets,
     epochs: Epochs | None,
     checkpoint: Checkpoint,
-    guard: StepValidator,
+    validator: StepValidator,
     writers: Writers,
 ) -> dict[str, float]:
     """Train epoch by epoch and keep the best; without epochs, measure. Returns the last metrics."""
@@ -217,7 +217,7 @@ def _best_of(
         write_predictions(task, sets, rows, run)
         return results
     for epoch in range(task.epochs):
-        train_epoch(trainer, epochs, epoch, guard, writers)
+        train_epoch(trainer, epochs, epoch, validator, writers)
         results, rows = measure(trainer, task, sets)
         writers.scores(str(task.task), results, iteration=trainer.progress.iteration)
         score = next(iter(results.values()), 0.0)
@@ -249,7 +249,7 @@ def model_of(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
 
 
 def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
-    """Start from `--pretrained-checkpoint`, an encoder in any dialect, or from `--load`, which has this task's head."""
+    """Start from `--pretrained-checkpoint`, an encoder in any format, or from `--load`, which has this task's head."""
     requested, run = checkpoint.config.checkpoint, checkpoint.trainer.run
     if requested.load:
         if not checkpoint.resume():
@@ -279,7 +279,7 @@ def encoder_of(path: str, given: dict[str, Any]) -> Source:
     return source
 
 
-def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: StepValidator, writers: Writers) -> None:
+def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, validator: StepValidator, writers: Writers) -> None:
     """Go through the training data once, with Megatron's log lines. A step that is bad ends the run, unless it is skipped."""
     run, progress, precision = trainer.run, trainer.progress, trainer.run.config.precision
     meter = Meter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
@@ -287,12 +287,12 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, guard: StepValidat
     batches, since = epochs.batches(epoch), time.perf_counter()
     for step in range(epochs.steps):
         meter.add(train_step(trainer, batches))
-        if guard.verdict:
-            run.say(f"WARNING: {guard.decide(progress.iteration)}")
+        if validator.verdict:
+            run.say(f"WARNING: {validator.decide(progress.iteration)}")
         if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
             resolved = meter.resolve()  # the same on all ranks
             writers.steps(resolved)
-            record_steps(run.ledger, resolved)
+            record_steps(run.run_log, resolved)
             watch.demand_finite(resolved)
             train = run.config.train
             assert train.train_iters is not None, "finetuning counts its steps before it begins"

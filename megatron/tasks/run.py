@@ -32,6 +32,6 @@ def run_task(args: Namespace) -> None:
         task, run = task_of(args), initialize_megatron(args)
         with recorded(run), HangDetector(run), locating(run):
             (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)
-            run.ledger.add("end", reason="complete", iteration=run.progress.iteration)
+            run.run_log.add("end", reason="complete", iteration=run.progress.iteration)
 
     main()

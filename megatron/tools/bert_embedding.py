@@ -1,4 +1,4 @@
-"""Texts to vectors: one row of a .npy file for each, in their order, by a BERT of any layout and dialect.
+"""Texts to vectors: one row of a .npy file for each, in their order, by a BERT of any layout and format.
 
     python tools/bert_embedding.py --load runs/bert_small/checkpoints --input corpus.jsonl --output corpus.npy
 

@@ -68,7 +68,7 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig
 
 
 def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:
-    """What both rehearsals say of each other, as plain values."""
+    """How the two short runs differ, as plain values."""
     from megatron.trust.parity.parity import checked_on_ranks  # needs torch, which no other answer waits for
 
     result = checked_on_ranks(small, limit)

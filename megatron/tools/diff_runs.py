@@ -1,8 +1,8 @@
-"""Compare two runs by their ledgers: the first step in which they part, and what they were given that differs.
+"""Compare two runs by their run logs: the first step in which they part, and what they were given that differs.
 
-    python tools/diff_runs.py RUN_A RUN_B          each a --save folder, or a ledger
+    python tools/diff_runs.py RUN_A RUN_B          each a --save folder, or a run log
 
-The likeliest cause stands first; docs/ledger.md tells the order. Exit code: 0 every step that both have is equal to the
+The likeliest cause stands first; docs/run_log.md tells the order. Exit code: 0 every step that both have is equal to the
 last bit, 1 they part, 2 the question could not be read.
 """
 
@@ -104,7 +104,7 @@ def report(a: History, b: History, difference: Difference, tolerance: float) -> 
         "",
         "What they were given differently, the likeliest cause first:"
         if difference.inputs
-        else "They were given the same, as far as the ledgers tell.",
+        else "They were given the same, as far as the run logs tell.",
         *inputs_told(difference.inputs),
     ]
     if difference.idle:
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
     end_in_a_line_when_interrupted()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("a", metavar="RUN_A", help="--save folder or ledger of a run")
+    parser.add_argument("a", metavar="RUN_A", help="--save folder or run log of a run")
     parser.add_argument("b", metavar="RUN_B", help="that of another")
     parser.add_argument(
         "--tolerance",

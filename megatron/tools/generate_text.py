@@ -1,4 +1,4 @@
-"""Continue a text with a checkpoint of any layout and dialect, in one process.
+"""Continue a text with a checkpoint of any layout and format, in one process.
 
 python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "The state of the union is"
 """

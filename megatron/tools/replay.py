@@ -1,11 +1,11 @@
-"""Repeat a bad step from its bundle, on the CPU, and say where the first value arises that is not finite.
+"""Repeat a bad step from its failure dump, on the CPU, and say where the first value arises that is not finite.
 
     python tools/replay.py checkpoints/faults/step-00000120
-    python tools/replay.py BUNDLE --weights checkpoints/iter_0000119     take the weights from there
-    python tools/replay.py BUNDLE --large 1e4                            values from here on count as trouble, too
+    python tools/replay.py DUMP --weights checkpoints/iter_0000119     take the weights from there
+    python tools/replay.py DUMP --large 1e4                            values from here on count as trouble, too
 
-A run leaves bundles with --on-bad-step; with --bundle-weights they hold the weights, and the replay is exact.
-Exit code: 0 the trouble is found, 1 nothing of it happens here, 2 the bundle cannot be repeated.
+A run leaves failure dumps with --on-bad-step; with --failure-dump-weights they hold the weights, and the replay is exact.
+Exit code: 0 the trouble is found, 1 nothing of it happens here, 2 the failure dump cannot be repeated.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the options, replay, report."""
     end_in_a_line_when_interrupted()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("bundle", type=Path, help="folder of a bad step")
+    parser.add_argument("dump", type=Path, help="folder of a bad step")
     parser.add_argument(
-        "--weights", type=Path, help="checkpoint to start from, instead of the one in the bundle or named by it"
+        "--weights", type=Path, help="checkpoint to start from, instead of the one in the failure dump or named by it"
     )
     parser.add_argument("--large", type=float, default=math.inf, help="absolute values above this count as trouble")
     parser.add_argument(
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args(argv)
     try:
-        replayed = replay(options.bundle, PROVIDERS, weights=options.weights, bound=options.large)
+        replayed = replay(options.dump, PROVIDERS, weights=options.weights, bound=options.large)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2

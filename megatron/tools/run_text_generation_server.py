@@ -179,7 +179,7 @@ def is_local(given: argparse.Namespace) -> bool:
 
 
 def show(page: str) -> None:
-    """Open the page, where there is somebody to see it. A browser may take its time, and may fail: that is its own affair."""
+    """Open the page in a browser where there is a desktop. A browser that is slow or fails does not affect the server."""
     if has_desktop():
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
 
@@ -264,7 +264,7 @@ def lead(
     """What the first rank does."""
     if not token and not is_local(given):
         logging.getLogger(__name__).warning(
-            "--host %s without --token-file: whoever reaches this port may use it", given.host
+            "--host %s without --token-file: everyone who reaches this port may use it", given.host
         )
     chat, name = chat_of(given, engine.tokenizer), model_name(given)
     service = Service(engine, liveness)

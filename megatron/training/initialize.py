@@ -41,7 +41,7 @@ from megatron.training.launch.launch_info import launcher_place, world_size
 from megatron.training.launch.rendezvous import join_ranks, lacks_board
 from megatron.training.launch.spare_ranks import stand_by, tell_done
 from megatron.training.report.run_log import RunLog
-from megatron.training.report.run_record import ledger_path
+from megatron.training.report.run_record import run_log_path
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 
@@ -74,7 +74,7 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
         streams=streams,
         timers=_timers(config, mesh),
         log=log,
-        ledger=_ledger(config, mesh),
+        run_log=_run_log(config, mesh),
     )
     global_vars.install(run)
     parallel_state.install(mesh)
@@ -165,8 +165,8 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _ledger(config: RunConfig, mesh: Mesh) -> RunLog:
-    return RunLog(ledger_path(config.log, config.checkpoint.save) if mesh.world.is_first else None)
+def _run_log(config: RunConfig, mesh: Mesh) -> RunLog:
+    return RunLog(run_log_path(config.log, config.checkpoint.save) if mesh.world.is_first else None)
 
 
 def _timers(config: RunConfig, mesh: Mesh) -> Timers:

@@ -81,22 +81,22 @@ def pretrain(
         recordings = CapturedGraphs(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
         checkpoint = Checkpoint(trainer, lock=lock)
         if checkpoint.resume():
-            run.ledger.add("loaded", **dataclasses.asdict(run.progress))
+            run.run_log.add("loaded", **dataclasses.asdict(run.progress))
         trainer.batches.check(run.progress.consumed_train_samples)
-        guard = StepValidator(run.config)
-        rerun = StepRerun(trainer, guard) if run.config.faults.step_rerun != "disabled" else None
-        if run.config.faults.guards_steps and rerun is None:
-            trainer.add_hook(guard)
+        validator = StepValidator(run.config)
+        rerun = StepRerun(trainer, validator) if run.config.faults.step_rerun != "disabled" else None
+        if run.config.faults.validates_steps and rerun is None:
+            trainer.add_hook(validator)
         while True:
             try:
                 with closing(build_data(trainer, datasets) if data_of is None else data_of(trainer)) as data:
-                    return Session(trainer, checkpoint, data, guard, rerun, compiler or recordings).run()
+                    return Session(trainer, checkpoint, data, validator, rerun, compiler or recordings).run()
             except RollBack as bad:
                 run.say(
                     f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration"
                 )
                 checkpoint.roll_back(bad)
-                run.ledger.add("rollback", reason=str(bad), **dataclasses.asdict(run.progress))
+                run.run_log.add("rollback", reason=str(bad), **dataclasses.asdict(run.progress))
 
 
 class Session:
@@ -107,16 +107,16 @@ class Session:
         trainer: Trainer,
         checkpoint: Checkpoint,
         data: Data,
-        guard: StepValidator,
+        validator: StepValidator,
         rerun: StepRerun | None = None,
         layers: Compiler | CapturedGraphs | None = None,
     ) -> None:
         """layers: who makes layers faster, and tells of it."""
-        self.trainer, self.checkpoint, self.data, self.guard, self.rerun, self.layers = (
+        self.trainer, self.checkpoint, self.data, self.validator, self.rerun, self.layers = (
             trainer,
             checkpoint,
             data,
-            guard,
+            validator,
             rerun,
             layers,
         )
@@ -132,7 +132,7 @@ class Session:
             settings=to_values(self.config),
         )
         self.work = _work(trainer)
-        self.sentinel = ReplicaCheck(trainer)
+        self.replica_check = ReplicaCheck(trainer)
         self.stragglers = Stragglers(self.mesh) if self.config.faults.log_straggler else None
         self.flops_at_start = trainer.progress.floating_point_operations
         self.since = time.perf_counter()
@@ -164,7 +164,7 @@ class Session:
                 self._settle(self.checkpoint.finish())
                 raise
             self._finish(reason, watch)
-            self.trainer.run.ledger.add("end", reason=reason or "complete", iteration=self.trainer.progress.iteration)
+            self.trainer.run.run_log.add("end", reason=reason or "complete", iteration=self.trainer.progress.iteration)
 
     def _train(self, watch: ExitConditions) -> str:
         """Iterate to the end, or until there is a reason to stop, which is returned."""
@@ -191,7 +191,7 @@ class Session:
                 self.meter.add(step(self.data.train))
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
-            if self.guard.verdict:
+            if self.validator.verdict:
                 self._bad_step(watch, before * self.trainer.batches.unit)
         self.mesh.flight_recorder.enter("")
         watch.after_step(progress.iteration)
@@ -201,7 +201,7 @@ class Session:
         """What is due after this iteration: checks, log line, evaluation, checkpoint. before: its microbatches."""
         progress, train = self.trainer.progress, self.config.train
         if self._due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
-            self.sentinel.check()
+            self.replica_check.check()
         if train.empty_unused_memory_level:
             empty_cache(self.mesh.device)  # level 2 also does so between the backward pass and the update
         if self._due(self.config.log.log_interval) or progress.iteration == 1:
@@ -219,7 +219,7 @@ class Session:
         """The flag that lets the run pass over the data of an iteration, None where it is trained on."""
         if iteration in self.config.train.iterations_to_skip:
             return "--iterations-to-skip"
-        if iteration in self.guard.passed_over:
+        if iteration in self.validator.passed_over:
             return "--on-bad-step rollback"
         if self.rerun is not None and iteration in self.rerun.skipped:
             return "--result-rejected-tracker-filename"
@@ -233,10 +233,10 @@ class Session:
         progress = self.trainer.progress
         progress.skipped_train_samples += samples
         self._resolve(watch)
-        self.trainer.run.ledger.add(
-            "bad step", iteration=progress.iteration, samples=samples, reason=self.guard.verdict
+        self.trainer.run.run_log.add(
+            "bad step", iteration=progress.iteration, samples=samples, reason=self.validator.verdict
         )
-        self.trainer.run.say(f"WARNING: {self.guard.decide(progress.iteration)}")
+        self.trainer.run.say(f"WARNING: {self.validator.decide(progress.iteration)}")
 
     def _skip(self, reason: str) -> None:
         """Pass over the data of one iteration; reason: the flag that asks for it."""
@@ -248,12 +248,14 @@ class Session:
         progress.iteration += 1
         progress.consumed_train_samples += size.global_batch_size
         progress.skipped_train_samples += size.global_batch_size
-        self.trainer.run.ledger.add("skip", iteration=progress.iteration, samples=size.global_batch_size, reason=reason)
+        self.trainer.run.run_log.add(
+            "skip", iteration=progress.iteration, samples=size.global_batch_size, reason=reason
+        )
 
     def _resolve(self, watch: ExitConditions) -> None:
         steps = self.meter.resolve()
         self.writers.steps(steps)
-        record_steps(self.trainer.run.ledger, steps)
+        record_steps(self.trainer.run.run_log, steps)
         watch.demand_finite(steps)
 
     def _report(self, watch: ExitConditions) -> None:
@@ -302,7 +304,7 @@ class Session:
         if not self.config.data.full_validation:
             progress.consumed_valid_samples += iterations * self.trainer.batches.evaluated
         self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
-        self.trainer.run.ledger.add("validation", iteration=progress.iteration, losses=losses)
+        self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses)
         watch.around_evaluation()
         self.since += time.perf_counter() - paused
 
@@ -343,7 +345,7 @@ class Session:
             size=outcome.size,
             failures=self.failed_saves,
         )
-        self.trainer.run.ledger.add(
+        self.trainer.run.run_log.add(
             "checkpoint",
             iteration=outcome.iteration,
             seconds=outcome.seconds,
@@ -400,7 +402,7 @@ class Session:
                 self.writers.validation(
                     losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples, final=name
                 )
-                self.trainer.run.ledger.add("validation", iteration=progress.iteration, losses=losses, final=name)
+                self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses, final=name)
 
     def _watch(self) -> ExitConditions:
         config = self.config
@@ -433,7 +435,7 @@ class Session:
 
     def _end_at_once(self) -> None:
         last = self.checkpoint.last_saved
-        self.trainer.run.ledger.add(
+        self.trainer.run.run_log.add(
             "end", reason="SIGINT, twice", iteration=self.trainer.progress.iteration, failed=True
         )
         self.trainer.run.say(

@@ -55,7 +55,7 @@ class Run:
     timers: Timers
     log: logging.Logger
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
-    ledger: RunLog = field(default_factory=RunLog)
+    run_log: RunLog = field(default_factory=RunLog)
     progress: Progress = field(default_factory=Progress)
     ending: RunOutcome = field(default_factory=RunOutcome)
     started: float = field(default_factory=time.monotonic)

@@ -22,7 +22,7 @@ from megatron.trust.compare.checkpoints import Difference, compare_sources
 from megatron.trust.compare.contents import fits
 
 Settings = Mapping[str, Any]
-# Weights whose products may be of few bits: their stack, their layer's number, and whether it predicts tokens ahead.
+# Weights whose products may be in low precision: their stack, their layer's number, and whether it predicts tokens ahead.
 _ROUNDED = re.compile(
     r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*linear_(?:qkv|gate|proj|fc[12]|q|kv|q_proj|q_up_proj|kv_up_proj)\.weight$"
 )
@@ -241,9 +241,7 @@ DERIVED = {
     ("trainer.scripts.*",): "the order of work, a function of the number of microbatches",
     ("trainer.loss_names*", "trainer.note_names*"): "names of the losses, which the first step asks for",
     ("trainer.stages.*.scaling.seen",): "largest values of the step that is under way",
-    (
-        "trainer.stages.*.recorded*",
-    ): "choices of experts of the last step, for whoever replays it (--moe-enable-routing-replay)",
+    ("trainer.stages.*.recorded*",): "choices of experts of the last step, for a replay (--moe-enable-routing-replay)",
     ("trainer.run.timers.*",): "time spent, which is only reported",
     ("data.*",): "samples read ahead; which come next follows from the counters",
     ("meter.*", "writers.*", "notes*", "since", "steps_since", "reported_memory", "failed_saves"): "reports",

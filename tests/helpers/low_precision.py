@@ -1,4 +1,4 @@
-"""The operands of a layer's products in few bits."""
+"""The operands of a layer's low-precision matmuls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python says of a GPU, over `device.cpp`: torch.cuda, attention and products of few bits, as a Hopper or Blackwell has them.
+"""What Python says of a GPU, over `device.cpp`: torch.cuda, attention and low-precision matmuls, as a Hopper or Blackwell has them.
 
 Streams and events are those of a device that does everything at once. Attention and products in 8 and 4 bits are formulas;
 before a product, torch's own checks of shapes and layouts are made, those for GPUs.

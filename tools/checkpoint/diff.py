@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How two checkpoints differ, whatever layouts or dialects wrote them. Exit code 1 if they do.
+"""How two checkpoints differ, whatever layouts or formats wrote them. Exit code 1 if they do.
 
 The code is in megatron/tools/checkpoint/diff.py; `--help` says how to use it.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is in a checkpoint of any dialect: names, shapes, dtypes, sizes, who wrote which box, the settings of its run.
+"""What is in a checkpoint of any format: names, shapes, dtypes, sizes, who wrote which box, the settings of its run.
 
 The code is in megatron/tools/checkpoint/inspect.py; `--help` says how to use it.
 """

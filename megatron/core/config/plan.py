@@ -1,6 +1,6 @@
 """One row per layer, and which layers each pipeline stage builds.
 
-A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s, which run through the ranks vpp times. `home`
+A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s, which run through the ranks vpp times. `rank_and_chunk`
 says where a stage lives: as chunk s // pp of a rank, each time from the first rank on (wrap), or there and back (v):
 
     12 layers, pp=2, vpp=3      rank 0    stage 0: 0 1      stage 2: 4 5      stage 4: 8 9
@@ -29,7 +29,7 @@ from megatron.core.config.settings.model import ModelConfig
 Placement = Literal["wrap", "v"]
 
 
-def home(stage: int, pp: int, placement: Placement = "wrap") -> tuple[int, int]:
+def rank_and_chunk(stage: int, pp: int, placement: Placement = "wrap") -> tuple[int, int]:
     """(pipeline rank, chunk): where a stage lives. wrap: every chunk begins on the first rank; v: where the one before ended."""
     chunk, place = divmod(stage, pp)
     return (pp - 1 - place if placement == "v" and chunk % 2 else place), chunk
@@ -146,7 +146,7 @@ def partition(
 
     ends: layers on the first and on the last rank, over all its chunks; the other ranks share the rest
     evenly. account_for_...: count the embedding or the loss as one layer of the even division.
-    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`. placement: see `home`.
+    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`. placement: see `rank_and_chunk`.
     """
     counted = account_for_embedding + account_for_loss
     uneven = ends != (None, None)
@@ -279,7 +279,7 @@ def _uneven(
     per_rank = [rest // max(ranks, 1)] * pp
     per_rank[0] = per_rank[0] if first is None else first
     per_rank[-1] = per_rank[-1] if last is None else last
-    return problems, [per_rank[home(stage, pp, placement)[0]] // vpp for stage in range(pp * vpp)]
+    return problems, [per_rank[rank_and_chunk(stage, pp, placement)[0]] // vpp for stage in range(pp * vpp)]
 
 
 def _uneven_rest(num_layers: int, pp: int, vpp: int, ends: Mapping[str, int]) -> list[str]:
@@ -329,7 +329,7 @@ def _ahead_problems(stages: tuple[str, ...], pp: int, placement: Placement) -> l
             f"{layout}: all m must stand in one stage behind the last t, which is that of L or the one before it: what they "
             "make goes to L only"
         ]
-    if len(stages) - 1 > homes[0] > 0 and home(homes[0], pp, placement)[0] == 0:
+    if len(stages) - 1 > homes[0] > 0 and rank_and_chunk(homes[0], pp, placement)[0] == 0:
         return [
             f"{layout}: the stage of m is on the rank of the embedding, of which it needs a copy; choose "
             "--pipeline-model-parallel-size 3 or more, or put m beside L"
@@ -359,7 +359,7 @@ def _stages(
     specs, start = [], 0
     for index, count in enumerate(counts):
         own = tuple(layers[start : start + count])
-        rank, chunk = home(index, pp, placement)
+        rank, chunk = rank_and_chunk(index, pp, placement)
         specs.append(
             StageSpec(
                 index=index,

@@ -5,7 +5,7 @@
 A line is {"messages": [{"role": "user", "content": "..."}, ...]}, with "tools" where the template knows them. A system
 message that is not the first begins a new conversation. A document is a line, a sequence a conversation. Ids are int32, and
 those that are not learnt are kept as ~id, so that an id and whether it is an answer are one number. They are made once, by
-whoever comes first, and made again when the file, the tokenizer or the template has changed.
+the first process, and made again when the file, the tokenizer or the template has changed.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ When the last epoch is needed only in part, it is shuffled by itself, so that ea
     one RandomState(seed):  shuffle documents  [, shuffle the last epoch's]  ->  shuffle samples  [, the last epoch's]
 
 `load_or_build` keeps such arrays on disk. Of the processes of one machine the first to come builds, and the others wait
-for it. Files appear by renaming and hold the same bytes whoever built them, so processes of several machines may race;
-whoever finds a file missing, cut short or with another content builds it again.
+for it. Files appear by renaming and hold the same bytes whichever process built them, so processes of several machines may race;
+a process that finds a file missing, cut short or with another content builds it again.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def load_or_build(
             return build()
         if lock is not None:
             stack.callback(_unlock, entry.path("lock"), lock)
-            result = entry.load()  # by whoever held the lock before
+            result = entry.load()  # by the process that held the lock before
             if result is not None:
                 return result
         arrays = build()

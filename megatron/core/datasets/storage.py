@@ -4,7 +4,7 @@ A path with `://` in it (s3://bucket/x, gs://, memory://) names an object; every
 are read whole, such as an index, are kept as files in a local cache. Large ones are read by ranges:
 
     map_file     file -> array of its bytes, read as they are touched
-    MappedFile   the same of a file that somebody might cut while it is read
+    MappedFile   the same of a file that may be truncated while it is read
     FileReader   file -> ranges, each with a system call of its own
     BlockReader  object -> ranges, out of the blocks of 1 MiB that were fetched last
 

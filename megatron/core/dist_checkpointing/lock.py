@@ -32,7 +32,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.store import CheckpointError
 
 LOCK = "writer.lock"
-BEAT, WATCH = 5.0, 20.0  # seconds
+HEARTBEAT, WATCH = 5.0, 20.0  # seconds
 _ATTEMPTS = 20  # of several that find the same stale lock, one gets it, and the others look again
 
 
@@ -60,8 +60,10 @@ class Owner:
 class FolderLock:
     """The right of one job to write into a folder, held by one rank. beat, watch: seconds, see the module."""
 
-    def __init__(self, folder: str | Path, *, job: str = "", beat: float = BEAT, watch: float = WATCH) -> None:
-        self.folder, self.path, self._beat, self._watch = Path(folder), Path(folder) / LOCK, beat, watch
+    def __init__(
+        self, folder: str | Path, *, job: str = "", heartbeat: float = HEARTBEAT, watch: float = WATCH
+    ) -> None:
+        self.folder, self.path, self._heartbeat, self._watch = Path(folder), Path(folder) / LOCK, heartbeat, watch
         number = os.getpid()
         self.owner = Owner(
             socket.gethostname(),
@@ -135,7 +137,7 @@ class FolderLock:
         self._over.set()  # of a file that was removed
         self._over, self._file = threading.Event(), os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         threading.Thread(
-            target=_touch, args=(self._file, self._over, self._beat), name="heartbeat", daemon=True
+            target=_touch, args=(self._file, self._over, self._heartbeat), name="heartbeat", daemon=True
         ).start()
         return True
 
@@ -204,9 +206,9 @@ class FolderLock:
             return None, -1
 
 
-def _touch(file: int, over: threading.Event, beat: float) -> None:
+def _touch(file: int, over: threading.Event, heartbeat: float) -> None:
     """Touch the lock file regularly (the heartbeat thread)."""
-    while not over.wait(beat):
+    while not over.wait(heartbeat):
         try:
             os.utime(file)
         except OSError:

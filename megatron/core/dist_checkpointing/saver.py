@@ -79,12 +79,12 @@ class SaveOutcome:
 class BackgroundJob:
     """A function that runs in a thread (or at once), with its result or the message of its failure."""
 
-    def __init__(self, action: Callable[[], Any], *, aside: bool) -> None:
+    def __init__(self, action: Callable[[], Any], *, in_background: bool) -> None:
         self.result: Any = None
         self.failure = ""
         self._action = action
         # A daemon thread: a run that fails does not wait for it, and partial files are harmless.
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if aside else None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if in_background else None
         if self._thread is not None:
             self._thread.start()
         else:
@@ -207,8 +207,8 @@ class Saver:
         # Values that change later must not leak in either.
         values = json.loads(json.dumps(plan.values_of(state))) if self.axis.is_first else {}
         copied = threading.Event()
-        contents = self._contents(sources, copied, aside=until_staged)
-        job = BackgroundJob(lambda: self._write(iteration, save, share, contents), aside=self._copies)
+        contents = self._contents(sources, copied, later=until_staged)
+        job = BackgroundJob(lambda: self._write(iteration, save, share, contents), in_background=self._copies)
         self._in_flight = _InFlightSave(
             iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied
         )
@@ -223,15 +223,15 @@ class Saver:
             self._in_flight.blocked += time.perf_counter() - started
 
     def _contents(
-        self, sources: Sequence[Tensor], copied: threading.Event, *, aside: bool
+        self, sources: Sequence[Tensor], copied: threading.Event, *, later: bool
     ) -> Callable[[], Iterable[memoryview]]:
-        """Return a function that yields the bytes to write. aside: it makes the copy when called; otherwise the copy is
+        """Return a function that yields the bytes to write. later: it makes the copy when called; otherwise the copy is
         made here.
         """
         if not self._copies:
             copied.set()
             return lambda: _in_place(sources)
-        if not aside:
+        if not later:
             taken = self._snapshot.take(sources)
             copied.set()
             return lambda: taken
@@ -337,7 +337,7 @@ class Saver:
         in_flight.commits = True
         hashes = [written for _, written in results]
         action = (lambda: self._commit(in_flight, hashes)) if self.axis.is_first else (lambda: None)
-        in_flight.job = BackgroundJob(action, aside=self._copies and self.axis.is_first)
+        in_flight.job = BackgroundJob(action, in_background=self._copies and self.axis.is_first)
         return None
 
     def _commit(self, in_flight: _InFlightSave, hashes: list[list[str]]) -> tuple[int, list[str]]:

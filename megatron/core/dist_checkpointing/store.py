@@ -279,7 +279,7 @@ def clean_up(folder: str | Path, *, save: str = "", files: Files = DISK) -> None
     try:
         entries = files.list(Path(folder))
     except OSError:
-        return  # whoever writes here next will say why
+        return  # the next write here reports why
     names = {entry.name for entry in entries if entry.is_folder and not entry.is_link}
     for name in sorted(names):
         path, match = Path(folder) / name, _REMAINS.fullmatch(name)

@@ -196,7 +196,7 @@ def export(
     embedding = source.formats.get(f"model.{WORD_EMBEDDING}", Format((0,), torch.float32))
     model = model_of(
         {"true_vocab_size": embedding.shape[0], **source.settings}
-    )  # a dialect without a tokenizer has its rows
+    )  # a format without a tokenizer has its rows
     if family is None and earlier:
         family = family_of(earlier, f"{like or source.where}").name
     chosen = fitting_family(model, family)

@@ -42,7 +42,7 @@ def folder_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none, or none that can be read: whoever builds the tokenizer says so."""
+    """tokenizer_config.json; empty where there is none, or none that can be read: building the tokenizer reports it."""
     try:
         content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -239,8 +239,8 @@ def _blocks(
 
 def _shares(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
     """Compute the softmax terms of a block's logits [k, v], which are replaced by their exponentials in place, or in a wider copy."""
-    narrow, slope = logits.dtype, None
-    logits = logits.to(wide(narrow))
+    dtype, slope = logits.dtype, None
+    logits = logits.to(wide(dtype))
     if words.softcap is not None:
         torch.tanh_(logits.div_(words.softcap))
         slope = 1.0 - logits.square()
@@ -259,12 +259,12 @@ def _shares(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _Soft
     if slope is not None:
         logits.mul_(slope)
     hit_slope = None if slope is None else slope.gather(1, row)[:, 0]
-    if on_cpu and logits.dtype == narrow:
+    if on_cpu and logits.dtype == dtype:
         return _SoftmaxTerms(largest, sums, target, apart=(logits, hit_slope))
 
     def gradient(factor: Tensor, hit: Tensor) -> Tensor:
         hit = hit if hit_slope is None else hit * hit_slope
-        return logits.mul_(factor[:, None]).scatter_add_(1, row, -hit[:, None]).to(narrow)
+        return logits.mul_(factor[:, None]).scatter_add_(1, row, -hit[:, None]).to(dtype)
 
     return _SoftmaxTerms(largest, sums, target, gradient)
 

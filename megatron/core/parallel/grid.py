@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import home, read_layout
+from megatron.core.config.plan import rank_and_chunk, read_layout
 from megatron.core.config.settings.parallel import ParallelConfig
 
 RankLists = tuple[tuple[int, ...], ...]
@@ -110,7 +110,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
         }.items()
     }
     result["pp"] = pipelines
-    last_rank = home(2 * pp - 1, pp, parallel.placement)[0]
+    last_rank = rank_and_chunk(2 * pp - 1, pp, parallel.placement)[0]
     mtp_rank = _mtp_pipeline_rank(parallel, last_rank)
     result["embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank], line[last_rank]))) for line in pipelines)
     result["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank]))) for line in pipelines)
@@ -134,6 +134,10 @@ def _mtp_pipeline_rank(parallel: ParallelConfig, last_rank: int) -> int:
     """
     stages = read_layout(parallel.pipeline_model_parallel_layout or "")
     return next(
-        (home(index, parallel.pp, parallel.placement)[0] for index, stage in enumerate(stages) if "m" in stage),
+        (
+            rank_and_chunk(index, parallel.pp, parallel.placement)[0]
+            for index, stage in enumerate(stages)
+            if "m" in stage
+        ),
         last_rank,
     )

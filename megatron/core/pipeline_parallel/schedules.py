@@ -1,6 +1,6 @@
 """Pipeline schedules as data: for every rank, the ordered list of its actions.
 
-`home` in config/plan.py maps stages to ranks. An `Action` is one stage's forward pass "F" or backward pass "B" of one
+`rank_and_chunk` in config/plan.py maps stages to ranks. An `Action` is one stage's forward pass "F" or backward pass "B" of one
 microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the same shape: a
 rank runs some forwards as warm-up, then alternates one forward and one backward, then runs the remaining backwards. Schedules
 differ in the order of the forwards and in the number of warm-up forwards. If a plan has a "W" for each "B", the backward pass

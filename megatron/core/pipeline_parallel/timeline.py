@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.config.plan import home
+from megatron.core.config.plan import rank_and_chunk
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
@@ -167,7 +167,7 @@ def _on_wrong_rank(plan: Plan) -> Iterator[str]:
     stages, placement = num_stages(plan), placement_of(plan)
     for rank, row in enumerate(plan):
         for action in row:
-            owner = home(action.stage, len(plan), placement)[0]
+            owner = rank_and_chunk(action.stage, len(plan), placement)[0]
             if owner != rank:
                 yield f"rank {rank} has {action}, which belongs to rank {owner}"
     if stages % len(plan):
@@ -225,7 +225,7 @@ def _deadlock_message(stuck: dict[int, Action], plan: Plan) -> str:
         source = dependency(stuck[rank], stages)
         assert source is not None, f"{stuck[rank]} awaits nothing, so it cannot be stuck"
         links[rank] = f"rank {rank} waits at {stuck[rank]} for {source}"
-        rank = home(source.stage, len(plan), placement)[0]
+        rank = rank_and_chunk(source.stage, len(plan), placement)[0]
     cycle = list(links)[list(links).index(rank) :]
     return "this plan never ends: " + ", ".join(links[member] for member in cycle)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config.plan import home
+from megatron.core.config.plan import rank_and_chunk
 from megatron.core.pipeline_parallel.schedules import (
     STAGE_STEP,
     Action,
@@ -100,7 +100,7 @@ def transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer
         for dst, row in enumerate(plan)
         for action in row
         if (source := dependency(action, stages)) is not None
-        and (src := home(source.stage, len(plan), placement)[0]) != dst
+        and (src := rank_and_chunk(source.stage, len(plan), placement)[0]) != dst
     ]
     # Of messages that are ready at the same time, upstream ones come first, so that a rank receives before it sends.
     return tuple(

@@ -16,5 +16,5 @@ dispatch.py   tokens to their experts, and back
 moe.py        experts as grouped matmuls, shared experts, and the layer of both
 layer.py      Layer: what a LayerPlan says, in order
 stack.py      the layers of one stage, and their recomputation
-aside.py      which parts of a stage send their activations to the CPU
+activation_offloading.py  which parts of a stage send their activations to the CPU
 """

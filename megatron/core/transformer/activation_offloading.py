@@ -36,7 +36,7 @@ def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.d
     for layer in chosen:
         wrap_forward(layer, partial(offload.offloading, layer))
     for stack in (part for part in stage.modules() if isinstance(part, Stack)):
-        stack.aside = lambda group: (
+        stack.offloading = lambda group: (
             offload.offloading(*group) if any(layer in chosen for layer in group) else nullcontext()
         )
     for layer in layers if config.fine_grained_activation_offloading else ():

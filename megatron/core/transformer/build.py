@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.region import Region
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The choices that hold for a whole network. low: those of one layer, if it multiplies in few bits (`of_layer`)."""
+    """The choices that hold for a whole network. low: those of one layer, if it multiplies in low precision (`of_layer`)."""
 
     model: ModelConfig
     mesh: Mesh

@@ -6,7 +6,7 @@
     sigmoid, sqrtsoftplus   a number for each score; for k > 1 divided by the sum of the chosen ones
 
 Every token of a microbatch is routed on exactly one rank: where tensor ranks hold the same tokens (no sequence parallelism),
-whoever calls cuts them first. So the gradients of the router's weights are shares of a sum over the tensor ranks, and counts
+the caller splits them first. So the gradients of the router's weights are shares of a sum over the tensor ranks, and counts
 add up over all of them.
 
 Capacity follows from the tokens of one rank, as in Megatron: what is dropped depends on how tokens lie on ranks.
@@ -155,7 +155,7 @@ class Router(nn.Module):
     def _balanced(self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int) -> Tensor:
         """The weights, whose backward pass also brings the gradients of the balancing losses and of the z-loss."""
         moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
-        assert microbatch_context is not None, "somebody listens"
+        assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
         num_tokens = scores.shape[0] * axis.size
         requested = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
         if requested:
@@ -182,7 +182,7 @@ class Router(nn.Module):
 
     def _joined(self, weights: Tensor, loss: Tensor, coefficient: float, name: str, context: ForwardContext) -> Tensor:
         microbatch_context = context.microbatch_context
-        assert microbatch_context is not None, "somebody listens"
+        assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
         count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
         microbatch_context.add_metric(name, loss, count)
         if self.moe.moe_per_layer_logging:

@@ -26,7 +26,7 @@ class Stack(nn.Module):
         self.build = build
         self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
         self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
-        self.aside: Callable[[list[Layer]], AbstractContextManager] = lambda layers: (
+        self.offloading: Callable[[list[Layer]], AbstractContextManager] = lambda layers: (
             nullcontext()
         )  # around what recomputation keeps of them
 
@@ -41,7 +41,7 @@ class Stack(nn.Module):
         for group, drop in self._groups():
             run = _Run(group, context)
             if drop and self.training:
-                with self.aside(group):
+                with self.offloading(group):
                     x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
             else:
                 x = run(x, bias, memory)

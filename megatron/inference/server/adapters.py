@@ -2,7 +2,7 @@
 
     {"lora_name": "french", "lora_path": "runs/french/peft"}  ->  requests with "model": "french"
 
-A path is one of the server's machine, and whoever may call may have any folder read there: so the routes are off unless the server is
+A path is one of the server's machine, and every caller may have any folder read there: so the routes are off unless the server is
 started with --allow-runtime-lora-updating.
 """
 

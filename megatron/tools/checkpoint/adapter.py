@@ -5,8 +5,8 @@
     python tools/checkpoint/adapter.py merge --adapter my_adapter --base Llama-3.1-8B --save merged
     python tools/checkpoint/adapter.py unmerge --adapter my_adapter --base merged --save base_again
 
---adapter is a folder of PEFT's or a checkpoint of a run with adapters, --base a network in any dialect. merge computes W + (alpha / r) B A
-in fp32 or wider and rounds once; a merged network is written in the dialect of its base, unless --saver says otherwise. Weights that
+--adapter is a folder of PEFT's or a checkpoint of a run with adapters, --base a network in any format. merge computes W + (alpha / r) B A
+in fp32 or wider and rounds once; a merged network is written in the format of its base, unless --saver says otherwise. Weights that
 were rounded to 16 bits are not had back to the last bit by unmerge.
 """
 
@@ -79,7 +79,7 @@ def merged(args: argparse.Namespace) -> str:
 
 
 def _settings(source: Source) -> dict[str, Any]:
-    """Settings of a run for what a source holds: what its dialect leaves out has its default."""
+    """Settings of a run for what a source holds: what its format leaves out has its default."""
     network = (
         {}
         if "architecture" in source.settings and not is_folder(source.where)
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ckpt-step", type=int, metavar="N", help="iteration to read, where a folder has several (default: the newest)"
     )
-    made.add_argument("--saver", choices=(OWN, PUBLISHED), help="merge, unmerge: dialect (default: the base's)")
+    made.add_argument("--saver", choices=(OWN, PUBLISHED), help="merge, unmerge: format (default: the base's)")
     made.add_argument("--dtype", choices=DTYPES, help="merge, unmerge: of the weights (default: as they are)")
     return made
 

@@ -43,7 +43,7 @@ from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"
-DIALECTS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
+CHECKPOINT_FORMATS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Flags of Megatron's tool that have nothing to set here, and why; they are accepted and named.
@@ -75,15 +75,15 @@ class Watched:
 
 
 def opened(args: argparse.Namespace) -> tuple[str, Source]:
-    """The dialect and the source that --load means."""
+    """The format and the source that --load means."""
     given = {"true_vocab_size": args.true_vocab_size} if args.true_vocab_size else {}
-    formats = [args.loader] if args.loader else list(DIALECTS)
+    formats = [args.loader] if args.loader else list(CHECKPOINT_FORMATS)
     for name in formats:
-        place = DIALECTS[name].find(args.load, args.ckpt_step)
+        place = CHECKPOINT_FORMATS[name].find(args.load, args.ckpt_step)
         if place is not None:
-            return name, DIALECTS[name].open(place, given)
+            return name, CHECKPOINT_FORMATS[name].open(place, given)
     if args.loader:
-        raise CheckpointError(f"--load {args.load} holds no checkpoint of the dialect {args.loader}")
+        raise CheckpointError(f"--load {args.load} holds no checkpoint of the format {args.loader}")
     return "", open_checkpoint(args.load, args.ckpt_step, given)  # says what it looked for
 
 
@@ -94,8 +94,8 @@ def check_model(source: Source, model_type: str | None) -> None:
         raise ConfigError(f"--model-type {model_type}: {source.where} holds a {architecture}")
 
 
-def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Path, list[str]]:
-    """Write the target. dialect: of the source. Returns its folder, and remarks on flags that have nothing to do."""
+def write(source: Source, args: argparse.Namespace, *, checkpoint_format: str) -> tuple[Path, list[str]]:
+    """Write the target. format: of the source. Returns its folder, and remarks on flags that have nothing to do."""
     sizes = {
         "--target-tensor-parallel-size": args.target_tensor_parallel_size,
         "--target-pipeline-parallel-size": args.target_pipeline_parallel_size,
@@ -114,9 +114,9 @@ def write(source: Source, args: argparse.Namespace, *, dialect: str) -> tuple[Pa
         export(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
         return args.save, remarks
     settings = dict(source.settings)
-    if dialect != OWN:  # what it leaves out has its default
+    if checkpoint_format != OWN:  # what it leaves out has its default
         settings = {**settings, **to_values(model_of(settings))}
-        settings |= folder_tokenizer(Path(source.where)) if dialect == PUBLISHED else settings_beside(args)
+        settings |= folder_tokenizer(Path(source.where)) if checkpoint_format == PUBLISHED else settings_beside(args)
     num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, SavedCheckpoint) else 1
     return rewrite(
@@ -186,7 +186,9 @@ class Weights:
 
 def verify(source: Source, path: Path, saver: str) -> None:
     """Read the target again and compare. Raises `CheckpointError` with everything that differs."""
-    target = DIALECTS[saver].open(path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
+    target = CHECKPOINT_FORMATS[saver].open(
+        path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]}
+    )
     problems = target.verify() if isinstance(target, SavedCheckpoint) else []
     problems += differences(source if saver == OWN else Weights(source), target)
     if problems:
@@ -196,15 +198,15 @@ def verify(source: Source, path: Path, saver: str) -> None:
 def convert(args: argparse.Namespace) -> str:
     """Do it. Returns a line that says what was done."""
     started = time.perf_counter()
-    dialect, source = opened(args)
+    checkpoint_format, source = opened(args)
     check_model(source, args.model_type)
-    args.saver = args.saver or (OWN if dialect == PUBLISHED else PUBLISHED)
+    args.saver = args.saver or (OWN if checkpoint_format == PUBLISHED else PUBLISHED)
     if args.saver != PUBLISHED and (args.family or args.like):
         raise ConfigError(f"--family and --like are for --saver {PUBLISHED}; this one is {args.saver}")
     converted = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     size = num_bytes(converted, "" if args.saver == OWN else "model.")
     with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        path, remarks = write(Watched(converted, bar), args, dialect=dialect)
+        path, remarks = write(Watched(converted, bar), args, checkpoint_format=checkpoint_format)
     seconds = time.perf_counter() - started
     for remark in remarks:
         print(remark)
@@ -212,7 +214,7 @@ def convert(args: argparse.Namespace) -> str:
         verify(converted, path, args.saver)
     count = sum(whole_box(one.shape).size for name, one in source.formats.items() if name.startswith("model."))
     words = f"{count:,} parameters, {size / 1e9:.3g} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2g} GB/s)"
-    return f"{source.where} ({DIALECTS[dialect].name}): {words} -> {path} ({DIALECTS[args.saver].name}){', verified' if args.verify else ''}"
+    return f"{source.where} ({CHECKPOINT_FORMATS[checkpoint_format].name}): {words} -> {path} ({CHECKPOINT_FORMATS[args.saver].name}){', verified' if args.verify else ''}"
 
 
 def shard_size(word: str) -> int:
@@ -228,7 +230,7 @@ def parser() -> argparse.ArgumentParser:
     made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = made.add_argument_group("what is read")
     group.add_argument("--load", "--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
-    group.add_argument("--loader", choices=DIALECTS, help="its dialect (default: as it looks)")
+    group.add_argument("--loader", choices=CHECKPOINT_FORMATS, help="its format (default: as it looks)")
     group.add_argument(
         "--ckpt-step",
         type=int,
@@ -252,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
         help="folder to write; a Hugging Face folder must not be there yet",
     )
     group.add_argument(
-        "--saver", choices=DIALECTS, help="its dialect (default: own, or hf for what is not of Hugging Face)"
+        "--saver", choices=CHECKPOINT_FORMATS, help="its format (default: own, or hf for what is not of Hugging Face)"
     )
     group.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""How two checkpoints differ, whatever layouts or dialects wrote them. Exit code 1 if they do.
+"""How two checkpoints differ, whatever layouts or formats wrote them. Exit code 1 if they do.
 
     python tools/checkpoint/diff.py checkpoints/iter_0001000 other/iter_0001000
     python tools/checkpoint/diff.py checkpoints Qwen2.5-0.5B --match 'model.*' --ignore-dtype --rtol 1e-2

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end_in_a_line_when_interrupted()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect"
+        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"
     )
     parser.add_argument(
         "--ckpt-step",

@@ -1,4 +1,4 @@
-"""What is in a checkpoint of any dialect: names, shapes, dtypes, sizes, who wrote which box, the settings of its run.
+"""What is in a checkpoint of any format: names, shapes, dtypes, sizes, who wrote which box, the settings of its run.
 
     python tools/checkpoint/inspect.py checkpoints                       the newest in a --save folder
     python tools/checkpoint/inspect.py checkpoints/iter_0001000 --boxes --match 'model.decoder.layers.0.*'
@@ -74,7 +74,7 @@ def show(contents: Contents, args: argparse.Namespace) -> None:
 def heading(contents: Contents) -> list[str]:
     """What it is."""
     facts = [
-        f"of {contents.dialect}",
+        f"of {contents.checkpoint_format}",
         *([f"iteration {contents.iteration}"] if contents.iteration is not None else []),
         *([f"written by {counted(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
         *(
@@ -91,7 +91,7 @@ def heading(contents: Contents) -> list[str]:
 
 def others(path: str, contents: Contents) -> list[str]:
     """What else lies in a folder of checkpoints of this project; a folder of another's is not damaged for want of our files."""
-    if contents.dialect != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
+    if contents.checkpoint_format != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
         return []
     tree = scan_folder(path)
     here = ", ".join(str(step.iteration) for step in sorted(tree.steps, key=lambda step: step.iteration))

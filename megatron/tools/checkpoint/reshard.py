@@ -65,7 +65,7 @@ def reshard(args: argparse.Namespace) -> str:
         raise CheckpointError(f"{opened.where} is damaged, and is not rewritten", problems)
     source = resaved(opened, args)
     settings: dict[str, Any] = dict(source.settings)
-    if "architecture" not in settings:  # what a dialect leaves out has its default
+    if "architecture" not in settings:  # what a format leaves out has its default
         settings |= to_values(model_of(settings))
     iteration = source.values.get("run.progress", {}).get("iteration", 0) if args.iteration is None else args.iteration
     path = rewrite(
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end_in_a_line_when_interrupted()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any dialect"
+        "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"
     )
     parser.add_argument(
         "--ckpt-step",

@@ -7,7 +7,7 @@
 A graph holds nothing that talks to other ranks, switches random streams or asks a tensor for a size. A half in which that
 happens keeps its code, and the small functions between are compiled: so there is no graph break in either case, and what
 is compiled can be said before anything runs. Layers are called as ever, hooks and all, and what is compiled is their
-`forward`: parameters, their names and whoever gathers or sums them notice nothing. Random numbers are eager's own.
+`forward`: parameters, their names, and the code that gathers or sums them, are unchanged. Random numbers are eager's own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def obstacles(layer: Layer) -> dict[str, str]:
     both = {
         "tensor ranks talk inside": build.mesh.tp.group is not None,
         "gradients of weights wait": build.wgrad_store is not None,
-        "it multiplies in few bits": build.low is not None,
+        "it multiplies in low precision": build.low is not None,
         "its weights are quantized": model.adapter.lora_base_quantization != "none",
         "its modules have hooks": any(part._forward_pre_hooks for part in layer.modules() if part is not layer),
         "norms are recomputed": build.recomputes("layernorm"),

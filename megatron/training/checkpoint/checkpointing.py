@@ -149,9 +149,9 @@ class Checkpoint:
             parallel.finish_gather()  # overlapped with a forward pass that has not come yet
         iteration = self.trainer.progress.iteration
         self.on_its_way = iteration
-        writer, aside = self._writer(), self.mesh.device.type == "cpu"
+        writer, on_cpu = self._writer(), self.mesh.device.type == "cpu"
         writer.start(
-            self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=aside
+            self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=on_cpu
         )
         if not self.config.checkpoint.async_save:
             ended += [] if (outcome := self.finish()) is None else [outcome]

@@ -1,4 +1,4 @@
-"""Which dialect a checkpoint is written in: a table of those that are known, asked in order.
+"""Which format a checkpoint is written in: a table of those that are known, asked in order.
 
 ours           SAVE, or one of its iter_... folders
 Hugging Face   a folder with config.json and safetensors
@@ -34,7 +34,7 @@ from megatron.core.tokenizers.build import READS
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another dialect.
+    """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another format.
 
     open: read it; the settings given win over the checkpoint's own. complete: settings that it does not say have their
     defaults, always.
@@ -63,17 +63,17 @@ FOREIGN = (
     CheckpointFormat("Hugging Face", _find_published, open_folder),
     CheckpointFormat("Megatron", find_megatron, open_megatron, complete=False),
 )
-DIALECTS = (OURS, *FOREIGN)
+CHECKPOINT_FORMATS = (OURS, *FOREIGN)
 
 
 def find_foreign(path: str | Path, step: int | None = None) -> tuple[CheckpointFormat, Path] | None:
-    """What a path means in the dialects of others."""
-    places = ((dialect, dialect.find(Path(path), step)) for dialect in FOREIGN)
-    return next(((dialect, place) for dialect, place in places if place is not None), None)
+    """What a path means in the formats of others."""
+    places = ((checkpoint_format, checkpoint_format.find(Path(path), step)) for checkpoint_format in FOREIGN)
+    return next(((checkpoint_format, place) for checkpoint_format, place in places if place is not None), None)
 
 
 def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The model's shape, and its tokenizer if that is there too, as another dialect's checkpoint has them, by field name.
+    """The model's shape, and its tokenizer if that is there too, as another format's checkpoint has them, by field name.
 
     None where the path holds none. What a user may choose anew (kernels, dropout, initial values) is left out. The second
     part is what the checkpoint says beside its network, and a command line may say otherwise.
@@ -81,8 +81,8 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
     located = find_foreign(path, step)
     if located is None:
         return None
-    dialect, place = located
-    source = None if dialect.name == "Hugging Face" else dialect.open(place, None)
+    checkpoint_format, place = located
+    source = None if checkpoint_format.name == "Hugging Face" else checkpoint_format.open(place, None)
     settings = model_settings(place) if source is None else source.settings
     names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {
         "null_tokenizer_ids"
@@ -107,15 +107,15 @@ def own_steps(path: str | Path, step: int | None = None, *, required: int | None
 
 
 def open_checkpoint(path: str | Path, step: int | None = None, given: Mapping[str, Any] | None = None) -> Source:
-    """The checkpoint of any dialect that a path means. It is opened, and not verified.
+    """The checkpoint of any format that a path means. It is opened, and not verified.
 
     step: an iteration, where the path is a folder of several; else the newest. given: settings that win over the
-    checkpoint's, in a dialect that says less than all. Raises `CheckpointError` when there is none, or it is damaged.
+    checkpoint's, in a format that says less than all. Raises `CheckpointError` when there is none, or it is damaged.
     """
-    for dialect in DIALECTS:
-        place = dialect.find(Path(path), step)
+    for checkpoint_format in CHECKPOINT_FORMATS:
+        place = checkpoint_format.find(Path(path), step)
         if place is not None:
-            return dialect.open(place, given)
+            return checkpoint_format.open(place, given)
     raise CheckpointError(
         f"{path} holds no checkpoint{'' if step is None else f' of iteration {step}'}: neither one of this project's, nor "
         "a Hugging Face folder, nor one of Megatron's"

@@ -1,6 +1,6 @@
 """A network of any checkpoint, to be asked and not trained: whole in one process, or under a layout.
 
-    checkpoint of any dialect -> its network and tokenizer -> this rank's stages in evaluation mode
+    checkpoint of any format -> its network and tokenizer -> this rank's stages in evaluation mode
 
 Nothing of the run that saved counts but its network, its tokenizer and the format of its weights. The layout is the
 asker's own.
@@ -89,7 +89,7 @@ def load_network(
     tokenizer: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> InferenceModel[AnyStage]:
-    """Load the network of a checkpoint of any dialect. All ranks of the launcher call this together.
+    """Load the network of a checkpoint of any format. All ranks of the launcher call this together.
 
     step: iteration, in a folder of several. dtype: a name of `FORMATS`; auto: as the weights were saved. tokenizer: settings
     of `TokenizerConfig` that win over the checkpoint's; with a `tokenizer_type`, they are all. Raises `ConfigError` and

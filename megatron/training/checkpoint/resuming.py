@@ -1,4 +1,4 @@
-"""What a run starts from: which checkpoint, in which dialect, whether it is sound, and whether it is this run's network.
+"""What a run starts from: which checkpoint, in which format, whether it is sound, and whether it is this run's network.
 
     --load, else --pretrained-checkpoint, else nothing
     ours: the newest that is sound; every byte is read by all ranks together, and damage sends the run back to an older one
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """What to load. steps: ours, in the order in which they are tried; or place: another's, of `dialect`.
+    """What to load. steps: ours, in the order in which they are tried; or place: another's, of `format`.
 
     weights_only: `--finetune`, or a `--pretrained-checkpoint`. notes: what to tell the user beforehand.
     """
@@ -38,14 +38,14 @@ class ResumeRequest:
     path: str
     weights_only: bool
     steps: tuple[SavedStep, ...] = ()
-    dialect: str = ""
+    checkpoint_format: str = ""
     place: Path | None = None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint that may be loaded. step: of our own dialect, else None. world_size: ranks that wrote it, if known.
+    """A checkpoint that may be loaded. step: of our own format, else None. world_size: ranks that wrote it, if known.
 
     refused: lines about newer checkpoints that are damaged. notes: what to tell of settings that differ from the checkpoint's.
     """
@@ -103,7 +103,7 @@ def open_wanted(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened
         "ffn_hidden_size",
         "kv_channels",
     } <= opened.source.settings.keys()  # and not only what tensors tell
-    complete = not request.dialect or _dialect(request).complete or has_arguments
+    complete = not request.checkpoint_format or _format_of(request).complete or has_arguments
     return replace(opened, notes=_checked_settings(opened, config, complete=complete))
 
 
@@ -148,7 +148,7 @@ def _look(path: str, options: CheckpointConfig, *, weights_only: bool, chosen: b
     step = options.ckpt_step if chosen else None
     foreign = find_foreign(path, step) if not store.scan_folder(path).steps else None
     if foreign is not None:
-        return ResumeRequest(path, weights_only, dialect=foreign[0].name, place=foreign[1])
+        return ResumeRequest(path, weights_only, checkpoint_format=foreign[0].name, place=foreign[1])
     steps = own_steps(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
@@ -186,15 +186,15 @@ def _open_ours(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
 
 
 def _open_foreign(request: ResumeRequest, config: RunConfig) -> Source:
-    assert request.place is not None, "a checkpoint of another dialect has a place"
+    assert request.place is not None, "a checkpoint of another format has a place"
     model = config.model
-    return _dialect(request).open(
+    return _format_of(request).open(
         request.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
     )
 
 
-def _dialect(request: ResumeRequest) -> CheckpointFormat:
-    return next(one for one in FOREIGN if one.name == request.dialect)
+def _format_of(request: ResumeRequest) -> CheckpointFormat:
+    return next(one for one in FOREIGN if one.name == request.checkpoint_format)
 
 
 def _together(action: Callable[[], Result], axis: Axis) -> Result:

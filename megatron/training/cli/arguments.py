@@ -376,7 +376,7 @@ def _keep_the_mean(args: argparse.Namespace) -> None:
 
             saved = megatron_arguments(args.load, args.ckpt_step)
     except CheckpointError:
-        return  # whoever loads it says what is wrong
+        return  # loading it reports what is wrong
     if isinstance(mean := saved.get("calculate_per_token_loss"), bool):
         args.calculate_per_token_loss, args.origins["calculate_per_token_loss"] = mean, "checkpoint"
 
@@ -394,7 +394,7 @@ def _as_many_ids(args: argparse.Namespace) -> list[str]:
         try:
             saved, _ = foreign_settings(path, step) or ({}, {})
         except CheckpointError:
-            return []  # whoever loads it says what is wrong
+            return []  # loading it reports what is wrong
     given, args.vocab_size = args.vocab_size, null_vocab_size(args.vocab_size, saved)
     return (
         []

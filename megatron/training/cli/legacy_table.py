@@ -49,6 +49,8 @@ RENAMES = (
     Rename("--batch-size", ("--micro-batch-size",)),
     Rename("--model-parallel-size", ("--tensor-model-parallel-size",)),
     Rename("--warmup", ("--lr-warmup-fraction",)),
+    Rename("--bundle-weights", ("--failure-dump-weights",), keeps_values=False),
+    Rename("--ledger", ("--run-log",)),
     Rename("--layernorm-epsilon", ("--norm-epsilon",)),
     Rename("--override-lr-scheduler", ("--override-opt-param-scheduler",), keeps_values=False),
     Rename("--use-checkpoint-lr-scheduler", ("--use-checkpoint-opt-param-scheduler",), keeps_values=False),

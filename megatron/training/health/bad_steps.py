@@ -24,7 +24,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.health.failure_dump import write_bundle
+from megatron.training.health.failure_dump import write_failure_dump
 from megatron.training.health.failures import folder_of, name_of_rank
 from megatron.training.hooks import StepHooks
 from megatron.training.step import StepWork
@@ -130,9 +130,7 @@ class StepValidator(StepHooks):
         if folder is None:
             self.verdict += "; there is no folder for the evidence (--error-dir or --save)"
         else:
-            self.verdict += (
-                f"; {write_bundle(folder, work, self.verdict, losses=means, norm=float(norm), streams=self._streams)}"
-            )
+            self.verdict += f"; {write_failure_dump(folder, work, self.verdict, losses=means, norm=float(norm), streams=self._streams)}"
         return False
 
     def bucket_ready(self, bucket: Bucket) -> None:

@@ -6,7 +6,7 @@
         data-00003-00.pt       the microbatches of data rank 3, context rank 0: samples' numbers and all their arrays; and the
                                rank that read them
         random-00005.pt        the random streams of rank 5 when the step began
-        weights/               with --bundle-weights, the weights before the step, as a checkpoint
+        weights/               with --failure-dump-weights, the weights before the step, as a checkpoint
 
 Without weights, step.json names the checkpoint that lies closest before the step. `tools/replay.py` reads it all.
 """
@@ -46,7 +46,7 @@ def random_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
 
 
-def write_bundle(
+def write_failure_dump(
     folder: Path,
     work: StepWork,
     verdict: str,
@@ -79,7 +79,7 @@ def write_bundle(
     except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
         failure = f"rank {mesh.world.rank}: {error}"
     failures = list(filter(None, collectives.gather_objects(failure, mesh.world)))
-    if not failures and trainer.run.config.faults.bundle_weights:
+    if not failures and trainer.run.config.faults.failure_dump_weights:
         failures = _save_weights(trainer, target)
     message = (
         f"the evidence is in {target}"

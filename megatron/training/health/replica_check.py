@@ -1,4 +1,4 @@
-"""What several ranks hold must be the same on all of them; every so often, the sentinel looks whether it is.
+"""What several ranks hold must be the same on all of them; `ReplicaCheck` compares it at an interval.
 
     over data ranks      parameters; optimizer state where no rank owns a share of its own
     over tensor ranks    parameters that are not cut, key/value heads with copies, the random stream they have in common

@@ -7,7 +7,7 @@
 
 A run ends with exit code 17 once it knows (16 and 17 are Megatron's exit codes), and goes on from its last checkpoint when it
 is started again. With `--on-bad-step skip` or `rollback` nothing ends: the step is run again in place, a good second result is
-used, and a bad one is left behind as that flag says. The last diagnosis is in `rerun.json` in --save, every one in the ledger.
+used, and a bad one is left behind as that flag says. The last diagnosis is in `rerun.json` in --save, every one in the run log.
 
 `--rerun-mode report_stats` runs every step twice and reports by how much the two results differ.
 """
@@ -113,8 +113,8 @@ class StepRerun(StepHooks):
     skipped: iterations that --result-rejected-tracker-filename has seen rejected often enough.
     """
 
-    def __init__(self, trainer: Trainer, guard: StepValidator) -> None:
-        self.trainer, self.guard, self.config, self.mesh = trainer, guard, trainer.run.config, trainer.run.mesh
+    def __init__(self, trainer: Trainer, validator: StepValidator) -> None:
+        self.trainer, self.validator, self.config, self.mesh = trainer, validator, trainer.run.config, trainer.run.mesh
         faults, save = self.config.faults, self.config.checkpoint.save
         self.mode = faults.step_rerun
         self.goes_on = faults.on_bad_step in ("skip", "rollback")
@@ -148,7 +148,7 @@ class StepRerun(StepHooks):
         if self._judges:
             assert self.known is not None, "there is a diagnosis to complete"
             return self._judge_elsewhere(self.known, before, step)
-        return self._rerun_in_place(before, batches, iteration) if self.guard.verdict else step
+        return self._rerun_in_place(before, batches, iteration) if self.validator.verdict else step
 
     def report(self) -> str:
         """How much two passes over the same step differed since the last report (`report_stats`); "" in other modes."""
@@ -168,11 +168,11 @@ class StepRerun(StepHooks):
 
     def begin_step(self, work: StepWork) -> None:
         """As the guard does."""
-        self.guard.begin_step(work)
+        self.validator.begin_step(work)
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """As the guard does."""
-        self.guard.bucket_ready(bucket)
+        self.validator.bucket_ready(bucket)
 
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
         """Return whether the update of this pass may be made;
@@ -184,7 +184,7 @@ class StepRerun(StepHooks):
         if self.mode == "report_stats" and not self._repeats:
             self._keep(work, losses, norm)
             return False
-        sound = self.guard.accept_update(work, losses, norm, again=self._repeats)
+        sound = self.validator.accept_update(work, losses, norm, again=self._repeats)
         self._keep(work, losses, norm)
         return sound and (self.goes_on or self.mode == "report_stats" or not (self._repeats or self._judges))
 
@@ -195,7 +195,7 @@ class StepRerun(StepHooks):
             for index, report in enumerate(work.reports)
             for name, pair in report.items()
         }
-        state |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.guard.largest)}
+        state |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.validator.largest)}
         self._suspicious = not all(map(math.isfinite, state.values()))
         self._own, self._whole = state, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
 
@@ -210,7 +210,7 @@ class StepRerun(StepHooks):
 
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> Step:
         """The step is bad: run it again on the same devices, and decide."""
-        reason, first, witness = self.guard.verdict, self._own | self._whole, self._witness()
+        reason, first, witness = self.validator.verdict, self._own | self._whole, self._witness()
         diagnosis = Diagnosis(
             iteration,
             reason,
@@ -306,7 +306,7 @@ class StepRerun(StepHooks):
     def _say_and_record(self, diagnosis: Diagnosis, message: str) -> None:
         run = self.trainer.run
         run.say(f"WARNING: {message}")
-        run.ledger.add(
+        run.run_log.add(
             "rerun",
             iteration=diagnosis.iteration,
             verdict=diagnosis.verdict or "run it on other devices",

@@ -9,7 +9,7 @@ roll:
     caller    waits a few seconds, lists the answers, and of who is silent the last pulse; names those that the others
               wait for; makes that the first failure, of which all ranks die (entry.py)
 
-A rank that is stopped or gone cannot speak, but is missed. Whoever has begun fewer collectives of a group than its other
+A rank that is stopped or gone cannot speak, but is missed. A rank that has begun fewer collectives of a group than its other
 ranks, and waits for nobody itself, is the one that they wait for.
 """
 
@@ -94,7 +94,7 @@ class HangDetector:
             problem = self._who_is_gone()
             if (
                 not problem and self.run.ending.signal
-            ):  # whoever sent it knows already: there is nothing to wait for (entry.py)
+            ):  # the sender knows already: there is nothing to wait for (entry.py)
                 problem = f"{self.run.ending.signal} came, and a connection to another rank broke"
         self._over.set()
         if self._thread is not None:  # a thread that came back from the store while Python ends would abort the process
@@ -132,7 +132,7 @@ class HangDetector:
                 pulse = now
                 board.write(f"pulse/{self.place.rank}", self._answer())
             if (failed := board.read(FIRST_FAILURE)) is not None:  # of which this rank dies soon, wherever it is
-                self.run.ledger.add(
+                self.run.run_log.add(
                     "end",
                     reason=f"first failure: {failed.splitlines()[0]}",
                     iteration=self.run.progress.iteration,

@@ -55,7 +55,7 @@ def _launch() -> str:
 
 
 def has_desktop() -> bool:
-    """Whether somebody sits before this machine whose browser can be opened; in a terminal, Python would open a text browser."""
+    """Return whether this machine has a desktop whose browser can be opened; in a terminal, Python would open a text browser."""
     return sys.platform in ("darwin", "win32") or any(
         os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
     )

@@ -54,7 +54,7 @@ class RendezvousStore:
     def read(self, key: str) -> str | None:
         """The text under a key, None if there is none. Does not wait for one.
 
-        The store is open to whoever reaches its port: what cannot be printed is replaced, and there is an end to what is too long.
+        The store is open to everyone who reaches its port: what cannot be printed is replaced, and there is an end to what is too long.
         """
         name = self._prefix + key
         content = self._ask(lambda store: store.get(name) if store.check([name]) else None, None)

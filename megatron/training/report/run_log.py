@@ -1,4 +1,4 @@
-"""The ledger of a run: what it was given and what became of it, one JSON object a line, only ever appended to.
+"""The run log of a run: what it was given and what became of it, one JSON object a line, only ever appended to.
 
     start    settings and where each comes from, code, machines, data, tokenizer: a run that resumes writes another one
     layout   the ranks are divided otherwise than at the start before
@@ -6,7 +6,7 @@
     end      why it ended, the first reason; without one it was killed
 
 A line is one write of the operating system, so that a process that dies leaves whole lines, or a torn one that readers
-pass over and that the next line does not join. A ledger that cannot be written is told once and ends no run. Needs no
+pass over and that the next line does not join. A run log that cannot be written is told once and ends no run. Needs no
 torch, so that tools which read it answer at once.
 """
 
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FILE = "ledger.jsonl"  # in --save, unless --ledger names another place
+FILE = "run_log.jsonl"  # in --save, unless --run-log names another place
+FORMER_FILE = "ledger.jsonl"  # its name before; a run that has one goes on with it
 
 
 def plain(value: Any) -> Any:
@@ -73,13 +74,13 @@ class RunLog:
         if self.path is None or (event == "end" and self._ended):
             return
         self._ended = self._ended or event == "end"
-        self._file = self._file or LogFile(self.path, "the ledger")
+        self._file = self._file or LogFile(self.path, "the run log")
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **plain(fields)}
         self._file.add(json.dumps(line, allow_nan=False) + "\n", durable=event != "steps")
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All events of a ledger, or of the one in this folder. Lines that are torn are passed over. Raises `OSError`."""
+    """All events of a run log, or of the one in this folder. Lines that are torn are passed over. Raises `OSError`."""
     place = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if place.is_fifo():
         raise OSError(errno.EINVAL, "it is a pipe", str(place))

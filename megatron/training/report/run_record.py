@@ -1,4 +1,4 @@
-"""What goes into the ledger: what a run was given, how it went, and why it ended."""
+"""What goes into the run log: what a run was given, how it went, and why it ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import fingerprint
 from megatron.training.launch.launch_info import told_environment
 from megatron.training.report.metrics import ResolvedStep
-from megatron.training.report.run_log import FILE, RunLog, plain, read_events
+from megatron.training.report.run_log import FILE, FORMER_FILE, RunLog, plain, read_events
 from megatron.training.run import Run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,31 +37,34 @@ _END_BYTES = 2**20  # hashed at both ends of a data file whose writer left no ch
 _COLUMNS = ("learning_rate", "batch_size", "consumed_samples", "grad_norm", "loss_scale", "skipped")
 
 
-def ledger_path(log: LogConfig, save: str | None) -> Path | None:
-    """Where the ledger of a run is: --ledger, else in --save; None without either."""
-    return Path(log.ledger) if log.ledger else Path(save) / FILE if save else None
+def run_log_path(log: LogConfig, save: str | None) -> Path | None:
+    """Where the run log of a run is: --run-log, else in --save; None without either."""
+    if log.run_log or not save:
+        return Path(log.run_log) if log.run_log else None
+    former = Path(save) / FORMER_FILE
+    return former if former.exists() else Path(save) / FILE
 
 
 @contextmanager
 def recorded(run: Run) -> Iterator[None]:
     """Record what the run is given now, and at the end the error that ended it, if one did. All ranks call it together."""
     machines = collectives.gather_objects((socket.gethostname(), device_name(run.mesh.device)), run.mesh.world)
-    if run.ledger.is_kept:
+    if run.run_log.is_kept:
         _record_start(run, machines)
     try:
         yield
     except BaseException as error:
-        run.ledger.add("end", reason=f"{type(error).__name__}: {error}", iteration=run.progress.iteration, failed=True)
+        run.run_log.add("end", reason=f"{type(error).__name__}: {error}", iteration=run.progress.iteration, failed=True)
         raise
 
 
-def record_steps(ledger: RunLog, steps: Sequence[ResolvedStep]) -> None:
+def record_steps(run_log: RunLog, steps: Sequence[ResolvedStep]) -> None:
     """All numbers of resolved steps in whole precision, a list for each; figures of experts are left to --log-jsonl."""
-    if not steps or not ledger.is_kept:
+    if not steps or not run_log.is_kept:
         return
     names = dict.fromkeys(name for step in steps for name in step.losses if not name.startswith("moe/"))
     columns = {name: [getattr(step, name) for step in steps] for name in _COLUMNS}
-    ledger.add(
+    run_log.add(
         "steps",
         iterations=[step.iteration for step in steps],
         losses={name: [step.losses.get(name) for step in steps] for name in names},
@@ -83,14 +86,14 @@ def layout_of(config: RunConfig, mesh: Mesh) -> dict[str, int]:
 
 
 def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
-    assert run.ledger.path is not None, "a ledger that is kept has a path"
+    assert run.run_log.path is not None, "a run log that is kept has a path"
     try:
-        before = [event for event in read_events(run.ledger.path) if event["event"] == "start"]
+        before = [event for event in read_events(run.run_log.path) if event["event"] == "start"]
     except OSError:
         before = []
     layout = layout_of(run.config, run.mesh)
     settings, origins = _settings(run)
-    run.ledger.add(
+    run.run_log.add(
         "start",
         number=len(before) + 1,
         layout=layout,
@@ -104,7 +107,7 @@ def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
         tokenizer=fingerprint(run.tokenizer),
     )
     if before and before[-1].get("layout") != layout:
-        run.ledger.add("layout", before=before[-1].get("layout"), after=layout)
+        run.run_log.add("layout", before=before[-1].get("layout"), after=layout)
 
 
 def _settings(run: Run) -> tuple[dict[str, Any], dict[str, str]]:

@@ -170,7 +170,7 @@ class Writers:
         self._write(values, iteration=iteration, samples=consumed_samples)
 
     def scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
-        """Record how well a network does a task, after so many iterations of finetuning; whoever measures it says it."""
+        """Record the scores of a task after an iteration of finetuning, as the caller measured them."""
         self._record("task", iteration=iteration, task=task, scores=dict(scores))
         self._write({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
 

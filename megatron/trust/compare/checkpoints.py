@@ -1,4 +1,4 @@
-"""Two tensors, or two checkpoints of any layout and any dialect: where they differ, and by how much.
+"""Two tensors, or two checkpoints of any layout and any format: where they differ, and by how much.
 
 Tensors are read block by block, so memory does not grow with them. Without a tolerance, equal means every bit; where
 the dtypes differ, it means the same values.

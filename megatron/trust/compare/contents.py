@@ -1,6 +1,6 @@
 """What a checkpoint holds, without reading a tensor: names, dtypes, shapes, bytes, and which file holds which box.
 
-A checkpoint of our own is described by its manifest alone, which needs no torch; one of another dialect by its `Source`.
+A checkpoint of our own is described by its manifest alone, which needs no torch; one of another format by its `Source`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.store import (
     scan_folder,
 )
 
-OWN = "this project"  # the dialect of our own
+OWN = "this project"  # the format of our own
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
@@ -39,7 +39,7 @@ class BoxPlace:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor. dtype: safetensors' word. size: bytes. places: empty where a dialect does not say."""
+    """A tensor. dtype: safetensors' word. size: bytes. places: empty where a format does not say."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class Contents:
     """A checkpoint. iteration, world_size: None where it does not say. files: name -> bytes. size: bytes of all tensors."""
 
     path: str
-    dialect: str
+    checkpoint_format: str
     iteration: int | None
     world_size: int | None
     files: Mapping[str, int]
@@ -96,7 +96,7 @@ def group_of(name: str) -> str:
 
 
 def own_step(path: str | Path, step: int | None = None) -> Path | None:
-    """The folder of the checkpoint of our own that a path means, as `dialects.find_own` finds it; None for others."""
+    """The folder of the checkpoint of our own that a path means, as `formats.find_own` finds it; None for others."""
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
@@ -143,7 +143,7 @@ def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
     }
     return {
         "path": contents.path,
-        "dialect": contents.dialect,
+        "format": contents.checkpoint_format,
         "iteration": contents.iteration,
         "world_size": contents.world_size,
         "bytes": contents.size,

@@ -8,7 +8,7 @@ from megatron.trust.compare.contents import Contents, Entry
 
 
 def foreign_contents(path: str, step: int | None) -> Contents:
-    """A checkpoint of another dialect."""
+    """A checkpoint of another format."""
     source, files = open_checkpoint(path, step), find_foreign(path, step)
     tensors = []
     for name, one in source.formats.items():

@@ -1,4 +1,4 @@
-"""A bad step once more, from its bundle: in one process, on the CPU, module by module.
+"""A bad step once more, from its failure dump: in one process, on the CPU, module by module.
 
 The whole global batch goes through the whole network, whatever the layout of the run was: the microbatches of the data
 ranks one after the other, each with the dropout stream of the rank that read it. Hooks on every module look at what it
@@ -140,16 +140,16 @@ def replay(
     weights: Path | None = None,
     bound: float = float("inf"),
 ) -> Replayed:
-    """Repeat the step of a bundle. weights: a checkpoint to take instead of the bundle's own or the one that it names.
+    """Repeat the step of a failure dump. weights: a checkpoint to take instead of the failure dump's own or the one that it names.
 
     bound: absolute values from here on count as trouble, not only those that are not finite. Raises `ConfigError` when the
-    folder is no bundle, and `CheckpointError` when there are no weights.
+    folder is no failure dump, and `CheckpointError` when there are no weights.
     """
     try:
         facts = json.loads((folder / STEP).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is no bundle of a bad step: {STEP} cannot be read ({error}); --error-dir or --save holds "
+            f"{folder} is no failure dump of a bad step: {STEP} cannot be read ({error}); --error-dir or --save holds "
             "faults/step-... after one"
         ) from error
     config, notes = _config(facts)
@@ -194,7 +194,7 @@ def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
         )
     if model.adapter.lora_base_quantization != "none":
         raise ConfigError(
-            "a step with --lora-base-quantization cannot be repeated: the bundle holds no quantized weights"
+            "a step with --lora-base-quantization cannot be repeated: the failure dump holds no quantized weights"
         )
     dropout = model.hidden_dropout or model.attention_dropout
     if dropout and (parallel.tp > 1 or parallel.pp > 1 or parallel.context_parallel_size > 1):
@@ -233,8 +233,8 @@ def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -
     folder_of_weights = weights or (folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
     if folder_of_weights is None and facts["checkpoint"] is None:
         raise CheckpointError(
-            "the bundle holds no weights, and the run had saved no checkpoint; give one with --weights, and next time "
-            "--bundle-weights to the run"
+            "the failure dump holds no weights, and the run had saved no checkpoint; give one with --weights, and next time "
+            "--failure-dump-weights to the run"
         )
     place = Path(facts["checkpoint"]["folder"]) if folder_of_weights is None else folder_of_weights
     saved = candidates(place) if not (place / "commit.txt").is_file() else []

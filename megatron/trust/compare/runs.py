@@ -1,4 +1,4 @@
-"""Two runs laid beside each other by their ledgers: where they part, and what they were given that differs.
+"""Two runs laid beside each other by their run logs: where they part, and what they were given that differs.
 
     steps 1 .. 11   equal to the last bit
     step  12        the first that differs, in the last bits only       step 14   the first beyond the tolerance
@@ -131,7 +131,7 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A ledger, read. steps: iteration -> its numbers by name; of one that was run twice the later. end: the last word."""
+    """A run log, read. steps: iteration -> its numbers by name; of one that was run twice the later. end: the last word."""
 
     path: str
     starts: tuple[RunStart, ...]
@@ -180,7 +180,7 @@ class Difference:
 
 
 def read_history(path: str | Path) -> History:
-    """A ledger, or the one in this folder. Raises `OSError` for none, `ValueError` for one without a start."""
+    """A run log, or the one in this folder. Raises `OSError` for none, `ValueError` for one without a start."""
     starts: list[RunStart] = []
     steps: dict[int, dict[str, float]] = {}
     end = "nothing more was heard of it"

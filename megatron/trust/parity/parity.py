@@ -1,4 +1,4 @@
-"""Does a layout compute the same step as one rank? What two rehearsals of one config differ in, and where it begins.
+"""Does a layout compute the same step as one rank? In what two short runs of one config differ, and where the difference begins.
 
     compare(serial, ranks) -> Parity     losses, gradient norms, gradients and weights by logical name
 
@@ -114,7 +114,7 @@ def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = T
 
 
 def checked_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
-    """Rehearse a small config both ways, on as many processes as it has ranks; what ranks said if they failed. limit: in seconds."""
+    """Run a small config for some steps both ways, on as many processes as it has ranks; what ranks said if they failed. limit: in seconds."""
     try:
         ranks = on_ranks(short_run_bytes, small.world_size, small.config, timeout=limit)
     except RankFailed as error:

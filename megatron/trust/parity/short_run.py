@@ -105,7 +105,7 @@ def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run
         timers=Timers(level=0),
         tokenizer=NullTokenizer(config.model.true_vocab_size),
         streams=RandomStreams.build(mesh, config.train.seed),
-        log=logging.getLogger("megatron.rehearsal"),
+        log=logging.getLogger("megatron.short_run"),
     )
 
 

@@ -20,7 +20,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Plan
 
 EventKind = Literal["op", "collective", "send", "receive", "action"]
-TOGETHER = " and "  # between the names of two actions that are done in turns
+TOGETHER = " and "  # between the names of two actions that run with dual-batch overlap
 KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "temporaries")
 
 

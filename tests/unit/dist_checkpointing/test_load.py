@@ -268,7 +268,7 @@ def test_what_one_rank_cannot_open_is_refused_by_all(world: Worlds, tmp_path: Pa
 
 
 class Broken:
-    """A source of another dialect, one of whose tensors cannot be read on one rank."""
+    """A source of another format, one of whose tensors cannot be read on one rank."""
 
     where, formats, values, settings = "elsewhere", {"a": Format((2,), torch.float32)}, {}, {}
 

@@ -33,7 +33,7 @@ Start = Callable[..., subprocess.Popen]
 
 
 def quick(folder: Path, **fields: object) -> FolderLock:
-    return FolderLock(folder, beat=0.02, watch=0.4, **fields)
+    return FolderLock(folder, heartbeat=0.02, watch=0.4, **fields)
 
 
 @pytest.fixture
@@ -105,11 +105,11 @@ def test_a_heartbeat_that_stands_still_is_taken_over_after_a_look_and_one_that_m
     elsewhere(tmp_path)
     over = threading.Event()
 
-    def beat() -> None:
+    def heartbeat() -> None:
         while not over.wait(0.02):
             os.utime(tmp_path / LOCK)
 
-    beating = threading.Thread(target=beat)
+    beating = threading.Thread(target=heartbeat)
     beating.start()
     with pytest.raises(CheckpointError, match="process 4711 on far"):
         quick(tmp_path).acquire()

@@ -22,7 +22,7 @@ from tests.helpers.world import Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, FULL, READ_ONLY, Faulty
 from tests.unit.dist_checkpointing.held import Layout, mesh_of
 
-ASIDE = SaveRules(asynchronous=True)
+BACKGROUND = SaveRules(asynchronous=True)
 ABOUT = Description({}, 1)
 
 
@@ -45,7 +45,7 @@ def loaded(folder: Path, step: int | None = None) -> float:
 
 def test_what_changes_right_after_the_start_of_a_save_does_not_leak_into_it(tmp_path: Path) -> None:
     gate, state = threading.Event(), state_of(1.0)
-    saver = Saver(tmp_path, rules=ASIDE, files=Faulty(gate=gate))
+    saver = Saver(tmp_path, rules=BACKGROUND, files=Faulty(gate=gate))
     saver.start(state, 10, ABOUT)
     assert saver.is_busy
     state["model.a"].fill_(5.0)
@@ -68,7 +68,7 @@ def test_what_changes_right_after_the_start_of_a_save_does_not_leak_into_it(tmp_
 
 def test_polling_brings_a_save_to_its_end_without_waiting(tmp_path: Path) -> None:
     gate = threading.Event()
-    saver = Saver(tmp_path, rules=ASIDE, files=Faulty(gate=gate))
+    saver = Saver(tmp_path, rules=BACKGROUND, files=Faulty(gate=gate))
     saver.start(state_of(1.0), 10, ABOUT)
     assert [saver.poll() for _ in range(5)] == [None] * 5, "the disk does not go on, and nobody waits for it"
     gate.set()
@@ -79,7 +79,7 @@ def test_polling_brings_a_save_to_its_end_without_waiting(tmp_path: Path) -> Non
 
 
 def test_host_memory_is_taken_once_and_used_again(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=ASIDE)
+    saver = Saver(tmp_path, rules=BACKGROUND)
     saver.prepare(state_of(0.0))
     memory = saver._snapshot._memory
     assert len(memory) == 64 * 3 * 4 + 7 * 2, "one copy of what is written, and no more"
@@ -91,7 +91,7 @@ def test_host_memory_is_taken_once_and_used_again(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_made_anew_when_the_tensors_change(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=ASIDE)
+    saver = Saver(tmp_path, rules=BACKGROUND)
     for iteration, state in (
         (1, state_of(1.0)),
         (2, state_of(2.0) | {"model.c": torch.ones(1000)}),
@@ -106,7 +106,7 @@ def test_a_machine_without_the_memory_for_a_copy_saves_while_training_waits_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver_module, "_free_memory", lambda: 900)
-    saver = Saver(tmp_path, rules=ASIDE)
+    saver = Saver(tmp_path, rules=BACKGROUND)
     saver.start(state_of(1.0), 10, ABOUT)
     assert len(saver._snapshot._memory) == 0
     (note,) = saver.finish().notes
@@ -137,7 +137,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("rules", [SaveRules(keep_last=1), SaveRules(True, keep_last=1)], ids=["waiting", "aside"])
+@pytest.mark.parametrize("rules", [SaveRules(keep_last=1), SaveRules(True, keep_last=1)], ids=["waiting", "background"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(
     tmp_path: Path, name: str, rules: SaveRules
@@ -232,7 +232,7 @@ def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
     return result
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "aside"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "background"])
 def test_all_ranks_hear_of_the_one_that_failed_and_save_together_again(
     world: Worlds, tmp_path: Path, asynchronous: bool
 ) -> None:
@@ -246,7 +246,7 @@ def test_all_ranks_hear_of_the_one_that_failed_and_save_together_again(
 
 
 def die_in_a_save(folder: Path) -> None:
-    saver = Saver(folder, rules=ASIDE, files=Faulty(gate=threading.Event()))
+    saver = Saver(folder, rules=BACKGROUND, files=Faulty(gate=threading.Event()))
     saver.start(state_of(2.0), 20, ABOUT)
     while not list(folder.glob("*.tmp/rank_*")):
         time.sleep(0.01)

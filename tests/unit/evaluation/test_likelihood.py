@@ -1,4 +1,4 @@
-"""Log-likelihoods and continuations: those of transformers, whatever the batch, the layout and the dialect."""
+"""Log-likelihoods and continuations: those of transformers, whatever the batch, the layout and the format."""
 
 from __future__ import annotations
 

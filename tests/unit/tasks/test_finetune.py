@@ -292,14 +292,14 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     answer: str | None, error: type[Exception] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of("MNLI", on_bad_step=answer, error_dir=str(tmp_path))
-    guard, said = StepValidator(trainer.run.config), list[str]()
+    validator, said = StepValidator(trainer.run.config), list[str]()
     if answer:
-        trainer.add_hook(guard)
+        trainer.add_hook(validator)
     monkeypatch.setattr(Run, "say", lambda run, text: said.append(text))
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
     epochs = Epochs(trainer.run, samples("MNLI"), full=trainer.batches.full, keep_last=False)
     with pytest.raises(error, match="nan") if error else nullcontext():
-        finetune.train_epoch(trainer, epochs, 0, guard, writers_of(trainer.run))
+        finetune.train_epoch(trainer, epochs, 0, validator, writers_of(trainer.run))
     assert any("the run goes on with the next data" in line for line in said) == (answer == "skip"), said
     assert list(tmp_path.glob("step-*/*")) or answer is None, "the evidence is kept"
 

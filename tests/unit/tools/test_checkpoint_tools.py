@@ -1,4 +1,4 @@
-"""tools/checkpoint: inspect, verify, diff, reshard and export, over checkpoints of every dialect."""
+"""tools/checkpoint: inspect, verify, diff, reshard and export, over checkpoints of every format."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dialects(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same weights in every dialect."""
-    there = tmp_path_factory.mktemp("dialects")
+def checkpoint_formats(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same weights in every format."""
+    there = tmp_path_factory.mktemp("formats")
     source = open_saved(made / "iter_0000002")
     hf.export(source, there / "published")
     write_legacy(source, there / "megatron", iteration=2, tensor_size=2, pipeline_size=1, fused_norms=True)
@@ -98,7 +98,7 @@ def test_inspect_says_what_a_reader_of_safetensors_finds_in_the_files(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = json.loads(printed(capsys, inspect, made, "--json"))
-    assert (found["iteration"], found["world_size"], found["dialect"]) == (2, 2, "this project")
+    assert (found["iteration"], found["world_size"], found["format"]) == (2, 2, "this project")
     total, boxes = 0, set()
     for path in sorted((made / "iter_0000002").glob("*.safetensors")):
         assert found["files"][path.name] == path.stat().st_size
@@ -133,19 +133,19 @@ def test_inspect_filters_lists_iterations_and_shows_boxes_and_settings(
     assert "iteration 1," in printed(capsys, inspect, made, "--ckpt-step", 1, "--summary")
 
 
-@pytest.mark.parametrize("dialect", ["ours", "published", "megatron"])
-def test_inspect_and_verify_take_every_dialect(
-    dialect: str, dialects: dict[str, Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("checkpoint_format", ["ours", "published", "megatron"])
+def test_inspect_and_verify_take_every_format(
+    checkpoint_format: str, checkpoint_formats: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = json.loads(printed(capsys, inspect, dialects[dialect], "--json", "--match", "model.*"))
-    own = open_saved(dialects["ours"] / "iter_0000002").formats
+    found = json.loads(printed(capsys, inspect, checkpoint_formats[checkpoint_format], "--json", "--match", "model.*"))
+    own = open_saved(checkpoint_formats["ours"] / "iter_0000002").formats
     names = [name for name in own if name.startswith("model.")]
     assert set(found["tensors"]) == set(names)
     for name in names:
         if "embedding" not in name:  # which is padded in Megatron's files
             assert tuple(found["tensors"][name]["shape"]) == own[name].shape, name
-    assert "sound" in printed(capsys, verify, dialects[dialect])
-    assert "damaged" not in printed(capsys, inspect, dialects[dialect], "--summary"), (
+    assert "sound" in printed(capsys, verify, checkpoint_formats[checkpoint_format])
+    assert "damaged" not in printed(capsys, inspect, checkpoint_formats[checkpoint_format], "--summary"), (
         "another project's folder lacks only our files"
     )
 
@@ -214,20 +214,20 @@ def test_verify_reads_all_parts_of_a_large_checkpoint(
         flip(file, place)
 
 
-def test_verify_names_a_damaged_folder_of_another_dialect(
-    dialects: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_verify_names_a_damaged_folder_of_another_format(
+    checkpoint_formats: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = Path(shutil.copytree(dialects["published"], tmp_path / "published"))
+    there = Path(shutil.copytree(checkpoint_formats["published"], tmp_path / "published"))
     (there / "model.safetensors").write_bytes((there / "model.safetensors").read_bytes()[:-10])
     assert "model.safetensors" in printed(capsys, verify, there, expected=1)
 
 
-def test_diff_finds_no_difference_between_a_checkpoint_and_itself_in_any_layout_or_dialect(
-    world: Worlds, made: Path, dialects: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_diff_finds_no_difference_between_a_checkpoint_and_itself_in_any_layout_or_format(
+    world: Worlds, made: Path, checkpoint_formats: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no differences" in printed(capsys, diff, made, made)
     for name in ("published", "megatron"):
-        for pair in ((made, dialects[name]), (dialects[name], made)):
+        for pair in ((made, checkpoint_formats[name]), (checkpoint_formats[name], made)):
             text = printed(capsys, diff, *pair, "--match", "model.*")
             assert "no differences in 52 tensors" in text
     assert "settings that differ" not in printed(capsys, diff, made, made, "--ckpt-step", 1, 1)

@@ -1,4 +1,4 @@
-"""The converting tool: any dialect to any, there and back, and what it refuses."""
+"""The converting tool: any format to any, there and back, and what it refuses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def weights(path: Path) -> bytes:
         ("megatron", ["--saver-transformer-impl", "local"]),
     ],
 )
-def test_there_and_back_through_any_dialect_gives_the_same_file(
+def test_there_and_back_through_any_format_gives_the_same_file(
     tool: ModuleType, folder: Path, tmp_path: Path, middle: str, flags: list[str]
 ) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "middle"), "--saver", middle, "--verify", *flags])
@@ -204,7 +204,7 @@ def test_a_bad_copy_is_found_by_verify(
     "flags, complaint",
     [
         (["--load", "none", "--save", "x"], "none holds no checkpoint"),
-        (["--load", "llama", "--save", "x", "--loader", "megatron"], "holds no checkpoint of the dialect megatron"),
+        (["--load", "llama", "--save", "x", "--loader", "megatron"], "holds no checkpoint of the format megatron"),
         (["--load", "llama", "--save", "x", "--model-type", "BERT"], "--model-type BERT: llama holds a GPT"),
         (["--load", "llama", "--save", "llama", "--saver", "hf"], "llama is there already"),
         (

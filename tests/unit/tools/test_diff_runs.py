@@ -33,12 +33,12 @@ def asked(tool: ModuleType, capsys: pytest.CaptureFixture[str], *argv: Path | st
 
 
 def write(path: Path, losses: dict[int, float], *, loaded: int | None = None, **given: Any) -> Path:
-    """A ledger made by hand; another start is added to one that is there."""
-    ledger = RunLog(path)
-    ledger.add("start", **given)
+    """A run log made by hand; another start is added to one that is there."""
+    run_log = RunLog(path)
+    run_log.add("start", **given)
     if loaded is not None:
-        ledger.add("loaded", iteration=loaded)
-    ledger.add("steps", iterations=list(losses), losses={"lm loss": list(losses.values())})
+        run_log.add("loaded", iteration=loaded)
+    run_log.add("steps", iterations=list(losses), losses={"lm loss": list(losses.values())})
     return path
 
 
@@ -68,7 +68,7 @@ def test_two_runs_of_one_command_are_equal_and_another_rate_is_the_first_suspect
 ) -> None:
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
     for name, rate in (("a", "1e-2"), ("b", "1e-2"), ("c", "2e-2")):
-        trained(["--mock-data", "--train-iters", "3", "--lr", rate, "--ledger", str(tmp_path / name)])
+        trained(["--mock-data", "--train-iters", "3", "--lr", rate, "--run-log", str(tmp_path / name)])
     capsys.readouterr()
     code, same = asked(tool, capsys, tmp_path / "a", tmp_path / "b")
     assert code == 0 and same["common"] == [1, 2, 3] and "first" not in same and not same["inputs"], same
@@ -78,7 +78,7 @@ def test_two_runs_of_one_command_are_equal_and_another_rate_is_the_first_suspect
     with pytest.raises(SystemExit):
         tool.main([str(tmp_path / "a"), str(tmp_path / "c")])
     text = capsys.readouterr().out
-    assert "They part in step 2" in text and "A 0.01 (command line)" in text and "--ledger" in text.splitlines()[-1]
+    assert "They part in step 2" in text and "A 0.01 (command line)" in text and "--run-log" in text.splitlines()[-1]
 
 
 def test_what_differs_is_ranked_by_how_far_the_runs_part(

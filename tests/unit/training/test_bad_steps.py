@@ -89,7 +89,7 @@ def test_a_run_that_leaves_a_bad_step_behind_ends_as_if_its_data_had_never_been_
     assert hurt.progress.consumed_train_samples == spared.progress.consumed_train_samples == 24
     assert hurt.progress.skipped_train_samples == spared.progress.skipped_train_samples == 4
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    events = [json.loads(line) for line in (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "a" / "run_log.jsonl").read_text().splitlines()]
     assert ["bad step"] == [event["event"] for event in events if event["event"] == "bad step"]
 
 
@@ -145,12 +145,12 @@ def judged(
 ) -> tuple[str, list[tuple[float, float]], float, bool, list[int]]:
     """On every rank: a good step, then one that is judged bad, by its numbers or because the test says so."""
     size = torch.distributed.get_world_size()
-    settings = tiny.config(size, error_dir=folder, on_bad_step="skip", bundle_weights=True, **changes)
+    settings = tiny.config(size, error_dir=folder, on_bad_step="skip", failure_dump_weights=True, **changes)
     trainer = tiny.trainer_of(tiny.run_of(settings))
     mesh = trainer.run.mesh
     train_step(trainer, tiny.batches(trainer.run, 0))
-    guard = StepValidator(settings)
-    trainer.add_hook(guard)
+    validator = StepValidator(settings)
+    trainer.add_hook(validator)
     if plant == "weight":
         for stage in trainer.stages:
             for param in stage.parameters():
@@ -166,7 +166,7 @@ def judged(
         if mesh.world.rank == 1:
             param.register_hook(lambda gradient: gradient * math.inf)
     else:
-        guard.memory.problem = lambda losses, norm: "planted"  # type: ignore[method-assign]
+        validator.memory.problem = lambda losses, norm: "planted"  # type: ignore[method-assign]
     before = [value.clone() for _, _, _, value in held_weights(trainer)]
     step = train_step(trainer, tiny.batches(trainer.run, 1))
     for parallel in trainer.parallels:
@@ -174,7 +174,7 @@ def judged(
     after = [value for _, _, _, value in held_weights(trainer)]
     pairs = [tuple(collectives.all_reduce(pair.double(), mesh.world).tolist()) for pair in step.losses.values()]
     kept = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
-    return guard.verdict, pairs, float(step.grad_norm), bool(step.skipped) and kept, [trainer.progress.iteration]
+    return validator.verdict, pairs, float(step.grad_norm), bool(step.skipped) and kept, [trainer.progress.iteration]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_evidence_that_finds_no_room_is_told_and_ends_no_run(world: Worlds, tmp_
 
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "is no bundle of a bad step" in capsys.readouterr().err
+    assert "is no failure dump of a bad step" in capsys.readouterr().err
     assert PROVIDERS.keys() == {"gpt", "bert", "t5"}
 
 

@@ -237,7 +237,7 @@ def test_skip_train_evaluates_a_checkpoint_and_touches_nothing(data: list[str], 
     folder, log = tmp_path / "save", tmp_path / "log.jsonl"
     # Many evaluations: what they consumed must not be missing now.
     trained([*data, "--train-iters", "6", "--eval-interval", "1", "--eval-iters", "4", "--save", str(folder)])
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "ledger.jsonl"}
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "run_log.jsonl"}
     trained(
         [
             *data,
@@ -256,7 +256,7 @@ def test_skip_train_evaluates_a_checkpoint_and_touches_nothing(data: list[str], 
         (6, "validation"),
         (6, "test"),
     ]
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "ledger.jsonl"} == before
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "run_log.jsonl"} == before
 
 
 def test_finetune_takes_the_weights_and_starts_at_zero(data: list[str], tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_progress_is_noted_beside_the_checkpoints(data: list[str], tmp_path: Pat
 def test_a_run_trains_and_saves_among_pipes_links_that_loop_and_full_disks(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("ledger.jsonl", "progress.txt", "latest_checkpointed_iteration.txt", "iter_0000002", "metadata.json")
+    names = ("run_log.jsonl", "progress.txt", "latest_checkpointed_iteration.txt", "iter_0000002", "metadata.json")
     for name in names:
         os.mkfifo(tmp_path / name)
     for name in ("loop", "iter_0000001", "iter_0000003.old", "config.json"):
@@ -324,7 +324,7 @@ def test_a_run_trains_and_saves_among_pipes_links_that_loop_and_full_disks(
     assert saved(tmp_path) == [1, 2, 3]
     said = capsys.readouterr().out
     assert said.count("--log-jsonl /dev/full cannot be written: No space left on device; the run goes on") == 1
-    assert "the ledger" in said and "lm loss" in said and "NOT SAVED" not in said
+    assert "the run log" in said and "lm loss" in said and "NOT SAVED" not in said
 
 
 def test_tensorboard_gets_the_curves(data: list[str], tmp_path: Path) -> None:

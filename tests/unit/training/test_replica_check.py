@@ -27,7 +27,7 @@ def flip(tensor: Tensor, place: int) -> None:
 
 
 def found(trainer: Trainer, rank: int, change: Callable[[], None], restore: Callable[[], None]) -> str:
-    """What the sentinel says when one rank changed something; a run that is whole again is accepted."""
+    """What the check says when one rank changed something; a run that is whole again is accepted."""
     mine = trainer.run.mesh.world.rank == rank
     if mine:
         change()
@@ -171,19 +171,19 @@ def test_a_counter_and_a_random_stream_are_compared(world: Worlds) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("size", [1, 3, 70_001])
 def test_every_bit_and_every_place_counts(dtype: torch.dtype, size: int) -> None:
-    sentinel = ReplicaCheck(tiny.trainer_of(tiny.run_of(tiny.config(num_layers=1))))
+    check = ReplicaCheck(tiny.trainer_of(tiny.run_of(tiny.config(num_layers=1))))
     value = (torch.rand(size, generator=torch.Generator().manual_seed(3)) * 100).to(dtype)
-    before = int(sentinel.hash(value))
-    assert int(sentinel.hash(value.clone())) == before
+    before = int(check.hash(value))
+    assert int(check.hash(value.clone())) == before
     for place in {0, size // 2, size - 1}:
         for byte in range(value.element_size()):
             for bit in range(8):
                 changed = value.clone()
                 changed.view(torch.uint8)[place * value.element_size() + byte] ^= 1 << bit
-                assert int(sentinel.hash(changed)) != before, (place, byte, bit)
+                assert int(check.hash(changed)) != before, (place, byte, bit)
     if size > 70_000:  # blocks that change places
         swapped = torch.cat((value[-5:], value[5:-5], value[:5]))
-        assert int(sentinel.hash(swapped)) != before
+        assert int(check.hash(swapped)) != before
 
 
 def test_parameters_that_are_not_cut_are_items_of_the_tensor_axis() -> None:

@@ -49,8 +49,8 @@ def spoiled_always(iteration: int) -> Callable[..., tuple[Tensor, LossFunction]]
 
 
 def verdicts(folder: Path) -> list[str]:
-    """What the ledger says of steps that were run again."""
-    events = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    """What the run log says of steps that were run again."""
+    events = [json.loads(line) for line in (folder / "run_log.jsonl").read_text().splitlines()]
     return [event["verdict"] for event in events if event["event"] == "rerun"]
 
 

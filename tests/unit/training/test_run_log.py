@@ -1,4 +1,4 @@
-"""The ledger of a run: what it says, that it outlives what happens to it, and that it never ends a run."""
+"""The run log of a run: what it says, that it outlives what happens to it, and that it never ends a run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_data_file_that_changed_at_its_end_is_seen_without_a_sidecar(
     (tmp_path / "walks.json").unlink()
     hashes = []
     for name in ("a", "b"):
-        trained([*data, "--train-iters", "1", "--ledger", str(tmp_path / name)])
+        trained([*data, "--train-iters", "1", "--run-log", str(tmp_path / name)])
         hashes.append(read_events(tmp_path / name)[0]["data"][str(tmp_path / "walks")])
         content = bytearray((tmp_path / "walks.bin").read_bytes())
         content[-2] ^= 1
@@ -106,38 +106,38 @@ def test_a_run_that_fails_says_why_and_keeps_the_steps_until_then(tmp_path: Path
                 "1e30",
                 "--clip-grad",
                 "0",
-                "--ledger",
-                str(tmp_path / "ledger"),
+                "--run-log",
+                str(tmp_path / "run log"),
             ]
         )
-    events = read_events(tmp_path / "ledger")
+    events = read_events(tmp_path / "run log")
     assert "NotFinite" in events[-1]["reason"] and events[-1]["failed"], events[-1]
     assert any("nan" in event["losses"]["lm loss"] for event in of_kind(events, "steps")), (
-        "the step that failed is not in the ledger"
+        "the step that failed is not in the run log"
     )
 
 
 def test_a_ledger_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    run = trained(["--mock-data", "--train-iters", "2", "--ledger", str(tmp_path / "file" / "ledger.jsonl")])
+    run = trained(["--mock-data", "--train-iters", "2", "--run-log", str(tmp_path / "file" / "run_log.jsonl")])
     assert run.progress.iteration == 2
     assert capsys.readouterr().out.count("cannot be written") == 1
 
 
 def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    ledger = RunLog(path)
-    ledger.add("start", number=1)
+    path = tmp_path / "run_log.jsonl"
+    run_log = RunLog(path)
+    run_log.add("start", number=1)
     with open(path, "ab") as file:
         file.write(b'{"event": "ste')  # the process was killed here
-    ledger.add("end", reason="complete", loss=float("nan"), nothing=None)
+    run_log.add("end", reason="complete", loss=float("nan"), nothing=None)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "end"]
     assert read_events(path)[1]["loss"] == "nan" and "nothing" not in read_events(path)[1]
 
 
 def test_iterations_whose_data_is_passed_over_are_told(tmp_path: Path) -> None:
-    trained(["--mock-data", "--train-iters", "3", "--iterations-to-skip", "2", "--ledger", str(tmp_path / "ledger")])
-    assert [(event["iteration"], event["samples"]) for event in of_kind(read_events(tmp_path / "ledger"), "skip")] == [
+    trained(["--mock-data", "--train-iters", "3", "--iterations-to-skip", "2", "--run-log", str(tmp_path / "run log")])
+    assert [(event["iteration"], event["samples"]) for event in of_kind(read_events(tmp_path / "run log"), "skip")] == [
         (2, 4)
     ]
 

@@ -105,17 +105,17 @@ def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     monkeypatch.setattr(watchdog, "_LOOK_EVERY", 0.05)
-    place, ledger = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", ""), RunLog(tmp_path / "ledger.jsonl")
-    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ledger=ledger)
+    place, run_log = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", ""), RunLog(tmp_path / "run_log.jsonl")
+    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), run_log=run_log)
     with HangDetector(run, place):
         RendezvousStore.connect(place).claim(
             FIRST_FAILURE, "rank 1 on node b: ValueError: wrong\non node b, in training"
         )
         deadline = time.monotonic() + 300
-        while not ledger.path.exists() and time.monotonic() < deadline:
+        while not run_log.path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-    ledger.add("end", reason="RuntimeError: connection closed")
-    (end,) = read_events(ledger.path)
+    run_log.add("end", reason="RuntimeError: connection closed")
+    (end,) = read_events(run_log.path)
     assert end["reason"] == "first failure: rank 1 on node b: ValueError: wrong" and end["failed"]
 
 

@@ -18,7 +18,7 @@ from tensorboard.compat.tensorflow_stub.io import gfile
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import LogConfig
-from megatron.training.report import run_log as ledger
+from megatron.training.report import run_log as run_log
 from megatron.training.report import writers as writers_module
 from megatron.training.report.metrics import Report, Step, Throughput
 from megatron.training.report.writers import Writers
@@ -289,7 +289,7 @@ def test_a_full_disk_under_the_journal_is_told_once_and_ends_no_run(shown, caplo
 
 def test_a_journal_that_has_room_again_is_gone_on_with(tmp_path, shown, monkeypatch):
     writers, write = make(shown, log_jsonl=str(tmp_path / "journal")), os.write
-    monkeypatch.setattr(ledger.os, "write", lambda file, content: write(file, content[:7]))  # room for so much
+    monkeypatch.setattr(run_log.os, "write", lambda file, content: write(file, content[:7]))  # room for so much
     writers.steps(STEPS[:1])
     monkeypatch.undo()
     writers.steps(STEPS[1:])
@@ -358,7 +358,7 @@ def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path, shown, caplog,
     os.close(reader)
     assert "--log-jsonl" in caplog.text
     with pytest.raises(OSError, match="it is a pipe"):
-        ledger.read_events(tmp_path / "pipe")
+        run_log.read_events(tmp_path / "pipe")
 
 
 def test_a_board_that_finds_no_room_leaves_no_empty_file(tmp_path, shown, monkeypatch):

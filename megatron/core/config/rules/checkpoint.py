@@ -107,10 +107,10 @@ def _faults(s: Setting) -> str:
     checks = train.check_for_nan_in_loss_and_grad or faults.check_for_spiky_loss or faults.check_for_large_grads
     problems += _bad_steps(s, checks=checks)
     problems += _reruns(s, checks=checks)
-    if faults.bundle_weights and not faults.guards_steps:
-        problems.append("--bundle-weights has no bundle to go into; give --on-bad-step")
-    if faults.guards_steps and faults.bundle_weights and not (faults.error_dir or checkpoint.save):
-        problems.append("--bundle-weights has no folder to go into; give --error-dir or --save")
+    if faults.failure_dump_weights and not faults.validates_steps:
+        problems.append("--failure-dump-weights has no failure dump to go into; give --on-bad-step")
+    if faults.validates_steps and faults.failure_dump_weights and not (faults.error_dir or checkpoint.save):
+        problems.append("--failure-dump-weights has no folder to go into; give --error-dir or --save")
     return "\n  ".join(problems)
 
 

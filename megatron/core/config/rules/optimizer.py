@@ -66,7 +66,7 @@ def update_rule(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def narrow_state(s: Setting) -> str:
+def low_precision_state(s: Setting) -> str:
     """Formats of the optimizer's state."""
     run = s.run
     precision, problems = run.precision, []
@@ -96,7 +96,7 @@ def narrow_state(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def activations_aside(s: Setting) -> str:
+def activation_offloading(s: Setting) -> str:
     """Activations in the memory of the CPU."""
     run = s.run
     config, problems = run.offload, []
@@ -134,10 +134,14 @@ def _unused(config: Any, usual: Any, names: Iterable[str], wants: str) -> list[s
 
 ALWAYS = (
     Rule("update-rule", update_rule, "what is said of an update rule belongs to the one that is chosen"),
-    Rule("narrow-state", narrow_state, "formats of the optimizer's state fit the update rule and the weights"),
     Rule(
-        "activations-aside",
-        activations_aside,
+        "low-precision-state",
+        low_precision_state,
+        "formats of the optimizer's state fit the update rule and the weights",
+    ),
+    Rule(
+        "activation-offloading",
+        activation_offloading,
         "activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers",
     ),
 )

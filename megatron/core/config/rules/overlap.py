@@ -25,7 +25,7 @@ def overlap(s: Setting) -> str:
             "those"
         )
     if parallel.overlap_moe_expert_parallel_comm:
-        problems += _in_turns(run)
+        problems += _dual_batch(run)
     if parallel.delay_wgrad_compute:
         problems += _delayed(run)
     return "\n  ".join(problems)
@@ -48,8 +48,8 @@ def _delayed(run: RunConfig) -> list[str]:
     return problems
 
 
-def _in_turns(run: RunConfig) -> list[str]:
-    """Why a forward and a backward pass cannot be done in turns."""
+def _dual_batch(run: RunConfig) -> list[str]:
+    """Yield why dual-batch overlap (the forward pass of a microbatch beside the backward pass of another) is impossible."""
     parallel, flag = run.parallel, "--overlap-moe-expert-parallel-comm"
     problems = []
     if parallel.expert_model_parallel_size == 1:

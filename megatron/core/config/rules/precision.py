@@ -35,7 +35,7 @@ def _belonging(run: RunConfig) -> list[str]:
 
 
 def low_precision(s: Setting) -> str:
-    """Matrices of few bits have one format, parts that belong together, and the run a format to fall back to."""
+    """Matrices in low precision have one format, parts that belong together, and the run a format to fall back to."""
     run = s.run
     low, _num_layers, problems = run.precision.low, run.model.depth(), []
     if not low.recipe:

@@ -17,7 +17,7 @@ class FaultConfig:
 
     error_dir: str | None = flag(
         None,
-        "folder for what failing ranks leave: errors, hangs, bundles of bad steps; left out: faults in --save",
+        "folder for what failing ranks leave: errors, hangs, failure dumps of bad steps; left out: faults in --save",
         role="free",
     )
     hang_timeout_minutes: float | None = flag(
@@ -53,8 +53,8 @@ class FaultConfig:
     max_bad_steps: int = flag(
         10, "bad steps after which --on-bad-step skip and rollback stop all the same", role="training"
     )
-    bundle_weights: bool = flag(
-        False, "the bundle of a bad step holds the weights, so that it can be replayed exactly", role="free"
+    failure_dump_weights: bool = flag(
+        False, "the failure dump of a bad step holds the weights, so that it can be replayed exactly", role="free"
     )
 
     rerun_mode: Literal["disabled", "validate_results", "report_stats", "report_determinism_stats"] | None = flag(
@@ -86,7 +86,7 @@ class FaultConfig:
         return "report_stats" if self.rerun_mode == "report_determinism_stats" else self.rerun_mode
 
     @property
-    def guards_steps(self) -> bool:
+    def validates_steps(self) -> bool:
         """Whether every step is judged before its update."""
         return (
             self.on_bad_step is not None

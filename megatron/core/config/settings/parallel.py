@@ -107,7 +107,7 @@ class ParallelConfig:
     )
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
-        "do a forward pass and the backward pass of another microbatch in turns: one computes while the other's tokens travel to "
+        "dual-batch overlap: the forward pass of a microbatch and the backward pass of another alternate; one computes while the other's tokens travel to "
         "experts and back",
         role="free",
     )

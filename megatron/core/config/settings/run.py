@@ -247,9 +247,9 @@ class LogConfig:
         None, "iterations between memory reports; left out: one after the first log line", role="free"
     )
     log_jsonl: str | None = flag(None, "file for one JSON object a report", role="free")
-    ledger: str | None = flag(
+    run_log: str | None = flag(
         None,
-        "file that keeps what this run was given and what became of it; left out: ledger.jsonl in --save",
+        "file that keeps what this run was given and what became of it; left out: run_log.jsonl in --save",
         role="free",
     )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard", role="free")

@@ -3,7 +3,7 @@
 Megatron lays its parameters end to end, the last defined first, each from a multiple of 64 elements on (none of the first
 releases did so). A bucket ends where it has grown to --ddp-bucket-size, and around a word embedding that two pipeline
 stages share. A buffer says how many elements it has and never which parameter lies where; this is computed here, and
-whoever uses it compares the fp32 weights in the buffer with those of the model: what does not agree is not read.
+the caller compares the fp32 weights in the buffer with those of the model: what does not agree is not read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which networks Megatron can build: a table of the settings that it has a counterpart of.
 
 Every other setting that makes a network's function (`core/config/settings/network.py`) must have its default, or the network cannot be
-written for Megatron; so a setting that is new here is refused until somebody has looked, and put it into the table.
+written for Megatron; so a setting that is new here is refused until it is added to the table.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def _keys_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
 
 
 def _heads_out(whole: Tensor, layout: Layout) -> Tensor:
-    """[q | k | v] to rows in turns of one key head each."""
+    """Reorder [q | k | v] into rows grouped by key head: its queries, its key, its value."""
     rest = whole.shape[1:]
     size = whole.shape[0] // (layout.heads + 2 * layout.groups)
     q, k, v = whole.split([layout.heads * size, layout.groups * size, layout.groups * size])

@@ -1,4 +1,4 @@
-"""What the comparison of replicas costs: `python benchmarks/sentinel.py [--interval 100]`.
+"""What the comparison of replicas costs: `python benchmarks/replica_check.py [--interval 100]`.
 
 Hashes all that a data-parallel rank without a distributed optimizer shares with others (weights and both moments), and sets
 the time against that of a training step of the same network. What travels, 16 bytes an item, is not in the figure.
@@ -40,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = pick_device()
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**SHAPE), device))
-    sentinel = ReplicaCheck(trainer)
+    check = ReplicaCheck(trainer)
     train_step(trainer, tiny.batches(trainer.run, 0))
     steps, looks = [], []
     for _ in range(REPEATS):
@@ -49,15 +49,15 @@ def main() -> None:
         train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
         synchronize(device)
         between = time.perf_counter()
-        for item in sentinel.items():
+        for item in check.items():
             if item.axis.name == "dp_cp":
-                sentinel.hash(item.value)
+                check.hash(item.value)
         synchronize(device)
         steps.append(between - began)
         looks.append(time.perf_counter() - between)
     size = sum(
         item.value.nbytes
-        for item in sentinel.items()
+        for item in check.items()
         if item.axis.name == "dp_cp" and isinstance(item.value, torch.Tensor)
     )
     step, look = min(steps), min(looks)
