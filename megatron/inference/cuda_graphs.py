@@ -6,8 +6,8 @@
 A graph is of one number of rows, a power of two, and of the longest text. Where keys are gathered, it is also of a number of keys,
 since all rows are gathered to as many. Padding rows read and write block 0, which belongs to no sequence.
 
-Capturing takes longer than a step. So steps of a shape that was not captured are launched kernel by kernel, and `capture_next` is
-for moments without requests; `on_demand` captures a shape when it is first met, where nobody waits for a token.
+Capturing takes longer than a step. So a server captures before it serves, and later between requests: until then steps are launched
+kernel by kernel. `on_demand` captures a shape when it is first met, where nobody waits for a token.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class CapturedGraphs:
     def shape(self, texts: int, keys: int) -> GraphShape:
         """The shape of a step of so many texts, of which the longest has so many keys."""
         whole = self._pool.paged is not None  # each row is read as long as it is, in tables as wide as there can be
-        return _rounded(texts, 1), self._most_blocks * self._block_size if whole else _rounded(keys, _FEWEST_KEYS)
+        pieces = self._stage.build.region.whole_length(1)  # that tokens are cut into between matrices
+        rows = -(-_rounded(texts, 1) // pieces) * pieces
+        return rows, self._most_blocks * self._block_size if whole else _rounded(keys, _FEWEST_KEYS)
 
     def find(self, shape: GraphShape, *, on_demand: bool) -> bool:
         """Whether a step of this shape can be repeated. on_demand: it is captured now, if it was not."""
@@ -150,7 +152,7 @@ class CapturedGraphs:
     def _shapes(self) -> list[GraphShape]:
         """Of steps of 1, 2, 4, ... rows, as many as are kept, the largest first."""
         sizes = [1 << power for power in range((self._most_rows - 1).bit_length() + 1)]
-        return [self.shape(rows, 1) for rows in sizes[::-1][: self._count]]
+        return list(dict.fromkeys(self.shape(rows, 1) for rows in sizes[::-1]))[: self._count]
 
 
 def fill_in(ids: Tensor, sampled: Tensor, awaited: Awaited) -> None:

@@ -140,10 +140,7 @@ class Engine:
         return self.runner.capture_next()
 
     def capture_ahead(self, say: Callable[[str], None]) -> None:
-        """Capture all shapes that are known beforehand. From now on other shapes are captured by `capture_next` alone, so that no
-        request waits for it; until then their kernels are launched one by one.
-        """
-        self.runner.on_demand = False
+        """Capture all shapes that are known beforehand, before there are requests. say: is told how far it is."""
         number, total = 0, self.runner.uncaptured()
         while self.capture_next():
             number += 1

@@ -107,7 +107,8 @@ class Service:
         return self._closing
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. From now on CUDA graphs are captured between requests alone."""
+        self.engine.runner.on_demand = False
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener | None = None) -> Stream:
@@ -181,7 +182,7 @@ class Service:
                 while self._calls:
                     self._calls[0][0]()
                     self._calls.popleft()
-                if self.engine.step():
+                if self.engine.step() or self.engine.capture_next():
                     continue
                 if not self._news.wait(_HEARTBEAT_SECONDS):
                     self.engine.heartbeat()

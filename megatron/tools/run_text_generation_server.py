@@ -267,6 +267,7 @@ def lead(
             "--host %s without --token-file: everyone who reaches this port may use it", given.host
         )
     chat, name = chat_of(given, engine.tokenizer), model_name(given)
+    engine.capture_ahead(logging.getLogger(__name__).info)
     service = Service(engine, liveness)
     service.start()
     updates = given.allow_runtime_lora_updating

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from megatron.inference import cache
+from megatron.core.kernels import paged
+from megatron.inference import cache, engine_setup
 from tests.unit.inference.serving import engine_of, greedy, network, prompts, slowly
 
 
 @pytest.mark.parametrize("kind", ["rope", "window", "sinks and windows", "latent", "one group"])
-@pytest.mark.parametrize("place", ["in place", "gathered"])
+@pytest.mark.parametrize("place", ["in place", "gathered", "paged"])
 def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, place: str, kind: str) -> None:
     if place == "gathered":
         monkeypatch.setattr(cache, "_views", lambda *_: [])
+    if place == "paged":
+        monkeypatch.setattr(engine_setup, "paged_attention", lambda build, config: paged.attention)
     monkeypatch.setattr(cache, "_CALL", 0)
     read: Counter[str] = Counter()
     for way in (cache.CacheGroup, cache._View):
@@ -28,7 +31,7 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
     assert [list(reply.ids) for reply in replies] == [
         slowly(model, text, 12 + number)[0] for number, text in enumerate(texts)
     ]
-    assert set(read) == {"_View" if place == "in place" else "CacheGroup"}
+    assert set(read) == {"in place": {"_View"}, "gathered": {"CacheGroup"}, "paged": set()}[place]
 
 
 def test_texts_as_long_and_as_far_apart_are_one_view() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.inference import cuda_graphs
-from megatron.inference.requests import Request
+from megatron.core.kernels import paged
+from megatron.inference import cuda_graphs, engine_setup
+from megatron.inference.requests import Event, Request
 from megatron.inference.sampling import Sampling
+from megatron.inference.service import Service
 from tests.helpers import repeats
 from tests.unit.inference.serving import KINDS, engine_of, greedy, network, prompts, slowly, stages_on
 
@@ -79,7 +84,46 @@ def test_the_shape_longest_unused_is_recorded_anew(recorded: list[tuple[int, int
     assert [rows for rows, _ in recorded] == [1, 2, 1]
 
 
-def test_steps_of_many_ranks_of_experts_or_without_a_gpu_are_not_recorded() -> None:
+@pytest.mark.parametrize("kind", ["rope", "sinks and windows", "latent", "caps and gates"])
+def test_tables_of_blocks_need_one_graph_for_each_number_of_rows(
+    recorded: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(engine_setup, "paged_attention", lambda build, config: paged.attention)
+    engine, texts, messages = engine_of(network(kind), together=5, block=3), prompts(7), list[str]()
+    engine.capture_ahead(messages.append)
+    assert recorded == [(rows, 66) for rows in (8, 4, 2, 1)], "tables for the longest text"
+    assert messages[1] == "CUDA graphs: 2 of 4 shapes of a step are captured"
+    replies = engine.run([greedy(text, 8 + 3 * number) for number, text in enumerate(texts)])
+    for number, (text, reply) in enumerate(zip(texts, replies, strict=True)):
+        assert list(reply.ids) == slowly(network(kind), text, 8 + 3 * number)[0]
+    assert len(recorded) == 4
+
+
+def test_no_request_waits_for_a_capture(recorded: list[tuple[int, int]]) -> None:
+    texts, during, ended = prompts(3, shortest=3, longest=3), list[int](), threading.Semaphore(0)
+
+    def listen(event: Event) -> None:
+        during.append(len(recorded))
+        if event.reply is not None:
+            ended.release()
+
+    service = Service(engine_of(network()))
+    for text in texts:
+        service.submit(greedy(text, 6), listen)
+    with service:
+        for _ in texts:
+            assert ended.acquire(timeout=60)
+        first = service.ask([greedy(text, 6) for text in texts])
+        while service.engine.runner.uncaptured():
+            time.sleep(0.01)
+        captured = len(recorded)
+        again = service.ask([greedy(text, 6) for text in texts])
+    assert max(during) == 0 < captured, "captured when nobody waits"
+    for replies in (first, again):
+        assert [list(reply.ids) for reply in replies] == [slowly(network(), text, 6)[0] for text in texts]
+
+
+def test_steps_over_pipeline_stages_or_without_a_gpu_are_not_recorded() -> None:
     assert cuda_graphs.unfit([network()]) == "there is no GPU"
     with pytest.raises(
         ConfigError, match="--inference-dynamic-batching-num-cuda-graphs 4 cannot be had: there is no GPU; leave it out"

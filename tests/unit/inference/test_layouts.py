@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.tokenizers.build import NullTokenizer
+from megatron.inference import cuda_graphs
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from tests.helpers import tiny
+from tests.helpers import repeats, tiny
 from tests.helpers.world import Worlds
 from tests.unit.inference.serving import EXPERTS, LATENT, prompts, stages_on
 
@@ -121,3 +122,35 @@ def test_the_answers_do_not_depend_on_the_layout(world: Worlds, name: str) -> No
 def test_a_draft_changes_no_answer_under_a_layout(world: Worlds, name: str) -> None:
     size, changes = LAYOUTS[name]
     same(world(size).run(answered, changes, changes.get("mtp_num_layers", 2))[0], serial(name))
+
+
+def captured(changes: dict[str, Any]) -> tuple[list[Reply] | None, int]:
+    """The replies, on the first rank, of steps that are captured where they can be; and how many shapes were."""
+    shapes, old = list[tuple[int, int]](), cuda_graphs.CapturedGraphs.capture
+
+    def noting(self: cuda_graphs.CapturedGraphs, shape: tuple[int, int]) -> None:
+        shapes.append(shape)
+        self._record = repeats.record
+        old(self, shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "unfit", lambda stages: "")
+        patch.setattr(cuda_graphs.CapturedGraphs, "capture", noting)
+        patch.setattr(cuda_graphs, "_FEWEST_KEYS", 64)
+        return answered({**changes, "moe_grouped_gemm": "num_experts" in changes}), len(shapes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp2",
+        "tp2 experts",
+        "ep2",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2 sp latent", "tp2 dp2 tied")),
+    ],
+)
+def test_captured_steps_over_ranks_say_what_one_process_says(world: Worlds, name: str) -> None:
+    size, changes = LAYOUTS[name]
+    found = world(size).run(captured, changes)
+    assert all(count >= 2 for _, count in found), found
+    same(found[0][0], serial(name))
