@@ -163,7 +163,8 @@ class CachedNetwork:
             return None
         together = rows_of_all if self.build.model.moe.num_experts else [rows_of_all[own]]
         rows = [row for replica in together for row in replica]
-        if not rows or any(len(row.ids) != 1 or row.num_sampled != 1 or row.adapter for row in rows):
+        plain = [len(row.ids) == row.num_sampled == 1 and not row.adapter and row.images is None for row in rows]
+        if not plain or not all(plain):
             return None
         self.adapters.choose(None)
         shape = graphs.shape(max(map(len, together)), max(row.span.keys for row in rows))
