@@ -125,11 +125,7 @@ class LinearAdapter(nn.Module):
         elif self.dim == 1:
             low = self.region.reduce_from_region(low)
         parts = low.split([pair.rank for _, pair in self.named_pairs], dim=-1)
-        products = {
-            name: F.linear(part, pair.lora_B) * pair.scale
-            for (name, pair), part in zip(self.named_pairs, parts, strict=True)
-        }
-        adapted = base + self._joined(products, base.new_zeros(()))
+        adapted = self._added(base, {name: part for (name, _), part in zip(self.named_pairs, parts, strict=True)})
         if not self.build.dora:
             return adapted
         lengths = {
@@ -170,6 +166,19 @@ class LinearAdapter(nn.Module):
     def named_pairs(self) -> list[tuple[str, LowRank]]:
         """The pairs of factors by the names of their parts, in order."""
         return cast(list[tuple[str, LowRank]], list(self.pairs.items()))
+
+    def _added(self, base: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        """base [.., out] + scale B low, of each part by itself. parts: low, [.., r], by name."""
+
+        def sum_of(rows: Tensor, name: str) -> Tensor:
+            pair = cast(LowRank, self.pairs[name])
+            flat = torch.addmm(rows.flatten(0, -2), parts[name].flatten(0, -2), pair.lora_B.t(), alpha=pair.scale)
+            return flat.view(rows.shape)
+
+        if WHOLE in parts:
+            return sum_of(base, WHOLE)
+        pieces = zip(self.names, base.split(self.sizes, dim=-1), strict=True)
+        return torch.cat([sum_of(rows, name) if name in parts else rows for name, rows in pieces], dim=-1)
 
     def _dropped(self, x: Tensor) -> Tensor:
         if self.build.dropout == 0.0 or not self.training:

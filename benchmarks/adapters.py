@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Adapters on the CPU: decoding with two beside the base alone, and LoRA training against PEFT on transformers' network, in one process.
+
+    python benchmarks/adapters.py --rounds 5
+
+Both networks have Llama's blocks and the same weights. Decoding: 8 requests of the base, then 8 of which half have one adapter and half
+another; LoRA of rank 16 on all linear layers. Training: steps of the same size, LoRA of rank 16, Adam, gradient clipping; the losses of both
+must agree. What is compared takes turns; a ratio is of CPU-seconds, the median over the rounds, so that a busy machine is fair to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not count as work
+os.environ.setdefault("MEGATRON_DEVICE", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import peft
+import torch
+import transformers
+
+from megatron.core.families import peft as folders
+from megatron.inference.engine import Engine
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
+from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.inference_model import GPT, load_network
+from megatron.training.data.batch import Batch
+from megatron.training.step import train_step
+from tests.helpers import tiny
+
+LAYERS, HIDDEN, HEADS, GATED, VOCABULARY = 8, 512, 8, 1536, 8192
+RANK, LENGTH, ROWS = 16, 256, 4
+LORA: dict[str, Any] = {"r": RANK, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+Ways = dict[str, Callable[[], Any]]
+
+
+def published(folder: str) -> torch.nn.Module:
+    """A random network of transformers', which is saved in the folder."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=GATED,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=512,
+    )
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model.save_pretrained(folder)
+    return model
+
+
+def decoding(folder: str, batch: int, new: int) -> Ways:
+    """Ways to continue the same prompts: without adapters, and with two."""
+    loaded = load_network(folder, GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": VOCABULARY - 1})
+    engine = Engine(loaded.stages, loaded.tokenizer)
+    for name in ("first", "second"):
+        model = transformers.LlamaForCausalLM.from_pretrained(folder)
+        made = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **LORA))
+        made.save_pretrained(f"{folder}/{name}")
+        engine.adapters.load(name, folders.read(f"{folder}/{name}", loaded.config.model))
+    prompts = torch.randint(1, VOCABULARY, (batch, 32), generator=torch.Generator().manual_seed(2)).tolist()
+
+    def way(*names: str) -> Callable[[], int]:
+        def run() -> int:
+            requests = [
+                Request(tuple(prompt), new, Sampling(0.0), ignore_eod=True, adapter=names[place % len(names)])
+                for place, prompt in enumerate(prompts)
+            ]
+            return sum(len(reply.tokens) for reply in engine.run(requests))
+
+        return run
+
+    return {"base": way(""), "two adapters": way("first", "second")}
+
+
+def training(model: torch.nn.Module, folder: str) -> Ways:
+    """A training step of ours, and one of PEFT's, from the same adapters on the same rows."""
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA)).train()
+    adapted.save_pretrained(f"{folder}/start")
+    params = [param for param in adapted.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.0, fused=True)
+    llama = {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "norm_epsilon": 1e-6,
+    }
+    lora = {"lora_rank": RANK, "lora_alpha": 32.0, "pretrained_checkpoint": folder, "adapter": f"{folder}/start"}
+    settings = tiny.config(
+        **{**llama, **lora},
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=GATED,
+        seq_length=LENGTH,
+        max_position_embeddings=512,
+        micro_batch_size=ROWS,
+        global_batch_size=ROWS,
+        lr=1e-4,
+        min_lr=1e-4,
+        lr_decay_style="constant",
+        weight_decay=0.0,
+        clip_grad=1.0,
+        adam_beta2=0.999,
+        padded_vocab_size=VOCABULARY,
+        train_iters=1000,
+    )
+    trainer = tiny.trainer_of(tiny.run_of(tiny.with_vocabulary(settings, VOCABULARY)))
+    Checkpoint(trainer).resume()
+    rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    x, y, mask = rows[:, :-1], rows[:, 1:].contiguous(), torch.ones(ROWS, LENGTH)
+
+    def ours() -> float:
+        total, count = (
+            train_step(trainer, iter((Batch(tokens=x, labels=y, loss_mask=mask),))).losses["lm loss"].tolist()
+        )
+        return total / count
+
+    def theirs() -> float:
+        logits = adapted(input_ids=x).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return {"PEFT": theirs, "ours": ours}
+
+
+def in_turn(ways: Ways, rounds: int) -> dict[str, list[float]]:
+    """CPU-seconds of each way, round by round; the first round warms up."""
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name in sorted(ways, reverse=turn % 2 == 1):
+            began = time.process_time()
+            ways[name]()
+            spent[name] += [time.process_time() - began] if turn else []
+    return spent
+
+
+def main() -> None:
+    """Measure and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=8, help="requests that are decoded together")
+    parser.add_argument("--new", type=int, default=64, help="tokens of each")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        model = published(folder)
+        ways = decoding(folder, options.batch, options.new)
+        steps = training(model, folder)
+    print(f"{LAYERS} layers of {HIDDEN}, fp32, LoRA of rank {RANK} on all linear layers, {options.threads} threads")
+    spent, tokens = in_turn(ways, options.rounds), options.batch * options.new
+    for name, seconds in spent.items():
+        ratio = statistics.median(a / b for a, b in zip(spent["base"], seconds, strict=True))
+        print(
+            f"  decoding {name:13} {tokens / statistics.median(seconds):7.1f} tokens/CPU-s, {ratio:.2f} of the base's rate"
+        )
+    spent = in_turn(steps, options.rounds)
+    for name, seconds in spent.items():
+        ratio = statistics.median(a / b for a, b in zip(spent["PEFT"], seconds, strict=True))
+        rate = ROWS * LENGTH / statistics.median(seconds)
+        print(f"  training {name:13} {rate:7.1f} tokens/CPU-s, {ratio:.2f} of PEFT's rate")
+    first, second = (steps[name]() for name in ("PEFT", "ours"))
+    print(f"  losses after {options.rounds + 1} steps: {first:.4f} and {second:.4f}")
+
+
+if __name__ == "__main__":
+    main()
