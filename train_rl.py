@@ -10,13 +10,13 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = launcher_place()
     ARGS, RL = parse_rl_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
-from megatron.rl.policy_data import PolicyStep, data_source
+from megatron.rl.policy_data import data_source
+from megatron.rl.policy_step import PolicyStep, policy_model
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
-from pretrain_gpt import model
 
 
 def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
@@ -27,7 +27,7 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
 @entry
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, PolicyStep(RL), data_of=data_source(RL))
+    pretrain(initialize_megatron(ARGS), datasets, policy_model(RL), PolicyStep(RL), data_of=data_source(RL))
 
 
 if __name__ == "__main__":

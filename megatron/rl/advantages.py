@@ -12,6 +12,7 @@ from torch import Tensor
 
 Baseline = Literal["group-std", "group-mean", "leave-one-out", "batch-std"]
 STD_EPSILON = 1e-4  # added to a standard deviation, as Megatron and TRL do
+VARIANCE_EPSILON = 1e-8  # added to the variance of a round's advantages, as TRL's PPO does
 
 
 def advantages(rewards: Tensor, baseline: Baseline, *, unbiased: bool = False) -> Tensor:
@@ -59,6 +60,14 @@ def overlong_penalty(lengths: Tensor, *, limit: int, margin: int) -> Tensor:
     if margin == 0:
         return -(lengths >= limit).double()
     return ((limit - margin - lengths.double()) / margin).clamp(min=-1.0, max=0.0)
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values with mean 0 and variance 1 over the masked tokens, 0 at others; as PPO trains on advantages. values, mask: [...]."""
+    mask = mask.bool()
+    chosen = values[mask]
+    variance = chosen.var(correction=1) if len(chosen) > 1 else chosen.new_zeros(())
+    return (values - (chosen.mean() if len(chosen) else 0.0)) * torch.rsqrt(variance + VARIANCE_EPSILON) * mask
 
 
 def generalized_advantages(

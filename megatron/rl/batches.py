@@ -9,6 +9,7 @@ Row arrays are [rows, s]. Position t of a row holds token t, and everything else
     position_ids, document_ids  of packed rollouts    rl_generation   its log-probability by the generation engine
     rl_answer     number of the rollout in its row    rl_old, rl_reference  by the policy of this round, and by the reference
     rl_place      row * s + position: where values that are computed from the batch belong
+    rl_value, rl_return  of a critic's state before the token: its value in this round, and what it should have been
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from megatron.core.parallel.mesh import Mesh
 from megatron.rl.algorithms import Average
@@ -29,12 +29,19 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class TrainedRollout:
-    """A rollout with what the loss needs. old, reference: log-probabilities of its ids, [tokens]; empty until they are known."""
+    """A rollout with what the loss needs.
+
+    advantage: of all its tokens; with a critic, its reward. old, reference: log-probabilities of its ids, [tokens]; empty until they are
+    known. values, returns, advantages: of each of its ids, [tokens], with a critic only.
+    """
 
     rollout: Rollout
     advantage: float
     old: tuple[float, ...] = ()
     reference: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    returns: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def rows_of(
     slots = slots_of(rollouts, length, packed=packed)
     count = max(1, -(-(max((slot.row for slot in slots), default=-1) + 1) // multiple)) * multiple
     integers = ("labels", "position_ids", "document_ids", "rl_answer", "loss_mask")
-    floats = ("rl_advantage", "rl_weight", "rl_generation", "rl_old", "rl_reference")
+    floats = ("rl_advantage", "rl_weight", "rl_generation", "rl_old", "rl_reference", "rl_value", "rl_return")
     rows: Arrays = {"tokens": np.full((count, length), padding, np.int64)}
     rows |= {name: np.zeros((count, length), np.int64) for name in integers}
     rows |= {name: np.zeros((count, length), np.float64) for name in floats}
@@ -97,11 +104,12 @@ def rows_of(
         rows["position_ids"][here] = np.arange(size)
         rows["document_ids"][here] = rows["rl_answer"][here] = slot.number
         rows["loss_mask"][here] = rollout.sampled[1:]
-        rows["rl_advantage"][here] = trained.advantage
+        rows["rl_advantage"][here] = trained.advantages[1:] or trained.advantage
         rows["rl_weight"][here] = weight * np.asarray(rollout.sampled[1:], np.float64)
         rows["rl_generation"][here] = rollout.logprobs[1:]
         rows["rl_old"][here] = trained.old[1:] or 0.0
         rows["rl_reference"][here] = trained.reference[1:] or 0.0
+        rows["rl_value"][here], rows["rl_return"][here] = trained.values[1:] or 0.0, trained.returns[1:] or 0.0
     return rows
 
 
@@ -139,14 +147,3 @@ def values_of(
         (0.0, *values[slot.row, slot.start : slot.start + len(trained.rollout.ids) - 1].tolist())
         for trained, slot in zip(rollouts, slots_of(rollouts, length, packed=packed), strict=True)
     ]
-
-
-def gathered(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (places, values) of this rank's microbatches concatenated, [tokens] each."""
-    if not pairs:
-        return np.zeros(0, np.int64), np.zeros(0)
-    places, values = zip(*pairs, strict=True)
-    return (
-        torch.cat([place.flatten() for place in places]).cpu().numpy(),
-        torch.cat([value.detach().flatten() for value in values]).double().cpu().numpy(),
-    )

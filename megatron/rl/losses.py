@@ -35,6 +35,19 @@ def clipped_loss(
     return loss
 
 
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
+    """Return, any shape, half the squared error of the critic's values, the larger of that with and without a limit on how far they move.
+
+    PPO's value loss (Schulman et al., 2017, in its implementation): max((v - R)^2, (old + clip(v - old, -clip, clip) - R)^2) / 2.
+    old_values: before the first step of the round. clip: 0 for no limit.
+    """
+    errors = (values - returns).square()
+    if clip:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        errors = torch.maximum(errors, (near - returns).square())
+    return 0.5 * errors
+
+
 def is_clipped(ratio: Tensor, advantages: Tensor, *, lower: float, upper: float) -> Tensor:
     """Return where clipping stops the gradient, as bool; any shape."""
     return ((ratio > 1.0 + upper) & (advantages > 0)) | ((ratio < 1.0 - lower) & (advantages < 0))

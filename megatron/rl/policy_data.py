@@ -11,11 +11,8 @@ in the middle of a round goes on with, to the last bit.
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,72 +25,27 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.executor import run as execute
 from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import Sampling
 from megatron.rl import batches
-from megatron.rl.advantages import advantages, informative_groups, overlong_penalty
+from megatron.rl.advantages import advantages, generalized_advantages, informative_groups, overlong_penalty, whitened
 from megatron.rl.algorithms import ALGORITHMS
+from megatron.rl.bank import bank_file, read_bank, write_bank
 from megatron.rl.batches import Arrays, TrainedRollout
 from megatron.rl.environments.base import EVALUATION
 from megatron.rl.environments.config import environment_of, read_environments
-from megatron.rl.policy_loss import PolicyLoss
+from megatron.rl.policy_step import PolicyStep, score
 from megatron.rl.refit import Generator
 from megatron.rl.rollouts import Limits, Rollout, Task, play
 from megatron.rl.settings import RLConfig, generation_config, reference_folder
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.data.batch import Batch, Loss, LossFunction
+from megatron.training.data.batch import Batch
 from megatron.training.evaluate import resting
 from megatron.training.hooks import StepHooks
 from megatron.training.loader import Data
-from megatron.training.run import Run
-from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
 
 _SEEDS_A_ROUND = 2**32
-
-
-class PolicyStep:
-    """The forward step of policy training: the loss of rollouts, or in a pass without gradients their log-probabilities.
-
-    collected: (places, log-probabilities) of the microbatches so far, [b, s] each, while log-probabilities are computed; else None.
-    """
-
-    def __init__(self, rl: RLConfig) -> None:
-        self.rl = rl
-        self.collected: list[tuple[Tensor, Tensor]] | None = None
-
-    @property
-    def has_old(self) -> bool:
-        """Whether weights change within a round, so that log-probabilities from before its first step are needed."""
-        return self.steps > 1
-
-    steps: int = 1
-
-    def __call__(self, run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[Any, LossFunction]:
-        """One microbatch through one stage."""
-        batch = next(microbatches)
-        if stage.output_layer is not None:
-            stage.output_layer.temperature = self.rl.rl_default_temperature
-        output = stage(
-            ids=batch.tokens,
-            hidden=batch.hidden,
-            labels=batch.targets,
-            positions=batch.positions,
-            documents=batch.documents,
-            microbatch_context=batch.microbatch_context,
-        )
-        loss = PolicyLoss(self.rl, run.mesh.cp, self.has_old, self.rl.grpo_kl_beta != 0)
-
-        def of_tokens(token_losses: Tensor) -> Loss:
-            if self.collected is None:
-                return loss(token_losses, batch)
-            assert batch.loss_mask is not None, "the stage of the loss has the mask"
-            self.collected.append((batch.extras["rl_place"], -token_losses * batch.loss_mask))
-            zero = torch.zeros((), device=token_losses.device)
-            return zero, zero, {}
-
-        return output, of_tokens
 
 
 class PolicyData(StepHooks):
@@ -147,7 +99,7 @@ class PolicyData(StepHooks):
         place = (progress.iteration - first) % (self.rl.rollouts_per_round // train.global_batch_size)
         size = train.global_batch_size
         chosen = [one for one in self._round[1][place * size : (place + 1) * size] if one.rollout.num_sampled]
-        self._informative = any(one.advantage for one in chosen) or bool(
+        self._informative = any(one.advantage or any(one.advantages) for one in chosen) or bool(
             chosen and (self.rl.grpo_kl_beta or self.rl.grpo_entropy_term_weight)
         )
         rows = self._rows(chosen)
@@ -183,7 +135,7 @@ class PolicyData(StepHooks):
 
     def _new_round(self, first: int) -> list[TrainedRollout]:
         """The rollouts of the round that begins at an iteration: new ones, or those of the bank if the run was resumed within it."""
-        file = None if self._bank is None else self._bank / f"round_{first:07d}.jsonl.gz"
+        file = None if self._bank is None else bank_file(self._bank, first)
         if self.run.progress.iteration != first:
             return self._from_bank(file, first)
         with self.run.timers("rollouts", 1), resting(self.trainer):
@@ -197,7 +149,7 @@ class PolicyData(StepHooks):
             trained = self._with_logprobs(self._with_advantages(rollouts))
         self._say(number, rollouts)
         if file is not None and self.run.mesh.world.is_first:
-            _write_bank(file, trained)
+            write_bank(file, trained)
         collectives.barrier(self.run.mesh.world)
         return trained
 
@@ -236,7 +188,7 @@ class PolicyData(StepHooks):
         failed = rewards.isnan()
         means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
         rewards = torch.where(failed, means, rewards)
-        values = advantages(rewards, ALGORITHMS[self.rl.rl_algorithm].baseline)
+        values = rewards if self._has_critic else advantages(rewards, ALGORITHMS[self.rl.rl_algorithm].baseline)
         dropped = failed
         if self.rl.grpo_filter_groups_with_same_reward:
             dropped = dropped | ~informative_groups(rewards)[:, None]
@@ -253,13 +205,15 @@ class PolicyData(StepHooks):
         for start in range(0, len(trained), train.global_batch_size):
             chosen = trained[start : start + train.global_batch_size]
             rows = self._rows([one for one in chosen if one.rollout.num_sampled])
-            names = {}
-            if self.step.has_old:
-                names["old"] = self._logprobs(self.trainer, rows)
+            names: dict[str, np.ndarray] = {}
+            if self.step.has_old or self._has_critic:
+                scores = self._scores(self.trainer, rows)
+                names |= {"old": scores["logprobs"]} if self.step.has_old else {}
+                names |= {"values": scores["values"]} if self._has_critic else {}
             if self.rl.grpo_kl_beta:
                 base = self._reference
                 with nullcontext() if base is not None else without_adapters(*self.trainer.stages):
-                    names["reference"] = self._logprobs(base or self.trainer, rows)
+                    names["reference"] = self._scores(base or self.trainer, rows)["logprobs"]
             kept = [place for place, one in enumerate(chosen) if one.rollout.num_sampled]
             for name, table in names.items():
                 packed = self.rl.rl_use_sequence_packing
@@ -268,25 +222,16 @@ class PolicyData(StepHooks):
                     trained[start + place] = dataclasses.replace(
                         trained[start + place], **dict[str, Any]({name: value})
                     )
-        return trained
+        return with_token_advantages(trained, self.rl) if self._has_critic else trained
 
-    def _logprobs(self, trainer: Trainer, rows: Arrays) -> np.ndarray:
-        """The log-probabilities of all labels that count, by a network's present weights, over `rl_place`; on every rank."""
-        mesh, train = self.run.mesh, self.run.config.train
-        count = len(rows["tokens"]) // (train.micro_batch_size * mesh.dp.size)
-        self.step.collected = []
-        names, trainer.loss_names = trainer.loss_names, ()
-        try:
-            work = StepWork(trainer, self._microbatches(rows), count, training=False)
-            execute(trainer.script(count, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
-            collected = self.step.collected
-        finally:
-            self.step.collected, trainer.loss_names = None, names
-        speaks = trainer.stages[-1].stage.has_output and mesh.tp.is_first
-        table = np.zeros(rows["tokens"].size)
-        for places, values in collectives.gather_objects(batches.gathered(collected if speaks else ()), mesh.world):
-            table[places] = values
-        return table
+    @property
+    def _has_critic(self) -> bool:
+        return ALGORITHMS[self.rl.rl_algorithm].has_critic
+
+    def _scores(self, trainer: Trainer, rows: Arrays) -> Mapping[str, np.ndarray]:
+        """Log-probabilities and values of all labels that count, by a network's present weights; see `score`."""
+        count = len(rows["tokens"]) // (self.run.config.train.micro_batch_size * self.run.mesh.dp.size)
+        return score(trainer, self.step, self._microbatches(rows), count=count, size=rows["tokens"].size)
 
     def _rows(self, trained: Sequence[TrainedRollout]) -> Arrays:
         train, limits = self.run.config.train, self._limits
@@ -352,6 +297,29 @@ class PolicyData(StepHooks):
         return read_bank(file)
 
 
+def with_token_advantages(trained: Sequence[TrainedRollout], rl: RLConfig) -> list[TrainedRollout]:
+    """Return the rollouts with advantages and returns of each token, from their values and rewards (`advantage`)."""
+    longest = max((len(one.rollout.ids) for one in trained), default=0)
+    table = torch.zeros(3, len(trained), longest, dtype=torch.float64)
+    rewards, values, mask = table
+    for row, one in enumerate(trained):
+        size = len(one.rollout.ids)
+        mask[row, :size] = torch.tensor(one.rollout.sampled, dtype=torch.float64)
+        if one.values:
+            values[row, :size] = torch.tensor(one.values, dtype=torch.float64)
+            rewards[row, max(place for place, known in enumerate(one.rollout.sampled) if known)] = one.advantage
+    gains, returns = generalized_advantages(rewards, values, mask, discount=rl.rl_discount, smoothing=rl.rl_gae_lambda)
+    gains = whitened(gains, mask)
+    return [
+        dataclasses.replace(
+            one,
+            advantages=tuple(gains[row, : len(one.rollout.ids)].tolist()),
+            returns=tuple(returns[row, : len(one.rollout.ids)].tolist()),
+        )
+        for row, one in enumerate(trained)
+    ]
+
+
 def _reference_trainer(trainer: Trainer, rl: RLConfig) -> Trainer | None:
     """The trainer with the stages of the reference network; None where there is none, or where it is the base under adapters."""
     run = trainer.run
@@ -371,33 +339,6 @@ def _reference_trainer(trainer: Trainer, rl: RLConfig) -> Trainer | None:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def _write_bank(file: Path, trained: Sequence[TrainedRollout]) -> None:
-    """Write a round, complete or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_suffix(f".{os.getpid()}.tmp")
-    with gzip.open(made, "wt", encoding="utf-8", compresslevel=1) as lines:
-        for one in trained:
-            lines.write(json.dumps(dataclasses.asdict(one)) + "\n")
-    os.replace(made, file)
-
-
-def read_bank(file: str | Path) -> list[TrainedRollout]:
-    """Read the rollouts of a round. Raises `DataError` for a file that is damaged."""
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
-            return [_trained(json.loads(line)) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _trained(values: dict[str, Any]) -> TrainedRollout:
-    rollout = values["rollout"]
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in rollout.items()
-    }
-    return TrainedRollout(Rollout(**fields), values["advantage"], tuple(values["old"]), tuple(values["reference"]))
 
 
 def data_source(rl: RLConfig) -> Callable[[Trainer], Data]:

@@ -29,8 +29,11 @@ class PolicyLoss:
         """What the loss is made of."""
         return ALGORITHMS[self.config.rl_algorithm]
 
-    def __call__(self, token_losses: Tensor, batch: Batch) -> Loss:
-        """Return (sum over tokens, number of tokens, figures to log). token_losses: [b, s], minus the log-probabilities of the labels."""
+    def __call__(self, token_losses: Tensor, batch: Batch, values: Tensor | None = None) -> Loss:
+        """Return (sum over tokens, number of tokens, figures to log).
+
+        token_losses: [b, s], minus the log-probabilities of the labels. values: [b, s], of the critic's state before each label.
+        """
         assert batch.loss_mask is not None, "the stage of the loss has the mask"
         config, extras = self.config, batch.extras
         mask = batch.loss_mask.to(token_losses.dtype)
@@ -68,6 +71,14 @@ class PolicyLoss:
         }
         if self.has_reference:
             report["kl to reference"] = mean(divergence)
+        if values is not None:
+            old_values, returns = (extras[name].to(token_losses.dtype) for name in ("rl_value", "rl_return"))
+            values = values.to(token_losses.dtype)
+            errors = losses.value_loss(values, old_values, returns, clip=config.rl_value_clip)
+            total = total + config.rl_value_loss_coef * (errors * mask).sum()
+            report["value loss"] = mean(errors)
+            moved_far = (values - old_values).abs() > config.rl_value_clip
+            report["value clip fraction"] = mean((moved_far & (config.rl_value_clip > 0)).to(loss.dtype))
         return total, count, report
 
     def _ratio(self, logprobs: Tensor, old: Tensor, mask: Tensor, answers: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class RLConfig:
     Answers are sampled, rewarded and trained on, in rounds.
     """
 
-    rl_algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"] = flag(
+    rl_algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++", "ppo"] = flag(
         "grpo", "method: how rewards become advantages, and how tokens are weighed"
     )
     langrl_env_config: str | None = flag(None, "YAML file of the environments", metavar="FILE")
@@ -39,6 +39,13 @@ class RLConfig:
         "k3", "estimator of the KL divergence: d, d^2/2 or exp(-d) + d - 1"
     )
     rl_dual_clip: float | None = flag(None, "a token with a negative advantage A loses at most this times |A|")
+    rl_discount: float = flag(1.0, "with ppo: what a reward is worth a token earlier (gamma)")
+    rl_gae_lambda: float = flag(
+        0.95, "with ppo: how far advantages look ahead; 0: to the next value of the critic, 1: to the reward"
+    )
+    rl_value_clip: float = flag(0.2, "with ppo: values of the critic move by at most this in a round; 0: no limit")
+    rl_value_loss_coef: float = flag(0.1, "with ppo: weight of the critic's loss")
+    rl_critic_lr_ratio: float = flag(1.0, "with ppo: learning rate of the critic over that of the policy")
     rl_reference: str | None = flag(
         None,
         "checkpoint of the reference network; left out: --pretrained-checkpoint, or with --lora-rank the base",
@@ -159,7 +166,30 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
             "--lora-rank, whose base is the reference, or --grpo-kl-beta 0"
         )
     yield from _sampling_problems(rl)
+    yield from _critic_problems(rl, run)
     yield from _run_problems(rl, run)
+
+
+def _critic_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
+    """What a critic does not go with."""
+    if rl.rl_algorithm != "ppo":
+        given = [spelling(name) for name in _CRITIC_FLAGS if getattr(rl, name) != getattr(RLConfig(), name)]
+        if given:
+            yield f"{', '.join(given)} set up the critic of --rl-algorithm ppo; leave them out with {rl.rl_algorithm}"
+        return
+    if not (0 <= rl.rl_discount <= 1 and 0 <= rl.rl_gae_lambda <= 1):
+        yield f"--rl-discount {rl.rl_discount} and --rl-gae-lambda {rl.rl_gae_lambda} must lie between 0 and 1"
+    bad = [name for name in ("rl_value_clip", "rl_value_loss_coef") if getattr(rl, name) < 0]
+    bad += ["rl_critic_lr_ratio"] if rl.rl_critic_lr_ratio <= 0 else []
+    if bad:
+        yield f"{', '.join(f'{spelling(name)} {getattr(rl, name)}' for name in bad)} must be positive"
+    if run.model.adapter.has_adapters:
+        yield "--rl-algorithm ppo trains a critic of its own and --lora-rank freezes all but adapters; choose another algorithm, or leave it out"
+    if run.parallel.use_torch_fsdp2:
+        yield "--rl-algorithm ppo has two networks in a stage, which --use-torch-fsdp2 does not wrap; give --use-distributed-optimizer"
+
+
+_CRITIC_FLAGS = ("rl_discount", "rl_gae_lambda", "rl_value_clip", "rl_value_loss_coef", "rl_critic_lr_ratio")
 
 
 def _sampling_problems(rl: RLConfig) -> Iterator[str]:

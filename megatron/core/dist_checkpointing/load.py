@@ -17,6 +17,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
+_OPTIONAL = "model.critic."  # of a policy's checkpoint, which only the policy's training needs
 
 
 def load(
@@ -50,7 +51,11 @@ def _not_requested(state: Tree, source: Source, axis: Axis, complete: tuple[str,
     """Return a message for each name of the checkpoint with these prefixes that no rank of the axis requests."""
     if not complete:
         return []
-    expected = sorted(name for name in (*source.formats, *source.values) if name.startswith(complete))
+    expected = sorted(
+        name
+        for name in (*source.formats, *source.values)
+        if name.startswith(complete) and not name.startswith(_OPTIONAL)
+    )
     requested = 0  # a bit a name: checkpoints have many names
     for names in collectives.gather_objects(sum(1 << i for i, name in enumerate(expected) if name in state), axis):
         requested |= names

@@ -29,7 +29,7 @@ def param_group_of(spec: ParamSpec, config: OptimizerConfig) -> ParamGroup:
     decays = spec.kind in ("matrix", "table", "embedding", "lora_a", "lora_b") or (
         spec.kind == "qk_norm" and config.apply_wd_to_qk_layernorm
     )
-    ratio = config.lora_plus_ratio if spec.kind == "lora_b" else 1.0
+    ratio = spec.lr_ratio * (config.lora_plus_ratio if spec.kind == "lora_b" else 1.0)
     return ParamGroup(decays, spec.kind == "embedding" and config.decoupled_lr is not None, ratio)
 
 

@@ -67,7 +67,9 @@ class ParamSpec:
     initialization look at. shards: how its dimensions are sharded. sum_over: axes over which each rank's gradient is
     only a partial sum. reduce_over: the data-parallel axis that averages its gradient. tied: two or three pipeline
     stages hold a copy; tied_over: the axis of those stages. stacked: dimension 0 counts parameters (experts) that have
-    their initial values drawn separately. name: global name, set by `name_all`.
+    their initial values drawn separately. name: global name, set by `name_all`. starts_from: the parameter whose
+    values it takes where a checkpoint lacks it, "" for its initial values; None: a checkpoint must have it. lr_ratio:
+    its learning rate over that of others.
     """
 
     shape: tuple[int, ...]
@@ -80,6 +82,8 @@ class ParamSpec:
     tied_over: str = "embed"
     stacked: bool = False
     name: str = ""
+    starts_from: str | None = None
+    lr_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,8 @@ class Checkpoint:
         slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
         state = self._part_of(source, self._tensors(formats, slots, optimizer=continues))
         histories = self._fitting_histories(formats) if continues else {}
-        load(state | streams | histories, source, axis, complete=("model.",), instead=self._instead(formats))
+        state, replacements = self._with_starts(state, formats)
+        load(state | streams | histories, source, axis, complete=("model.",), instead=replacements)
         self._settle(slots)
         self._load_histories(histories)
         if streams:
@@ -400,6 +401,19 @@ class Checkpoint:
                 if master in formats and name in formats and formats[name].dtype != param.dtype:
                     replacements[name] = master
         return replacements
+
+    def _with_starts(self, state: Tree, formats: Formats) -> tuple[Tree, dict[str, str]]:
+        """(the state without what keeps its initial values, name -> what is read in its place): see `ParamSpec.starts_from`."""
+        replacements = self._instead(formats)
+        for param in (param for stage in self.trainer.stages for param in stage.parameters()):
+            name, start = f"model.{spec_of(param).name}", spec_of(param).starts_from
+            if start is None or name in formats:
+                continue
+            if start:
+                replacements[name] = f"model.{start}"
+            else:
+                state = {other: value for other, value in state.items() if other != name}
+        return state, replacements
 
     def _settle(self, slots: Sequence[Slot]) -> None:
         """Let everybody know that weights and slots were written."""

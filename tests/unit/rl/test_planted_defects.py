@@ -21,6 +21,7 @@ from megatron.rl import advantages as advantages_module
 from megatron.rl import batches, policy_data, rollouts
 from megatron.rl import losses as losses_module
 from megatron.rl.environments.base import Environment
+from megatron.rl.policy_loss import PolicyLoss
 from megatron.training.evaluate import resting
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, EvenIds, trainer_of
@@ -155,7 +156,7 @@ DEFECTS: dict[str, tuple[Patch, bool]] = {
     "masks shifted by one": ((batches, "rows_of", _shifted_masks), False),
     "the end token untrained": ((rollouts, "_play_one", _without_the_end(None)), False),
     "truncated answers rewarded": ((rollouts, "_play_one", _reward_of_a_cut), False),
-    "old log-probabilities taken after the first update": ((policy_data.PolicyLoss, "_ratio", _ratio_of_now), True),
+    "old log-probabilities taken after the first update": ((PolicyLoss, "_ratio", _ratio_of_now), True),
     "every token weighs the same": ((batches, "_weights", lambda lengths, average, limit: [1.0] * len(lengths)), False),
 }
 

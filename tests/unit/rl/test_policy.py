@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.policy_data import read_bank
+from megatron.rl.bank import read_bank
 from megatron.training.step import train_step
 from tests.helpers.policy import PACKED, RL, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights

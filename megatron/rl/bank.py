@@ -1,0 +1,50 @@
+"""The bank: a file of JSON lines for each round of rollouts, written before the round's first optimizer step.
+
+It is the log of what was sampled, and what a run that is resumed within a round goes on with, to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.indexed import DataError
+from megatron.rl.batches import TrainedRollout
+from megatron.rl.rollouts import Rollout
+
+
+def bank_file(folder: Path, first: int) -> Path:
+    """The file of the round that begins at an iteration."""
+    return folder / f"round_{first:07d}.jsonl.gz"
+
+
+def write_bank(file: Path, trained: Sequence[TrainedRollout]) -> None:
+    """Write a round, complete or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_suffix(f".{os.getpid()}.tmp")
+    with gzip.open(made, "wt", encoding="utf-8", compresslevel=1) as lines:
+        for one in trained:
+            lines.write(json.dumps(dataclasses.asdict(one)) + "\n")
+    os.replace(made, file)
+
+
+def read_bank(file: str | Path) -> list[TrainedRollout]:
+    """Read the rollouts of a round. Raises `DataError` for a file that is damaged."""
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            return [_trained(json.loads(line)) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _trained(values: dict[str, Any]) -> TrainedRollout:
+    return TrainedRollout(**_tuples(values) | {"rollout": Rollout(**_tuples(values["rollout"]))})
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,0 +1,96 @@
+"""The critic of PPO: a network of the policy's shape whose head gives one number for each token, what reward it expects from there on.
+
+    ids -> policy's layers -> log-probabilities          Each pipeline stage of the policy carries the critic's stage of the same layers;
+       `-> critic's layers -> value head -> values       their messages travel together, and one optimizer and checkpoint hold both.
+
+The critic's parameters are called `critic.<name>`. In a checkpoint without a critic they start as the policy's own, and the value
+head as zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from megatron.core.config.plan import StageSpec
+from megatron.core.config.settings.run import TrainConfig
+from megatron.core.models.embedding import Embedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
+from megatron.core.parallel.spec import constant, name_all, spec_of
+from megatron.core.tensor_parallel.linear import Linear
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
+from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.stack import Stack
+
+
+class Critic(nn.Module):
+    """One pipeline stage of the critic."""
+
+    def __init__(self, stage: StageSpec, build: Build) -> None:
+        super().__init__()
+        self.build = build
+        self.embedding = Embedding(build, tied=False) if stage.has_embedding else None
+        self.decoder = Stack(stage.layers, build, final_norm=stage.has_output)
+        self.value_head = (
+            Linear(
+                build.model.hidden_size,
+                1,
+                init=constant(0.0),
+                mesh=build.mesh,
+                dtype=build.dtype,
+                sum_over=build.region.outside_sums,
+            )
+            if stage.has_output
+            else None
+        )
+
+    def forward(
+        self,
+        *,
+        ids: Tensor | None = None,
+        hidden: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        microbatch_context: MicrobatchContext | None = None,
+    ) -> Tensor:
+        """Run this stage; the arguments are those of `GPTModel`. Returns the input of the next stage; on the last, values [b, s]."""
+        if self.embedding is not None:
+            assert ids is not None, "the first stage reads ids"
+            hidden = self.embedding(ids, self.build.places(ids.shape[1])[None] if positions is None else positions)
+        assert hidden is not None, "a later stage receives the output of the previous stage"
+        context = ForwardContext(
+            self.build.causal_mask(hidden, documents),
+            rotary_of(self.build, hidden, positions),
+            microbatch_context=microbatch_context,
+        )
+        x = self.decoder(hidden, context)
+        if self.value_head is None:
+            return x
+        values = self.value_head(x.to(self.build.dtype))
+        if self.build.region.sequence_parallel:
+            values = collectives.gather_then_split(values, self.build.mesh.tp)
+        return values[..., 0].t()
+
+
+class ActorCritic(GPTModel):
+    """One pipeline stage of the policy, with that of its critic. lr_ratio: the critic's learning rate over the policy's.
+
+    `forward` is the policy's alone, so that generation does not run the critic.
+    """
+
+    def __init__(self, stage: StageSpec, build: Build, *, lr_ratio: float = 1.0) -> None:
+        super().__init__(stage, build)
+        self.critic = Critic(stage, build)
+        for name, param in self.critic.named_parameters():
+            same = "" if name.startswith("value_head.") else name
+            param.spec = dataclasses.replace(  # type: ignore[attr-defined]
+                spec_of(param), name="", starts_from=same, lr_ratio=lr_ratio
+            )
+        name_all(self)
+
+    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], object], ...]:  # type: ignore[override]
+        """Shape and dtype of each tensor that a stage receives: the policy's hidden states, and the critic's."""
+        return (*super().receives(train), self.message_shape(train.micro_batch_size, train.seq_length))
