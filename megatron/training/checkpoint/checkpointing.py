@@ -67,6 +67,8 @@ from megatron.training.trainer import Trainer
 Formats = Mapping[str, Format]
 Slot = tuple[str, Segment, Tensor]
 
+_PROJECTOR = "model.vision_projection."
+
 
 @contextmanager
 def owning(run: Run) -> Iterator[FolderLock | None]:
@@ -237,6 +239,11 @@ class Checkpoint:
             self._say_formats(opened.source.settings)
         slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
         state = self._part_of(source, self._tensors(formats, slots, optimizer=continues))
+        if options.allow_missing_vision_projection_checkpoint and not any(
+            name.startswith(_PROJECTOR) for name in formats
+        ):
+            self._say("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
+            state = {name: value for name, value in state.items() if not name.startswith(_PROJECTOR)}
         histories = self._fitting_histories(formats) if continues else {}
         state, replacements = self._with_starts(state, formats)
         load(state | streams | histories, source, axis, complete=("model.",), instead=replacements)

@@ -198,6 +198,9 @@ class CheckpointConfig:
     load_rng: bool = flag(True, "do not load random streams", role="free")
     finetune: bool = flag(False, "load weights only, and start at iteration 0", role="free")
     pretrained_checkpoint: str | None = flag(None, "weights to start from when --load has none yet", role="free")
+    allow_missing_vision_projection_checkpoint: bool = flag(
+        False, "the projector of images starts afresh where the weights have none", role="free"
+    )
     adapter: str | None = flag(
         None,
         "adapters to start from when --load has none yet: a folder of PEFT's, or a checkpoint of a run with adapters; it says ranks, "

@@ -1,0 +1,52 @@
+"""tools/checkpoint/combine.py: a language model and an encoder of images in one checkpoint, with what the network uses of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatron.core.families import hf
+from megatron.core.models.describe import parameter_shapes
+from megatron.core.parallel.boxes import whole_box
+from megatron.tools.checkpoint.combine import main
+from megatron.training.checkpoint.formats import open_checkpoint
+from tests.unit.families.test_vision import TEXT, clip, saved
+
+
+def llama() -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+
+
+def combined(folder: Path, *flags: str) -> Any:
+    """What the tool makes of a LLaMA and a CLIP."""
+    saved(llama, folder / "llama")
+    saved(clip, folder / "clip")
+    words = ["--language-model", str(folder / "llama"), "--vision-model", str(folder / "clip")]
+    main([*words, "--save", str(folder / "both"), *flags])
+    return open_checkpoint(str(folder / "both"), None)
+
+
+def test_a_combined_checkpoint_holds_all_that_the_network_uses_but_the_projector(tmp_path: Path) -> None:
+    source = combined(tmp_path, "--vision-num-layers", "2", "--disable-vision-class-token")
+    model = hf.model_of(source.settings)
+    assert model.vision.vision_num_layers == 2 and model.vision.disable_vision_class_token and model.vision.img_h == 28
+    expected = {f"model.{name}" for name in parameter_shapes(model) if not name.startswith("vision_projection.")}
+    assert source.formats.keys() == expected
+    for part, name in (
+        ("llama", "model.decoder.layers.1.mlp.linear_fc2.weight"),
+        ("clip", "model.vision_model.encoder.layers.1.mlp.linear_fc2.weight"),
+    ):
+        box = whole_box(source.formats[name].shape)
+        assert torch.equal(source.read(name, box), hf.open_folder(tmp_path / part).read(name, box))
+
+
+def test_what_is_no_encoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(llama, tmp_path / "llama")
+    folder = str(tmp_path / "llama")
+    with pytest.raises(SystemExit):
+        main(["--language-model", folder, "--vision-model", folder, "--save", str(tmp_path / "both")])
+    assert "holds a gpt, and an encoder of images alone is asked for" in capsys.readouterr().err
