@@ -73,8 +73,9 @@ def test_a_run_holds_as_much_as_its_plan_says(flags: str) -> None:
         ("9.0", ["-m", "gpu", "tests/gpu/test_graphs.py", "-k", "(llama or moe) and not bf16"]),
         ("10.0", ["-m", "gpu", "tests/gpu/test_low_precision.py", "-k", "products"]),
         ("9.0", ["tests/parity/test_layouts.py", "-k", "serial_run and (zero or fsdp or cp2) and llama and fp64"]),
+        ("9.0", ["tests/unit/inference/test_layouts.py", "-k", "answers and (tp2 or ep2) and not pp2 and not ahead"]),
     ],
-    ids=["gpu", "graphs", "blackwell", "layouts"],
+    ids=["gpu", "graphs", "blackwell", "layouts", "decoding over ranks"],
 )
 def test_what_is_for_gpus_passes_on_the_stand_in(capability: str, chosen: list[str]) -> None:
     said = on_the_stand_in(capability, *chosen)

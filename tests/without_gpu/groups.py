@@ -89,7 +89,8 @@ def install() -> None:
             group = named.get("group") or next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
             nearby, others = here(given, group), {name: here(value, group) for name, value in named.items()}
             if device.is_recording():
-                device.do_and_record(lambda: through(collective(*nearby, **others)))
+                # What lies nearby is the memory of the given tensors, which the graph must keep.
+                device.do_and_record(lambda: (given, named) and through(collective(*nearby, **others)))
                 return Done()
             done = collective(*nearby, **others)
             return Work(done, (given, named)) if isinstance(done, dist.Work) else done
