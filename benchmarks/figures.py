@@ -93,6 +93,7 @@ QUESTIONS = (
     Question("failure", "benchmarks/failure.py --rounds 3"),
     Question("decode", "benchmarks/decode.py 124m --rounds 3"),
     Question("adapters", "benchmarks/adapters.py --rounds 7"),
+    Question("decode on a GPU", "benchmarks/decode_gpu.py", on="gpu"),
     Question("gpu", "benchmarks/train_gpu.py", on="gpu"),
 )
 

@@ -156,7 +156,8 @@ class CudaGraphPool:
             work()
         current.wait_stream(warmup_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: threads that watch collectives may go on using CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
         self._pool = graph.pool()
         return graph.replay, output

@@ -31,7 +31,8 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
     assert [list(reply.ids) for reply in replies] == [
         slowly(model, text, 12 + number)[0] for number, text in enumerate(texts)
     ]
-    assert set(read) == {"in place": {"_View"}, "gathered": {"CacheGroup"}, "paged": set()}[place]
+    # Where blocks are read by a kernel, only prompts that begin are attention by another.
+    assert set(read) == {"in place": {"_View"}, "gathered": {"CacheGroup"}, "paged": {"_View"}}[place]
 
 
 def test_texts_as_long_and_as_far_apart_are_one_view() -> None:

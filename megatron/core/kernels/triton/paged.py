@@ -23,7 +23,7 @@ from megatron.core.kernels.paged import BlockTables
 
 _KEYS = 64  # that a program reads at a time
 _FEWEST = 128  # keys of a part
-_PROGRAMS = 264  # two for each multiprocessor of a Hopper
+_PROGRAMS = 528  # four for each multiprocessor of a Hopper
 _MOST_SPLITS = 32
 
 
