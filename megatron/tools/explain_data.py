@@ -31,9 +31,9 @@ from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.data.inspect_samples import Explanation, Microbatch, SampleUse, SpanText, Start
 from megatron.training.data.sample_order import needs_text
+from megatron.trust.flags.command import ENTRIES
 
 SHOWN_TEXT = 72
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # as the entry scripts have it
 
 
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -87,9 +87,7 @@ def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
 
 def _explanation(options: argparse.Namespace, flags: Sequence[str]) -> tuple[Explanation, list[int] | None]:
     """The data of the run, and the data-parallel ranks to print, None for all."""
-    defaults = {**DEFAULTS, "architecture": options.entry} | (
-        {} if options.entry == "gpt" else {"tokenizer_type": "BertWordPieceLowerCase"}
-    )
+    defaults = ENTRIES[f"pretrain_{options.entry}.py"].defaults(())
     config = config_of(read_args(flags, defaults=defaults, world_size=options.world_size), options.world_size)
     ranks = None if options.rank is None else [_data_rank(options, config)]
     if options.resumed_at is not None and len(options.resumed_at) > 3:

@@ -25,6 +25,7 @@ from typing import Literal
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.vision import vision_encoder
 from megatron.core.models.describe import RankParameters, ShardCounts, rank_parameters
 
 AttentionCount = Literal["causal", "square"]
@@ -72,10 +73,12 @@ def flops_per_sample(
     model: ModelConfig, seq_length: int, count: AttentionCount = "causal", *, decoder_length: int | None = None
 ) -> float:
     """Return the forward and backward FLOPs of one sequence; for T5, of one text and its `decoder_length` target
-    tokens.
+    tokens; of a network that reads images, of a sequence with one image.
     """
+    if model.architecture == "vit":
+        return flops_per_image(model)
     if model.architecture != "t5":
-        return seq_length * flops_per_token(model, seq_length, count)
+        return seq_length * flops_per_token(model, seq_length, count) + flops_per_image(model) * model.has_vision
     assert decoder_length is not None, "a decoder has a length of its own"
     h, q, k, s, t = model.hidden_size, model.query_size, model.key_size, seq_length, decoder_length
     encoder = s * (6 * _layer_elements(model) + 12 * s * q)
@@ -86,6 +89,23 @@ def flops_per_sample(
         + model.decoder_num_layers * (decoder + cross)
         + t * 6 * h * model.padded_vocab_size
     )
+
+
+def flops_per_image(model: ModelConfig) -> float:
+    """Return the FLOPs of an image, or a tile of one, in the encoder and the projector; those of a frozen encoder are its forward pass."""
+    if model.architecture != "vit" and not model.has_vision:
+        return 0.0
+    vision, encoder = model.vision, vision_encoder(model)
+    tokens, hidden = vision.tokens, encoder.hidden_size
+    patches = 6 * vision.grid[0] * vision.grid[1] * vision.num_channels * vision.patch_dim**2 * hidden
+    layers = encoder.num_layers * tokens * (6 * _layer_elements(encoder) + 12 * tokens * encoder.query_size)
+    if model.architecture == "vit":
+        return patches + layers + 6 * hidden * vision.num_classes
+    width = vision.vision_projection_hidden_size or model.hidden_size
+    inputs = hidden * (vision.pixel_shuffle_factor**2 if vision.pixel_shuffle else 1)
+    affine = vision.vision_projection_type == "affine"
+    elements = inputs * model.hidden_size if affine else width * (inputs + model.hidden_size)
+    return (patches + layers) / (3 if vision.freeze_ViT else 1) + 6 * vision.rows * elements
 
 
 def frozen_bytes(config: RunConfig, frozen: RankParameters) -> float:

@@ -17,6 +17,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RecomputeConfig, RunConfig, TrainConfig
 from megatron.core.models import flops
 from megatron.core.models.describe import ShardCounts, count_parameters, layer_parameters, rank_parameters
+from tests.helpers import tiny
 
 S, B = 32, 2
 PLAIN = dict(num_layers=3, hidden_size=24, num_attention_heads=4, max_position_embeddings=S, padded_vocab_size=80)
@@ -360,3 +361,17 @@ def test_interleaving_keeps_more_alive_on_the_first_rank():
 
     assert first(2) == pytest.approx(11, rel=0.01)
     assert first(1) == pytest.approx(8, rel=0.01)
+
+
+def test_an_image_costs_the_products_of_its_encoder_and_projector() -> None:
+    sizes = {"img_h": 8, "img_w": 8, "patch_dim": 4, "vision_num_layers": 2, "vision_hidden_size": 8}
+    sizes |= {"vision_ffn_hidden_size": 12, "vision_num_attention_heads": 2, "vision_projection_hidden_size": 10}
+    model = tiny.config(vision_model_type="clip", disable_vision_class_token=True, **sizes).model
+    text = tiny.config().model
+    patches, tokens, hidden = 4, 5, 8
+    layer = 4 * hidden * hidden + 2 * hidden * 12
+    encoder = 6 * patches * 48 * hidden + 2 * tokens * (6 * layer + 12 * tokens * hidden)
+    projector = 6 * patches * (hidden * 10 + 10 * model.hidden_size)
+    assert flops.flops_per_sample(model, 16) - flops.flops_per_sample(text, 16) == encoder + projector
+    frozen = tiny.config(vision_model_type="clip", disable_vision_class_token=True, freeze_ViT=True, **sizes).model
+    assert flops.flops_per_sample(frozen, 16) - flops.flops_per_sample(text, 16) == encoder / 3 + projector
