@@ -46,6 +46,7 @@ class PolicyStep:
         batch = next(microbatches)
         if stage.output_layer is not None:
             stage.output_layer.temperature = self.rl.rl_default_temperature
+            stage.output_layer.even = False
         inputs: dict[str, Any] = {
             "ids": batch.tokens,
             "positions": batch.positions,

@@ -32,6 +32,7 @@ from megatron.training.health.interrupts import Interrupts
 from megatron.training.health.replica_check import ReplicaCheck, ReplicasDiffer
 from megatron.training.health.rerun import ResultRejected, StepRerun
 from megatron.training.health.stragglers import Stragglers
+from megatron.training.health.vote import Vote
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import launcher_place
 from megatron.training.loader import Data, DatasetProvider, build_data, take
@@ -414,14 +415,11 @@ class Session:
             folder=config.log.tensorboard_dir or config.checkpoint.save or ".",
         )
 
-        def agree(vote: bool) -> bool:
-            tensor = torch.tensor(int(vote), device=self.mesh.device)
-            return bool(collectives.all_reduce(tensor, self.mesh.world, "max")) if self.mesh.world.size > 1 else vote
-
-        run = self.trainer.run
+        run, vote = self.trainer.run, Vote(self.mesh.world, self.mesh.device)
         return ExitConditions(
             config.train,
-            agree=agree,
+            agree=vote.agree,
+            poll=vote.poll,
             started=run.started,
             ending=run.ending,
             tolerates_overflow=dynamic,

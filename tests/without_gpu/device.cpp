@@ -237,6 +237,34 @@ int64_t end() {
   return reinterpret_cast<int64_t>(std::exchange(recording, nullptr));
 }
 
+// Waits: what makes the host stop until a GPU is done, as torch.cuda.set_sync_debug_mode finds it --------------------------------------
+
+int64_t waits = 0;
+int quiet = 0;  // above 0 within formulas, whose own reads no GPU would make
+int mode = 0;   // 0: count, 2: refuse
+
+void wait_for(const std::string& what) {
+  if (quiet > 0) return;
+  ++waits;
+  TORCH_CHECK(mode < 2, "called a synchronizing CUDA operation (", what, ")");
+}
+
+// Operations whose result has a size that only the device knows.
+const std::set<std::string> kSized = {"aten::nonzero",      "aten::masked_select", "aten::_unique2",       "aten::unique_dim",
+                                      "aten::unique_consecutive", "aten::bincount",      "aten::histc"};
+const std::set<std::string> kIndexed = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
+
+void note_waits(const std::string& name, const std::vector<c10::IValue>& args) {
+  if (kSized.count(name)) wait_for(name);
+  if (name == "aten::repeat_interleave" && args.size() == 2 && args[1].isNone()) wait_for(name + " without output_size");
+  if (kIndexed.count(name))
+    for (const c10::IValue& one : args[1].toListRef())
+      if (one.isTensor() && (one.toTensor().scalar_type() == at::kBool || one.toTensor().scalar_type() == at::kByte))
+        wait_for(name + " by a mask");
+  if (name == "aten::_foreach_copy_" && !args[2].toBool() && args[0].toTensorVector()[0].device() != args[1].toTensorVector()[0].device())
+    wait_for(name);
+}
+
 // Operations --------------------------------------------------------------------------------------------------------------------
 
 // Those which take tensors of two devices.
@@ -284,6 +312,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string name = op.operator_name().name;
   TORCH_CHECK(!ours || !theirs || kMixed.count(name),
               "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (in ", name, ")");
+  if (ours) note_waits(name, args);
   torch::jit::drop(*stack, args.size());
   std::vector<std::vector<int64_t>> sizes;
   for (auto& [t, same] : written) sizes.push_back(same.sizes().vec());
@@ -346,6 +375,8 @@ void any(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   at::AutoDispatchBelowAutograd below;
+  const bool crosses = self.is_cuda() != source.is_cuda();
+  if (crosses && (!non_blocking || (source.is_cuda() && !self.is_pinned()))) wait_for("copy");
   if (recording) {
     for (const Tensor& t : {self, source})
       TORCH_CHECK(t.is_cuda() || (non_blocking && t.is_pinned()), "CUDA error: operation not permitted when stream is capturing (copy)");
@@ -358,6 +389,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 
 at::Scalar local_scalar(const Tensor& t) {
   TORCH_CHECK(!recording, "CUDA error: operation not permitted when stream is capturing (a value is read)");
+  wait_for("a value is read");
   return at::_local_scalar_dense(here(t));
 }
 
@@ -431,6 +463,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("here", &here);
   m.def("resize_storage", &resize_storage);
   m.def("generator", [] { return at::Generator(standard()); });
+  m.def("waits", [] { return waits; });
+  m.def("wait_for", &wait_for);
+  m.def("refuse_waits", [](int to) { mode = to; });
+  m.def("be_quiet", [](int more) { quiet += more; });
   m.def("record", &record);
   m.def("end", &end);
   m.def("is_recording", [] { return recording != nullptr; });

@@ -6,12 +6,15 @@ before a product, torch's own checks of shapes and layouts are made, those for G
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +63,8 @@ class Event:
         return 1000.0 * (other.time - self.time)
 
     def synchronize(self) -> None:
-        """It has come."""
+        """It has come, but a GPU's host would have waited."""
+        device.wait_for("an event is waited for")
 
 
 class Within:
@@ -134,6 +138,20 @@ class Recording:
         self.graph.capture_end()
 
 
+def quiet(formula: Callable) -> Callable:
+    """The same formula, of whose reads no GPU knows: they are no waits."""
+
+    @functools.wraps(formula)
+    def call(*given: Any, **named: Any) -> Any:
+        device.be_quiet(1)
+        try:
+            return formula(*given, **named)
+        finally:
+            device.be_quiet(-1)
+
+    return call
+
+
 def statistics(_: Any = None) -> dict[str, int]:
     """torch.cuda.memory_stats."""
     held, peak, count = device.held()
@@ -154,7 +172,8 @@ def install() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda _: None,
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda _=None: device.wait_for("synchronize"),
+        "set_sync_debug_mode": lambda mode: device.refuse_waits({"default": 0, "warn": 1, "error": 2}.get(mode, mode)),
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_name": lambda device=None: "stand-in for a GPU",
         "get_device_properties": lambda device=None: SimpleNamespace(
@@ -204,8 +223,11 @@ def install() -> None:
     F.scaled_dot_product_attention = (
         attention  # torch itself looks for its kernels in a table that knows real devices only
     )
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        interpreter = import_module("triton.runtime.interpreter")  # which copies what a kernel gets to the CPU and back
+        interpreter.GridExecutor.__call__ = quiet(interpreter.GridExecutor.__call__)
     for name, kernel in KERNELS.items():
-        LIBRARY.impl(name, kernel, "CUDA")
+        LIBRARY.impl(name, quiet(kernel), "CUDA")
 
 
 # Attention. q: [b, n, queries, d]; k, v: [b, g, keys, d].

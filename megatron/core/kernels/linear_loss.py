@@ -6,9 +6,10 @@ The logits of a batch are often larger than everything else a network keeps. Her
 softmax in place, and its contributions to the gradients of states and output matrix are added before the next block reuses the memory ("Liger Kernel",
 Hsu et al., 2024; "Cut Your Losses in Large-Vocabulary Language Models", Wijmans et al., 2024). So the forward pass computes the gradient of the sum of all
 losses, and a backward pass that weighs all tokens equally, as that of a mean does, only multiplies it by one number. If it weighs tokens differently,
-the blocks are computed again, which is exact too and slower.
+the blocks are computed again, which is exact too and slower. A CPU looks whether it does; a GPU would have to be waited for, so there the caller says it
+(`even`), and the device only asserts it.
 
-A token whose target is below 0 is ignored: its loss is 0, and no time or memory is spent on it.
+A token whose target is below 0 is ignored: its loss is 0, and on a CPU no time or memory is spent on it.
 """
 
 from __future__ import annotations
@@ -52,16 +53,18 @@ def linear_cross_entropy(
     words: VocabularyShard,
     *,
     fused: bool = False,
+    even: bool = False,
     into: _Taker | None = None,
 ) -> Tensor:
     """Return the cross entropy of every token, [t], in fp32 (fp64 for fp64 states).
 
     x: [t, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [t] int64, below 0 for tokens to ignore. Gradients of x are this rank's share of a sum over the ranks
-    that share the vocabulary. fused: softmax by Triton kernels, for logits without a soft cap. into: receives the gradient of the output matrix, which autograd
+    that share the vocabulary. fused: softmax by Triton kernels, for logits without a soft cap. even: the gradients of all losses that are not
+    ignored will be equal. into: receives the gradient of the output matrix, which autograd
     then does not get, and a factor for it.
     """
     begin = _fused_shares if fused and words.softcap is None else _shares
-    return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin, into), torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin, even, into), torch.is_grad_enabled())
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,13 @@ class _SoftmaxTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What is done with every block. begin: starts a softmax from logits. into: receives the gradient of the output matrix, if anybody does."""
+    """What is done with every block. begin: starts a softmax from logits. even: whether all losses will have the same gradient. into: receives the
+    gradient of the output matrix, if anybody does.
+    """
 
     words: VocabularyShard
     begin: Callable[[Tensor, _TokenBlock, VocabularyShard], _SoftmaxTerms]
+    even: bool
     into: _Taker | None = None
 
 
@@ -175,31 +181,39 @@ class _LinearCrossEntropy(Function):
     def forward(
         context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, task: _Task, learns: bool
     ) -> Tensor:
-        counts = targets >= 0
-        rows = None if bool(counts.all()) else counts.nonzero()[:, 0]
+        counts, on_cpu = targets >= 0, x.device.type == "cpu"
+        rows = None if not on_cpu or bool(counts.all()) else counts.nonzero()[:, 0]
         some, some_targets = _chosen(rows, x, targets)
         # In fp16 the shares of rare words would vanish without the loss scale: there gradients wait for their true weights.
-        learns = learns and x.dtype != torch.float16
+        learns = learns and x.dtype != torch.float16 and (on_cpu or task.even)
         made = _Gradients.begin(some, weight, bias, context.needs_input_grad) if learns else None
         totals = some.new_empty((2, len(some)), dtype=wide(x.dtype))
         losses = torch.empty_like(totals[0])
+        each = None if on_cpu else counts.to(totals.dtype)
         for block, shares in _blocks(some, some_targets, weight, bias, task):
             top, total, target = _over_ranks(shares, task.words)
             losses[block.tokens] = total.log() - (target - top)
             totals[0, block.tokens], totals[1, block.tokens] = top, total
             if made is not None:
-                made.add(block, shares, weight, (shares.largest - top).exp_() / total, 1.0)
+                factor = (shares.largest - top).exp_() / total
+                own = 1.0 if each is None else each[block.tokens]
+                made.add(block, shares, weight, factor * own, own)
         context.save_for_backward(x, weight, bias, targets, rows, totals)
         context.task, context.made = task, made  # not `saved`: backward writes into what is made
+        if each is not None:
+            return losses.masked_fill_(~counts, 0.0)
         return losses if rows is None else losses.new_zeros(len(x)).index_copy_(0, rows, losses)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, targets, rows, totals = context.saved_tensors
         made, context.made = context.made, None
+        if x.device.type != "cpu":
+            gradient = gradient.masked_fill(targets < 0, 0.0)
         (weights,) = _chosen(rows, gradient)
-        if made is not None and (not len(weights) or bool((weights == weights[0]).all())):
-            gradients = made.times(weights[0] if len(weights) else None, x.dtype, context.task.into)
+        factor = None if made is None else _common_factor(weights, targets)
+        if made is not None and (factor is not None or not len(weights)):
+            gradients = made.times(factor, x.dtype, context.task.into)
         else:
             some, some_targets = _chosen(rows, x, targets)
             again = _Gradients.begin(some, weight, bias, context.needs_input_grad)
@@ -211,6 +225,21 @@ class _LinearCrossEntropy(Function):
         if rows is not None and of_x is not None:
             of_x = torch.zeros_like(x).index_copy_(0, rows, of_x)
         return of_x, of_weight, of_bias, None, None, None
+
+
+def _common_factor(weights: Tensor, targets: Tensor) -> Tensor | None:
+    """Return the number that all tokens weigh, []; None if they differ, or if there are none. A GPU is not waited for: there the caller said that they do not."""
+    if not len(weights):
+        return None
+    if weights.device.type == "cpu":
+        return weights[0] if bool((weights == weights[0]).all()) else None
+    low, high = weights.aminmax()
+    factor = torch.where(high > -low, high, low)  # ignored tokens weigh 0
+    torch._assert_async(
+        ((weights == factor) | (targets < 0) | ~factor.isfinite()).all(),
+        "tokens weigh differently in the loss; use --cross-entropy-fusion-impl native",
+    )
+    return factor
 
 
 def _chosen(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

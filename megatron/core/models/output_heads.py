@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -27,12 +29,13 @@ class LanguageModelHead(nn.Module):
 
     shared: the embedding's matrix if it is on this stage; otherwise the head has its own, tied if `tied_name` is given.
     bias: add a bias for each word. temperature: divides the logits in the loss, as in sampling.
+    even: every token that counts weighs the same in the loss.
     """
 
     def __init__(self, build: Build, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
         super().__init__()
         model = build.model
-        self.build, self.temperature = build, 1.0
+        self.build, self.temperature, self.even = build, 1.0, True
         if shared is None:
             spec = vocabulary_spec(
                 model.true_vocab_size,
@@ -72,7 +75,7 @@ class LanguageModelHead(nn.Module):
         factor = (1.0 if self.scale is None else self.scale) / self.temperature
         x = x if factor == 1.0 else x * factor
         return linear_cross_entropy(
-            kernel,
+            partial(kernel, even=self.even),
             x,
             weight,
             self.bias,

@@ -10,8 +10,8 @@
 
 The question comes after the step: a run that resumes at a multiple of --exit-interval must get on. `iteration` is
 everywhere the number of steps done so far. A clock and a signal are a matter of one rank, but all ranks must stop after
-the same step: such questions go through `agree`, which says whether any rank said yes. It is called once for each
-`reason_to_stop`, and more often only when the answer was yes.
+the same step: such questions go through `agree`, which says whether any rank said yes. No step waits for the answer:
+`poll` says what the ranks answered a step ago, and `agree` is called only when that was yes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _alone(vote: bool) -> bool:
 class ExitConditions:
     """Looks after one run. A context manager: signals, the garbage collector and the profiler are put back at the end.
 
-    agree: whether any rank said True; called by all ranks at the same points. started: `time.monotonic()` at the start of
+    agree: whether any rank said True; called by all ranks at the same points. poll: the same, but the answer may be that of the
+    call before, so that nothing waits for it; called once a step, if a signal or the clock can end the run. started: `time.monotonic()` at the start of
     the job, from which --exit-duration-in-mins counts. ending: where a signal is noted. tolerates_overflow: a step that is not finite is skipped by the
     loss scaler (dynamic loss scale), so it is no error. interrupts: what becomes of Ctrl-C; left out, KeyboardInterrupt.
     """
@@ -59,6 +60,7 @@ class ExitConditions:
         train: TrainConfig,
         *,
         agree: Callable[[bool], bool] = _alone,
+        poll: Callable[[bool], bool] = _alone,
         started: float | None = None,
         ending: RunOutcome | None = None,
         tolerates_overflow: bool = False,
@@ -67,7 +69,8 @@ class ExitConditions:
     ) -> None:
         self._train = train
         self._interrupts = interrupts
-        self._agree = agree
+        self._agree, self._poll = agree, poll
+        self._polls = train.exit_signal_handler or train.exit_duration_in_mins is not None
         self._started = time.monotonic() if started is None else started
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
         self._profile = profile
@@ -105,7 +108,7 @@ class ExitConditions:
     def reason_to_stop(self, iteration: int) -> str:
         """Why the run ends after this many steps, in words; "" to go on. The same on every rank."""
         signalled = bool(self._ending.signal)
-        if self._agree(signalled or self._is_late()):
+        if self._polls and self._poll(signalled or self._is_late()):
             if self._agree(signalled):
                 interrupted = self._agree(self._ending.signal == "SIGINT")
                 return f"exiting program after receiving {'SIGINT' if interrupted else self._train.exit_signal}"

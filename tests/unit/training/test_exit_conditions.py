@@ -85,16 +85,27 @@ def test_all_ranks_stop_when_one_of_them_got_the_signal():
         votes.append(vote)
         return len(votes) % 3 > 0 or vote  # rank 0 says yes to both questions, and that it was not Ctrl-C
 
-    with ExitConditions(train(), agree=agree_as_the_other) as watch:
+    with ExitConditions(train(exit_signal_handler=True), agree=agree_as_the_other, poll=agree_as_the_other) as watch:
         assert "SIGTERM" in watch.reason_to_stop(1)
     assert votes == [False, False, False]
 
 
-def test_a_quiet_step_asks_the_other_ranks_once():
-    votes = []
-    with ExitConditions(train(exit_duration_in_mins=10), agree=lambda vote: votes.append(vote) or vote) as watch:
+def test_a_quiet_step_polls_the_other_ranks_once_and_waits_for_no_answer():
+    votes, waits = [], []
+    with ExitConditions(
+        train(exit_duration_in_mins=10),
+        agree=lambda vote: waits.append(vote) or vote,
+        poll=lambda vote: votes.append(vote) or vote,
+    ) as watch:
         watch.reason_to_stop(1)
-    assert votes == [False]
+    assert votes == [False] and not waits
+
+
+def test_no_rank_is_asked_where_no_flag_could_end_the_run_on_one_of_them():
+    votes = []
+    with ExitConditions(train(exit_signal_handler=False), poll=lambda vote: votes.append(vote) or vote) as watch:
+        watch.reason_to_stop(1)
+    assert not votes
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ Values are stored in e4m3, which represents every e2m1 number exactly, and multi
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -69,10 +71,11 @@ def rotated(x: Tensor) -> Tensor:
     return (tiles @ rotation(tiles.dtype, x.device)).flatten(2).flatten(0, 1)
 
 
+@cache  # a copy to a GPU is waited for
 def rotation(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the Hadamard matrix [16, 16] by Sylvester's construction, with random signs of rows, divided by 4: its transpose is its inverse."""
-    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype, device=device)
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
     whole = two
     while len(whole) < BLOCK:
         whole = torch.kron(whole, two)
-    return torch.tensor(_SIGNS, dtype=dtype, device=device)[:, None] * whole / BLOCK**0.5
+    return (torch.tensor(_SIGNS, dtype=dtype)[:, None] * whole / BLOCK**0.5).to(device)

@@ -16,6 +16,7 @@ Pre-training LLMs with MXFP8").
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,7 +132,7 @@ def block_scales(sizes: Tensor, number: Number) -> Tensor:
 def _power_above(value: Tensor, number: float) -> Tensor:
     """Return the smallest n with value <= number * 2^n, int32; computed without a division, hence exact."""
     fraction, power = torch.frexp(torch.where(value.isfinite(), value, torch.ones_like(value)))
-    own_fraction, own_power = torch.frexp(torch.tensor(number, dtype=value.dtype, device=value.device))
+    own_fraction, own_power = math.frexp(number)
     return (power - own_power + (fraction > own_fraction)).clamp(_SMALLEST_POWER, _LARGEST_POWER)
 
 

@@ -1,0 +1,86 @@
+"""The host of a training step waits for the GPU nowhere: torch, or the stand-in, raises where it would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.health.exit_conditions import ExitConditions
+from megatron.training.loop import Session
+from megatron.training.step import train_step
+from tests.gpu.test_training import MODELS
+from tests.helpers import tiny
+from tests.helpers.programme import trained
+
+pytestmark = pytest.mark.gpu
+
+WIDE: dict[str, Any] = {"bf16": True, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4}
+FP8: dict[str, Any] = {**MODELS["llama"], **WIDE, "fp8_format": "hybrid"}
+STEPS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "gpt in bf16": {"bf16": True},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "llama": MODELS["llama"],
+    "packed": MODELS["packed"],
+    "recomputed": MODELS["recomputed"],
+    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True, "bf16": True},
+    "fp8 tensorwise": {**FP8, "fp8_recipe": "tensorwise"},
+    "fp8 delayed": {**FP8, "fp8_recipe": "delayed"},
+    "fp8 blockwise": {**FP8, "fp8_recipe": "blockwise"},
+    "loss in blocks": {"cross_entropy_fusion_impl": "linear"},
+    "loss by triton": {"cross_entropy_fusion_impl": "triton"},
+}
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_waits_for_nothing(name: str) -> None:
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(**STEPS[name]), torch.device("cuda")))
+    for iteration in range(2):
+        train_step(trainer, tiny.batches(trainer.run, iteration))
+    batches = list(tiny.batches(trainer.run, 2))
+    with no_wait():
+        train_step(trainer, iter(batches))
+
+
+@pytest.mark.parametrize("operation", [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: x.nonzero()])
+def test_a_wait_is_found(operation: Callable[[torch.Tensor], Any]) -> None:
+    with no_wait(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        operation(torch.ones(3, device="cuda"))
+
+
+def test_an_iteration_of_the_loop_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, asked, seen = Session._one_iteration, ExitConditions.reason_to_stop, []
+
+    def iteration(self: Session, watch: ExitConditions) -> None:
+        if self.trainer.progress.iteration < 2:
+            return one(self, watch)
+        seen.append(self.trainer.progress.iteration)
+        with no_wait():
+            return one(self, watch)
+
+    def reason(self: ExitConditions, done: int) -> str:
+        with no_wait():
+            return asked(self, done)
+
+    monkeypatch.setattr(Session, "_one_iteration", iteration)
+    monkeypatch.setattr(ExitConditions, "reason_to_stop", reason)
+    monkeypatch.chdir(tmp_path)
+    assert os.environ.get("MEGATRON_DEVICE", "auto") != "cpu"
+    trained(["--mock-data", "--seq-length", "64", "--train-iters", "6", "--log-interval", "100", "--bf16"])
+    assert seen == [2, 3, 4, 5]
