@@ -26,9 +26,9 @@ from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, Encoder
 from megatron.core.datasets.images import ImageError, ImageOptions, count_tiles, read_bytes
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.marks import IMAGE
 from megatron.core.datasets.templates import Message, TemplateSegment
 
-IMAGE = "<image>"
 SLOT = 1 << 30  # the id of a slot, which no vocabulary reaches
 _CHARACTER = "\ufdd5"  # an image while a template runs; no text holds it
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}

@@ -9,6 +9,8 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import Tokenizer
 
+IMAGE = "<image>"  # what stands for an image in a text
+
 
 def named_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
     """The id of each of these names that the vocabulary has as one token."""

@@ -18,14 +18,12 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.image_conversations import (
-    IMAGE,
     SLOT,
     ConversationWriter,
     ImageConversations,
@@ -34,7 +32,8 @@ from megatron.core.datasets.image_conversations import (
 )
 from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_bytes, tiles
 from megatron.core.datasets.index_map import IndexCache
-from megatron.core.datasets.marks import bare_ids, named_tokens
+from megatron.core.datasets.marks import IMAGE, bare_ids, named_tokens
+from megatron.core.datasets.mock import MockConversations
 from megatron.core.datasets.samples import Sample, Span
 from megatron.core.tokenizers.base import Tokenizer
 
@@ -59,6 +58,29 @@ class DamagedImages:
                 logger.warning("%s: %s; its conversation has no loss (%d so far)", name, reason, len(self.names))
 
 
+class MockImageConversations:
+    """Made-up conversations, each behind a made-up image. rows: slots of an image."""
+
+    def __init__(self, conversations: MockConversations, rows: int, options: ImageOptions) -> None:
+        self._conversations, self.rows, self.options = conversations, rows, options
+        self.prefix, self.document_indices = conversations.prefix, conversations.document_indices
+        self.sequence_lengths = conversations.sequence_lengths + rows
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Ids [offset, offset + length) of one conversation, to its end when `length` is None. int64"""
+        whole = np.concatenate([np.full(self.rows, ~SLOT), self._conversations.get(sequence)])
+        return whole[offset : None if length is None else offset + length]
+
+    def images(self, sequence: int) -> list[tuple[str, int]]:
+        """The name of its image, a number, and its only tile."""
+        return [(str(sequence), 1)]
+
+    def pixels(self, name: str) -> np.ndarray:
+        """The image of a name: noise. float32 [1, channels, height, width]"""
+        shape = no_images(self.options).shape[1:]
+        return np.random.default_rng(int(name)).standard_normal((1, *shape)).astype(np.float32)
+
+
 class ImageChatDataset:
     """The samples of a `ChatDataset` of conversations about images.
 
@@ -69,7 +91,7 @@ class ImageChatDataset:
     def __init__(
         self,
         chat: ChatDataset,
-        source: ImageConversations,
+        source: ImageConversations | MockImageConversations,
         options: ImageOptions,
         *,
         rows: int,
@@ -144,6 +166,8 @@ class ImageChatDataset:
         """The tiles of an image, as many as it had when lengths were counted; without pixels, zeros."""
         if self.use == "nothing":
             return no_images(self.options)
+        if isinstance(self.source, MockImageConversations):
+            return self.source.pixels(name)
         image = decode(read_bytes(name, self.options), self.options)
         if self.use == "check":
             return no_images(self.options)
@@ -159,26 +183,35 @@ class ImageChatKind:
 
     run: RunConfig
     tokenizer: Tokenizer
-    writer: ConversationWriter
+    writer: ConversationWriter | None  # of made-up conversations none
     options: ImageOptions
     use: Use
     name: str = ImageChatDataset.__name__
 
-    def open(self, prefix: str) -> ImageConversations:
-        """The ids of a file's conversations."""
+    def open(self, prefix: str) -> ImageConversations | MockImageConversations:
+        """The ids of a file's conversations, or made-up ones."""
+        if self.writer is None:
+            made_up = MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
+            return MockImageConversations(made_up, self.run.model.vision.rows, self.options)
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
         return open_image_conversations(prefix, folder, self.writer, self.options, self._cache(prefix))
 
-    def count(self, source: ImageConversations) -> int:
+    def count(self, source: ImageConversations | MockImageConversations) -> int:
         """The number of rows."""
         return len(source.document_indices) - 1
 
-    def fits(self, source: ImageConversations, part: range) -> bool:
+    def fits(self, source: ImageConversations | MockImageConversations, part: range) -> bool:
         """Whether these rows hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
     def build(
-        self, source: ImageConversations, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+        self,
+        source: ImageConversations | MockImageConversations,
+        part: range,
+        *,
+        num_samples: int | None,
+        split: str,
+        cache: IndexCache,
     ) -> ImageChatDataset:
         """Samples of these rows' conversations."""
         chat = ChatDataset(
@@ -188,7 +221,7 @@ class ImageChatKind:
             num_samples=num_samples,
             seed=self.run.train.seed,
             split=split,
-            cache=self._cache(source.prefix),
+            cache=cache if self.writer is None else self._cache(source.prefix),
         )
         rows = self.run.model.vision.rows
         return ImageChatDataset(
@@ -227,10 +260,10 @@ def slot_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokeniz
 
 def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:
     """What a language model that sees is trained on, as the settings say."""
+    format, options = run.data.chat.sft_tokenizer_prompt_format, ImageOptions.of(run.model, run.data.multimodal)
     if run.data.mock_data:
-        raise ConfigError("--mock-data makes no images; give --data-path a JSON file of conversations")
-    format = run.data.chat.sft_tokenizer_prompt_format
+        return ImageChatKind(run, tokenizer, None, options, use)
     writer = ConversationWriter(
         Encoder(tokenizer, format), slot_writer(run.model, run.data.multimodal, tokenizer), plain=format == "plain"
     )
-    return ImageChatKind(run, tokenizer, writer, ImageOptions.of(run.model, run.data.multimodal), use)
+    return ImageChatKind(run, tokenizer, writer, options, use)

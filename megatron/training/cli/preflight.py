@@ -21,6 +21,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.datasets.marks import IMAGE, named_tokens
 from megatron.core.datasets.paths import check_data_files
 from megatron.core.dist_checkpointing.store import why_unwritable
 from megatron.core.optimizer.schedule import Schedule
@@ -72,9 +73,11 @@ def preflight(
         tokenizer, lines = _read(config.tokenizer, tuple(map(os.path.getmtime, _files(config.tokenizer))))
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
-        config = dataclasses.replace(
-            config, model=config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
-        )
+        model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
+        if model.has_vision and model.vision.image_token_index is None:
+            token = named_tokens(tokenizer, [IMAGE]).get(IMAGE)
+            model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, image_token_index=token))
+        config = dataclasses.replace(config, model=model)
         problems += broken(config, fitted(given, world_size)[1])
     if not problems and _depends_on_the_machine(config):
         from megatron.training.cli.device_checks import machine_problems  # needs torch, which no other answer waits for

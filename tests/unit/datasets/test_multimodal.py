@@ -228,3 +228,15 @@ def test_a_slot_is_no_id_of_any_vocabulary() -> None:
     written = SlotWriter(3, tags=((7,), (8,)), around=((1,), (2,))).write(2, thumbnail=True)
     assert (~written).tolist() == [1, 7, SLOT, SLOT, SLOT, 8, SLOT, SLOT, SLOT, 2]
     assert replace(SlotWriter(3), rows=1).write(1, thumbnail=False).tolist() == [~SLOT]
+
+
+def test_made_up_conversations_each_have_an_image() -> None:
+    run = tiny.config(**{**SETTINGS, "mock_data": True, "seq_length": 300, "max_position_embeddings": 300})
+    data, _, _ = build_splits(run.data, image_chat_kind(run, TOKENIZER), (None, 0, 0))
+    assert isinstance(data, ImageChatDataset)
+    sample = data[0]
+    conversations = int(sample["document_ids"][sample["image_slots"] >= 0].max()) + 1
+    assert len(sample["images"]) == conversations and int(sample["image_rows"]) == ROWS * conversations
+    assert sample["image_slots"][:5].tolist() == [0, 1, 2, 3, -1] and not np.array_equal(
+        *data[1]["images"][:1], sample["images"][0]
+    )
