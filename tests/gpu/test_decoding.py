@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.stages import stages_of
+from megatron.core.kernels import paged
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Reply
 from tests.helpers import tiny
 from tests.unit.inference.serving import BASE, KINDS, greedy, prompts
+from tests.unit.kernels.test_paged import CASES, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -108,6 +110,22 @@ class HostReads(TorchDispatchMode):
             if target.type != tensors[0].device.type and not (near and kwargs.get("non_blocking")):
                 self.found.append(f"{name} to {target}")
         return operation(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_the_paged_kernel_computes_its_definition(name: str, dtype: torch.dtype) -> None:
+    # Imported here, since who imports triton decides whether it is interpreted.
+    triton_paged = pytest.importorskip("megatron.core.kernels.triton.paged", reason="triton is not installed")
+    q, k, v, where, window, scores = draw(name, dtype)
+    there = replace(where, tables=where.tables.cuda(), lengths=where.lengths.cuda())
+    on_gpu = replace(scores, sink=None if scores.sink is None else scores.sink.cuda())
+    latent = v.data_ptr() == k.data_ptr()
+    near_k = k.cuda()
+    near_v = near_k[..., : v.shape[2]] if latent else v.cuda()
+    found = triton_paged.attention(q.cuda(), near_k, near_v, there, window=window, scores=on_gpu)
+    expected = paged.attention(q.double(), k.double(), v.double(), where, window=window, scores=scores)
+    assert (found.cpu().double() - expected).abs().max() <= paged.TOLERANCE[dtype] * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["grouped", "experts"])
