@@ -122,7 +122,7 @@ class Gating:
 
 
 def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
-    """Return activation(gate) * (up + offset) for x = [gate | up] [..., 2 f] along the last dimension (Shazeer, 2020). Returns [..., f]."""
+    """Return activation(gate) * (up + offset), [..., f] (Shazeer, 2020). x: [..., 2 f], gate and up one after the other."""
     gate, up = x.chunk(2, dim=-1)
     if gating.clamp is not None:
         gate, up = gate.clamp(max=gating.clamp), up.clamp(-gating.clamp, gating.clamp)
