@@ -24,7 +24,7 @@ QUESTIONS=("What is the opposite of hot?" "Which day comes after Monday?" "What 
 
 if [ $# -ge 1 ]; then
     FORMAT=(--sft-tokenizer-prompt-format tokenizer) # the chat template that comes with the network
-    SIZES=(--seq-length 128 --global-batch-size 4 --micro-batch-size 4 --train-iters 30 --lr 1e-3)
+    SIZES=(--seq-length 128 --global-batch-size 4 --micro-batch-size 4 --train-iters 30 --lr 5e-4)
     SYSTEM="You are a helpful AI assistant named SmolLM, trained by Hugging Face" # as the template says it
     BEFORE="<|im_start|>system"$'\n'"$SYSTEM<|im_end|>"$'\n<|im_start|>user\n' AFTER=$'<|im_end|>\n<|im_start|>assistant\n'
 else
