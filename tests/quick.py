@@ -39,6 +39,7 @@ FILES: Sequence[str] = (
     f"{UNIT}/optimizer/test_clip.py",
     f"{UNIT}/parallel/test_collectives.py",
     f"{UNIT}/pipeline_parallel/test_executor.py",
+    f"{UNIT}/preference/test_rows.py",
     f"{UNIT}/rl/test_losses.py",
     f"{UNIT}/tasks/test_glue.py",
     f"{UNIT}/tensor_parallel/test_layers.py",

@@ -141,6 +141,7 @@ PACKAGES: Sequence[str] = (
     "megatron/core/models",
     "megatron/core/optimizer",
     "megatron/core/kernels",
+    "megatron/preference",
     "megatron/rl",
     "megatron/core/distributed",
     "megatron/training",

@@ -1,4 +1,4 @@
-"""The installed commands `megatron-pretrain-gpt`, `-bert`, `-t5`, `-vlm`, `-vision-classify` and `megatron-train-rl`: the entry scripts, run as `python -m` would."""
+"""The installed commands `megatron-pretrain-gpt`, `-bert`, `-t5`, `-vlm`, `-vision-classify`, `megatron-finetune` and `megatron-train-rl`: the entry scripts, run as `python -m` would."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def vlm() -> None:
 def vision_classify() -> None:
     """Run pretrain_vision_classify.py."""
     runpy.run_module("pretrain_vision_classify", run_name="__main__", alter_sys=True)
+
+
+def finetune() -> None:
+    """Run finetune.py."""
+    runpy.run_module("finetune", run_name="__main__", alter_sys=True)
 
 
 def rl() -> None:

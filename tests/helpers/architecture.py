@@ -5,7 +5,7 @@ at the end names them all; `tests/test_architecture.py` runs them over the repos
 
     layer 10  tools/  examples/
     layer 9   megatron/trust/
-    layer 8   pretrain_*.py  tasks/
+    layer 8   pretrain_*.py  finetune.py  train_rl.py  tasks/
     layer 7   megatron/evaluation/
     layer 6   megatron/training/  megatron/inference/
     layer 5   core/models/, and above it core/families/
@@ -44,7 +44,7 @@ LAYERS = (
     ("core/models",),
     ("core/families",),
     ("training", "inference"),
-    ("evaluation", "rl"),
+    ("evaluation", "rl", "preference"),
     ("entries", "tasks"),
     ("trust",),  # rehearses what the entries train
     ("tools", "examples"),
@@ -98,6 +98,7 @@ FLAG_READERS = (
     "megatron/training/global_vars.py",
     "megatron/tasks/run.py",
     "megatron/rl/arguments.py",
+    "megatron/preference/arguments.py",
     "megatron/tools/parser.py",
 )
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
@@ -161,7 +162,7 @@ class Source:
                 return "/".join(parts)
             return "/".join(parts[1:3]) if parts[1:2] == ["core"] else "".join(parts[1:2])
         if len(parts) == 1:
-            return "entries" if parts[0].startswith(("pretrain_", "train_")) else None
+            return "entries" if parts[0].startswith(("pretrain_", "train_", "finetune")) else None
         return parts[0] if parts[0] in LAYER_OF else None
 
     def at(self, *places: str) -> bool:

@@ -1,0 +1,108 @@
+"""Losses of pairs of answers, from the log-probabilities that the policy and the reference give them.
+
+Everything has shape [pairs]. With x the policy's log-probability of an answer less the reference's, and
+delta = x(chosen) - x(rejected):
+
+    sigmoid    -log s(beta delta), with label smoothing e: (1 - e) of it and e of -log s(-beta delta)   DPO, Rafailov et al., 2023; cDPO
+    robust     the same with -e for e, divided by 1 - 2 e                                               Chowdhury et al., 2024
+    hinge      max(0, 1 - beta delta)                                                                   SLiC, Zhao et al., 2023
+    ipo        (delta of means over tokens - 1 / (2 beta))^2                                            Azar et al., 2023
+    apo_zero   1 - s(beta x(chosen)) + s(beta x(rejected))                                              D'Oosterlinck et al., 2024
+    simpo      -log s(beta (difference of means over tokens) - gamma), no reference                     Meng et al., 2024
+    orpo       -log p(chosen), mean over tokens, - beta log s(difference of log odds), no reference     Hong et al., 2024
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "simpo", "orpo"]
+WITHOUT_REFERENCE = ("simpo", "orpo")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScores:
+    """Log-probabilities of answers, [pairs] each: the sum over an answer's tokens, the same by the reference, and how many tokens it has."""
+
+    logprob: Tensor
+    reference: Tensor
+    tokens: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        """The policy's log-probability less the reference's, [pairs]."""
+        return self.logprob - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean log-probability of a token, [pairs]."""
+        return self.logprob / self.tokens.clamp(min=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """beta: strength of the tie to the reference. smoothing: share of labels taken to be wrong. gamma: SimPO's margin."""
+
+    beta: float = 0.1
+    smoothing: float = 0.0
+    gamma: float = 0.0
+
+
+def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
+    return -(1.0 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
+
+
+def _sigmoid(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    return _smoothed(options.beta * (chosen.ratio - rejected.ratio), options.smoothing)
+
+
+def _robust(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    logits, e = options.beta * (chosen.ratio - rejected.ratio), options.smoothing
+    return (-(1.0 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1.0 - 2.0 * e)
+
+
+def _hinge(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    return (1.0 - options.beta * (chosen.ratio - rejected.ratio)).relu()
+
+
+def _ipo(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    means = (one.ratio / one.tokens.clamp(min=1.0) for one in (chosen, rejected))
+    return (next(means) - next(means) - 1.0 / (2.0 * options.beta)).square()
+
+
+def _apo_zero(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    return 1.0 - (options.beta * chosen.ratio).sigmoid() + (options.beta * rejected.ratio).sigmoid()
+
+
+def _simpo(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    return _smoothed(options.beta * (chosen.mean - rejected.mean) - options.gamma, options.smoothing)
+
+
+def _orpo(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    return -chosen.mean - options.beta * F.logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
+
+
+def _log_odds(logprob: Tensor) -> Tensor:
+    """log p - log(1 - p) from log p < 0."""
+    small = torch.finfo(logprob.dtype).tiny
+    return logprob - (-torch.expm1(logprob)).clamp(min=small).log()
+
+
+PAIR_LOSSES: Mapping[str, Callable[[AnswerScores, AnswerScores, LossOptions], Tensor]] = MappingProxyType(
+    {
+        "sigmoid": _sigmoid,
+        "robust": _robust,
+        "hinge": _hinge,
+        "ipo": _ipo,
+        "apo_zero": _apo_zero,
+        "simpo": _simpo,
+        "orpo": _orpo,
+    }
+)
