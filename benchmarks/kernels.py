@@ -145,7 +145,8 @@ def _wait(device: str) -> None:
 def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
     """Print the rows of one operation."""
     passes, refused = {}, {}
-    kernels = [(one.name, one.call, one.unfit(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
+    fitting = [(one, one.unfit(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
+    kernels = [(one.name, None if reason else one.call, reason) for one, reason in fitting]
     if options.compile and job.op in PLAIN:
         kernels.append(("compiled", torch.compile(PLAIN[job.op]), ""))
     for name, kernel, reason in kernels:

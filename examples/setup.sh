@@ -7,7 +7,8 @@
 #
 # $PYTHON, or else the `python` or `python3` on the PATH, is used as it is when it is 3.10 or newer, has torch 2.11 or
 # newer, and has every package that the requirements name, in any version. Otherwise .venv gets the versions that the
-# requirements pin. A second call finds everything done and takes a moment.
+# requirements pin. A second call finds everything done and takes a moment. On a machine that reaches no package index, an
+# interpreter with torch and numpy is used all the same; it is said which packages it lacks, and what will not work.
 
 setup_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 setup_index="https://download.pytorch.org/whl/cpu" # torch without the gigabytes that a GPU needs
@@ -87,6 +88,46 @@ setup_pip() {
     "$1" -m pip install --quiet --disable-pip-version-check --no-input "${@:2}"
 }
 
+# What does not work without a package, in a few words.
+setup_without() {
+    case "$1" in
+        nltk) echo "sentence splitting of --split-sentences" ;;
+        tokenizers | sentencepiece | tiktoken) echo "tokenizers of that kind" ;;
+        tensorboard) echo "--tensorboard-dir" ;;
+        matplotlib) echo "plots" ;;
+        safetensors) echo "reading and writing published checkpoints" ;;
+        pillow) echo "images" ;;
+        Jinja2) echo "chat templates" ;;
+        pytest* | hypothesis) echo "the tests" ;;
+        *) echo "what imports it" ;;
+    esac
+}
+
+# An interpreter with torch and numpy where no index can be reached to get the rest: prints its path and says what it lacks.
+# Arguments: requirement files.
+setup_offline() {
+    local name lacks package
+    for name in ${PYTHON:+"$PYTHON"} python python3; do
+        command -v "$name" >/dev/null 2>&1 || continue
+        [ -z "$(setup_lacks "$name" <(printf 'torch\nnumpy\n'))" ] || continue
+        setup_reaches_index "$name" && return 1
+        lacks="$(setup_lacks "$name" "$@")"
+        setup_say "no package index can be reached; using $name, which lacks:"
+        for package in $lacks; do setup_say "  $package: $(setup_without "$package") will not work"; done
+        command -v "$name"
+        return 0
+    done
+    return 1
+}
+
+# Whether pip could get anything: from its index, or from a folder that it is told of. $1: python.
+setup_reaches_index() {
+    if [ -n "${PIP_NO_INDEX:-}${PIP_FIND_LINKS:-}" ]; then return 0; fi
+    local index
+    index="${PIP_INDEX_URL:-$("$1" -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple/)}"
+    case "$index" in http*) setup_reaches "$1" "$index" ;; *) return 0 ;; esac
+}
+
 # Sets PYTHON to an interpreter that has everything. $1: name of the requirements file.
 setup_environment() {
     local wanted="$setup_root/$1" venv="$setup_root/.venv" files name interpreter stamp
@@ -102,6 +143,10 @@ setup_environment() {
             return 0
         fi
     done
+    if name="$(setup_offline "${files[@]}")"; then
+        PYTHON="$name"
+        return 0
+    fi
     PYTHON="$venv/bin/python"
     stamp="$venv/.installed-$1" # a copy of the requirements, written last: it differs when they changed
     if [ -f "$stamp" ] && cat "${files[@]}" | cmp -s - "$stamp" && "$PYTHON" -c '' 2>/dev/null; then return 0; fi

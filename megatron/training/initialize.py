@@ -148,6 +148,8 @@ def _deterministic(config: RunConfig) -> None:
     if config.train.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Else every new tensor is filled, though nothing reads what was not written.
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property unknown to type checkers
 
 
 def join(config: RunConfig, device: torch.device) -> Mesh:
@@ -161,6 +163,7 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
         backend_of(device, config.parallel.distributed_backend),
         launcher_place(),
         timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        device if device.type == "cuda" else None,
     )
     return Mesh.build(config.parallel, device)
 

@@ -122,10 +122,10 @@ def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device
 def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[tuple[str, str], float | str]:
     """(op, name) -> the error of every kernel that this machine can use for the run, chosen or not."""
     return {
-        (trial.op, candidate.name): _error(trial, candidate.call, device, need)
+        (trial.op, candidate.name): _error(trial, call, device, need)
         for trial in kernel_trials(config, need)
         for candidate in CANDIDATES
-        if candidate.op == trial.op and candidate.call is not None and not candidate.unfit(need)
+        if candidate.op == trial.op and not candidate.unfit(need) and (call := candidate.call) is not None
     }
 
 

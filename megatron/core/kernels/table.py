@@ -60,17 +60,35 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class Import:
+    """A function in a module of this package that is imported only when it is needed."""
+
+    module: str
+    name: str
+
+    def load(self) -> Callable:
+        """Import it."""
+        return getattr(import_module(f"megatron.core.kernels.{self.module}"), self.name)
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to compute an op. unfit: returns why it cannot serve a need, or "".
 
-    unasked: why it can but is not chosen automatically.
+    kernel: a function, or where it is, for a module with optional dependencies; None: the layer computes the op itself. unasked: why it can but is not chosen
+    automatically.
     """
 
     op: str
     name: str
-    call: Callable | None
+    kernel: Callable | Import | None
     unfit: Callable[[Need], str]
     unasked: Callable[[Need], str] = lambda _: ""
+
+    @property
+    def call(self) -> Callable | None:
+        """The function itself: what is imported is so now, and not in every call, where torch's compiler would stop."""
+        return self.kernel.load() if isinstance(self.kernel, Import) else self.kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +222,6 @@ def _triton_unfit(need: Need) -> str:
     return "it computes in fp32, not in fp64" if need.dtype == torch.float64 else ""
 
 
-def _late(module: str, name: str) -> Callable:
-    """Return a function that imports a module with optional dependencies when it is first called."""
-
-    def call(*inputs: Any, **choices: Any) -> Any:
-        return getattr(import_module(f"megatron.core.kernels.{module}"), name)(*inputs, **choices)
-
-    return call
-
-
 def _always_fits(_: Need) -> str:
     return ""
 
@@ -228,21 +237,21 @@ CANDIDATES = (
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
     Candidate("layer_norm", "torch", reference.layer_norm, _always_fits),
-    Candidate("layer_norm", "triton", _late("triton.norm", "layer_norm"), _triton_unfit, _unmeasured),
+    Candidate("layer_norm", "triton", Import("triton.norm", "layer_norm"), _triton_unfit, _unmeasured),
     Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
-    Candidate("rms_norm", "triton", _late("triton.norm", "rms_norm"), _triton_unfit, _unmeasured),
+    Candidate("rms_norm", "triton", Import("triton.norm", "rms_norm"), _triton_unfit, _unmeasured),
     Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
     Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
-    Candidate("gated_activation", "triton", _late("triton.pointwise", "gated_activation"), _triton_unfit, _unmeasured),
+    Candidate("gated_activation", "triton", Import("triton.pointwise", "gated_activation"), _triton_unfit, _unmeasured),
     Candidate("rotary", "torch", reference.rotary, _always_fits),
-    Candidate("rotary", "triton", _late("triton.pointwise", "rotary"), _triton_unfit, _unmeasured),
+    Candidate("rotary", "triton", Import("triton.pointwise", "rotary"), _triton_unfit, _unmeasured),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
     Candidate("permute", "torch", permute.permute, _always_fits),
-    Candidate("permute", "triton", _late("triton.permute", "permute"), _triton_unfit, _unmeasured),
+    Candidate("permute", "triton", Import("triton.permute", "permute"), _triton_unfit, _unmeasured),
     Candidate("residual_norm", "apart", None, _always_fits),
-    Candidate("residual_norm", "triton", _late("triton.norm", "residual_norm"), _triton_unfit, _unmeasured),
+    Candidate("residual_norm", "triton", Import("triton.norm", "residual_norm"), _triton_unfit, _unmeasured),
     Candidate("low_linear", "own", None, _always_fits),
     Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _unmeasured),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
@@ -253,7 +262,7 @@ CANDIDATES = (
     Candidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unfit),
     Candidate("moe_flex_dispatcher", "alltoall", None, _always_fits),
     # Not `_unmeasured`: what it is measured against copies all keys in every layer of every step.
-    Candidate("paged_attention", "triton", _late("triton.paged", "attention"), _triton_unfit),
+    Candidate("paged_attention", "triton", Import("triton.paged", "attention"), _triton_unfit),
     Candidate("paged_attention", "gathered", None, _always_fits),
 )
 

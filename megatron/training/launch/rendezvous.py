@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.training.launch.launch_info import LaunchInfo
@@ -100,14 +101,14 @@ def lacks_board(place: LaunchInfo) -> str:
     )
 
 
-def join_ranks(backend: str, place: LaunchInfo, timeout: timedelta) -> None:
-    """Make the default process group.
+def join_ranks(backend: str, place: LaunchInfo, timeout: timedelta, device: torch.device | None = None) -> None:
+    """Make the default process group. device: of this rank, a GPU: NCCL connects at once, and guesses no device for barriers.
 
     A launcher's store outlives the ranks, and torch asks it under the same keys at every start: a rank that is started anew would
     look for another where that listened before, if it is the faster of the two. So each start meets under keys of its own.
     """
     if not place.store or place.attempt == "0":
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
         return
     store = _store_at(place.store, timeout.total_seconds())
     dist.init_process_group(
@@ -116,4 +117,5 @@ def join_ranks(backend: str, place: LaunchInfo, timeout: timedelta) -> None:
         rank=place.rank,
         world_size=place.size,
         timeout=timeout,
+        device_id=device,
     )

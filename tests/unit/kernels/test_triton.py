@@ -190,6 +190,18 @@ def test_the_loss_of_blocks_equals_that_by_torch(
 
 
 @needs_triton
+def test_layers_with_any_of_these_kernels_are_one_graph_of_torchs_compiler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "benchmarks/gpu/graph_breaks.py"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stdout.count("one graph") == 6, done.stdout + done.stderr[-3000:]
+
+
+@needs_triton
 def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -114,6 +114,15 @@ def test_a_missing_package_leads_to_an_environment_that_follows_the_requirements
     assert (changed.returncode, changed.stdout) == (0, "2.0\n"), changed.stderr
 
 
+def test_torch_is_used_as_it_is_where_no_index_can_be_reached_and_it_is_said_what_will_not_work(small: Path) -> None:
+    (small / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6\nnotyours==1.0\n")
+    nowhere = {"PIP_NO_INDEX": "", "PIP_INDEX_URL": "http://127.0.0.1:9/simple/"}
+    done = run(small, 'source examples/setup.sh; echo "$PYTHON"', PYTHON=sys.executable, **nowhere)
+    assert (done.returncode, done.stdout) == (0, f"{sys.executable}\n"), done.stderr
+    assert "no package index can be reached" in done.stderr and "notyours: what imports it will not work" in done.stderr
+    assert not (small / ".venv").exists()
+
+
 def test_a_machine_without_a_new_enough_python_is_told_so(small: Path) -> None:
     for name in ("python", "python3", *(f"python3.{minor}" for minor in range(10, 16))):
         script(small / "bin" / name, 'if [ "$1" = --version ]; then echo Python 3.8.1; else exit 1; fi')

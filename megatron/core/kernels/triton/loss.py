@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.kernels.triton import cdiv
+
 _BLOCK = 4096
 
 
@@ -77,7 +79,7 @@ def gradient(logits: Tensor, rows: Tensor, largest: Tensor, factor: Tensor, hit:
     the logits.
     """
     size = logits.shape[1]
-    _gradient[(len(logits), triton.cdiv(size, _BLOCK))](
+    _gradient[(len(logits), cdiv(size, _BLOCK))](
         logits, rows, largest, factor.contiguous(), hit.contiguous(), min(valid, size), size, BLOCK=_BLOCK
     )
     return logits

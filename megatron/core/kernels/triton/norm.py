@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.kernels.triton import cdiv, power_of_2_above
+
 _ROWS, _COLUMNS = 64, 128  # what a program sums for the gradients of weight and bias
 
 
@@ -171,14 +173,14 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those of x, weight and bias."""
     gradient, size, rows = gradient.contiguous(), x.shape[-1], len(stats)
-    dx, parts = torch.empty_like(x), triton.cdiv(rows, _ROWS)
+    dx, parts = torch.empty_like(x), cdiv(rows, _ROWS)
     if rows:
         _backward[(rows,)](gradient, more, x, weight, stats, dx, CENTRED=centred, SIZE=size, num_warps=_warps(size))
     if weight is None:
         return dx, None, None
     sums = torch.empty((2, parts, size), dtype=torch.float32, device=x.device)
     if rows:
-        _sums[(triton.cdiv(size, _COLUMNS), parts)](gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS)
+        _sums[(cdiv(size, _COLUMNS), parts)](gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS)
     of_weight, of_bias = sums.sum(1).to(weight.dtype)
     return dx, of_weight, of_bias if centred else None
 
@@ -202,4 +204,4 @@ def residual_norm(
 
 def _warps(size: int) -> int:
     """Groups of 32 threads for a row: each thread holds some 8 numbers of a wide one."""
-    return min(16, max(4, triton.next_power_of_2(size) // 256))
+    return min(16, max(4, power_of_2_above(size) // 256))

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.kernels.triton import cdiv
+
 _BLOCK = 1024
 
 
@@ -61,7 +63,7 @@ def _sum(values: Tensor, places: Tensor) -> Tensor:
     values, places = values.contiguous(), places.contiguous()
     size, y = values.shape[1], values.new_empty((len(places), values.shape[1]))
     if y.numel():
-        _gather[(len(places), triton.cdiv(size, _BLOCK))](
+        _gather[(len(places), cdiv(size, _BLOCK))](
             values, places, y, len(values), size, COUNT=places.shape[1], BLOCK=_BLOCK
         )
     return y

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.reference import Gating
+from megatron.core.kernels.triton import cdiv, power_of_2_above
 
 _BLOCK = 1024
 _NO_CLAMP = float("inf")
@@ -103,7 +104,7 @@ class _Gated(Function):
         }
         y = x.new_empty((*x.shape[:-1], size))
         if y.numel():
-            _gate[(y.numel() // size, triton.cdiv(size, _BLOCK))](x, y, size, **context.how)
+            _gate[(y.numel() // size, cdiv(size, _BLOCK))](x, y, size, **context.how)
         context.save_for_backward(x)
         return y
 
@@ -112,7 +113,7 @@ class _Gated(Function):
         (x,) = context.saved_tensors
         gradient, dx, size = gradient.contiguous(), torch.empty_like(x), x.shape[-1] // 2
         if gradient.numel():
-            _gate_backward[(gradient.numel() // size, triton.cdiv(size, _BLOCK))](gradient, x, dx, size, **context.how)
+            _gate_backward[(gradient.numel() // size, cdiv(size, _BLOCK))](gradient, x, dx, size, **context.how)
         return dx, None, None
 
 
@@ -181,7 +182,5 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if x.numel():
         rows, angles = x.numel() // size, cos.numel() // size
         assert rows % angles == 0, "every row of the table turns equally many heads"
-        _turn[(rows,)](
-            x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=triton.next_power_of_2(size)
-        )
+        _turn[(rows,)](x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=power_of_2_above(size))
     return y

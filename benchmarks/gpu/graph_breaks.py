@@ -1,0 +1,83 @@
+"""Whether torch's compiler traces every Triton kernel of layers into one graph, forward and backward; no GPU is needed.
+
+    python benchmarks/gpu/graph_breaks.py
+
+A line an op; it exits with 1 if any breaks. Nothing is run: the compiler stops where it would call the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.utils._triton
+
+from megatron.core.kernels.table import CANDIDATES
+
+
+class Traced(Exception):
+    """A graph is there; it is not run."""
+
+
+def inputs() -> dict[str, tuple[Any, ...]]:
+    """What each op is called with."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    x, weight, bias = random(4, 2, 64), random(64), random(64)
+    cos, sin = torch.randn(4, 1, 1, 64), torch.randn(4, 1, 1, 64)
+    places, back = torch.arange(8).view(8, 1), torch.arange(8).view(8, 1)
+    return {
+        "rms_norm": (x, weight, 1e-5),
+        "layer_norm": (x, weight, bias, 1e-5),
+        "residual_norm": (x, random(4, 2, 64), weight, bias, 1e-5),
+        "gated_activation": (x, "silu"),
+        "rotary": (random(4, 2, 3, 64), cos, sin, False),
+        "permute": (random(8, 64), places, back, False, False),
+    }
+
+
+def problem(call: Callable[..., Any], given: tuple[Any, ...]) -> str:
+    """Why the call is no graph, in a line; "" if it is one."""
+    torch._dynamo.reset()
+
+    def stop(graph: Any, example: Any) -> Any:
+        raise Traced
+
+    try:
+        torch.compile(lambda: call(*given), fullgraph=True, backend=stop)()
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if "Traced" in f"{type(cause).__name__} {error}":
+            return ""
+        return str(error).splitlines()[0]
+    return "it ran without a graph"
+
+
+def main() -> None:
+    """A line an op."""
+    torch.utils._triton.has_triton = lambda: (
+        True
+    )  # the compiler asks whether there is a GPU before it knows Triton's kernels
+    failed = False
+    for op, given in inputs().items():
+        call = next(one.call for one in CANDIDATES if (one.op, one.name) == (op, "triton"))
+        assert call is not None, "Triton has a kernel for it"
+        why = problem(call, given)
+        failed = failed or bool(why)
+        print(f"{op:18} {why or 'one graph'}", flush=True)
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
