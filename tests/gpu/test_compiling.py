@@ -34,4 +34,4 @@ def test_dropout_draws_on_a_gpu_what_it_draws_without_a_compiler() -> None:
     expected, _ = train_on(tiny.trainer_of(tiny.run_of(tiny.config(**changes), torch.device("cuda"))), 4)
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes, compile=True), torch.device("cuda")))
     Compiler(trainer)
-    assert train_on(trainer, 4)[0] == pytest.approx(expected, rel=1e-5)
+    assert train_on(trainer, 4)[0] == pytest.approx(expected, rel=1e-4)

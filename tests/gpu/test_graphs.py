@@ -1,4 +1,4 @@
-"""CUDA graphs of layers on a GPU: the same training as without, to the bit where kernels are the same each time."""
+"""CUDA graphs of layers on a GPU: the same training as without, but for kernels that add in any order."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def losses_of(graphs: bool, changes: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("more", [{}, {"bf16": True}, {"hidden_dropout": 0.1}, {"pipeline_schedule": "gpipe"}], ids=str)
 def test_recorded_layers_train_as_launched_ones_do(model: str, more: dict[str, Any]) -> None:
     changes = {**MODELS[model], **more}
-    assert losses_of(True, changes) == pytest.approx(losses_of(False, changes), rel=1e-3 if "bf16" in more else 1e-5)
+    assert losses_of(True, changes) == pytest.approx(losses_of(False, changes), rel=1e-2 if "bf16" in more else 1e-4)
 
 
 def test_recordings_may_be_repeated_in_any_order() -> None:
     changes = {**MODELS["llama"], "pipeline_schedule": "gpipe", "rampup_batch_size": (2, 2, 8)}
-    assert losses_of(True, changes) == pytest.approx(losses_of(False, changes), rel=1e-5)
+    assert losses_of(True, changes) == pytest.approx(losses_of(False, changes), rel=1e-4)

@@ -66,4 +66,4 @@ def test_half_precision_training_on_a_gpu_stays_near_fp32(numbers: dict[str, Any
 
 def test_dropout_on_a_gpu_is_replayed_by_recomputation() -> None:
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    assert losses_on("cuda", **dropout, **MODELS["recomputed"]) == pytest.approx(losses_on("cuda", **dropout), rel=1e-5)
+    assert losses_on("cuda", **dropout, **MODELS["recomputed"]) == pytest.approx(losses_on("cuda", **dropout), rel=1e-4)

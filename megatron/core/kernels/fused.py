@@ -15,6 +15,8 @@ sink's key, zero in all other keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.kernels import chunked_attention, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
 
+_CAPPED = 256  # queries whose scores are held at a time where they have a soft cap
 _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more than they save
 
 
@@ -36,12 +39,33 @@ def attention(
     such kernel, on CPUs with dropout, `chunked_attention` is used, and in compiled regions scores are recomputed.
     """
     if scores.softcap is not None:
-        return reference.attention(q, k, v, mask, dropout, scores)
+        return _capped(q, k, v, mask, dropout, scores)
     if dropout and q.device.type == "cpu":
         if torch.compiler.is_compiling():
             return checkpoint(_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
         return chunked_attention.attention(q, k, v, mask, dropout, scores)
     return _attention(q, k, v, mask, dropout, scores)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    """Compute `attention` with a soft cap, which torch's kernels lack: the formula for a block of queries at a time, whose scores are computed again in the
+    backward pass.
+    """
+    queries, keys = len(q), len(k)
+    if queries <= _CAPPED:
+        return reference.attention(q, k, v, mask, dropout, scores)
+    places = torch.arange(keys - queries, keys, device=q.device) if mask.query_places is None else mask.query_places
+    own = mask.query_documents
+    if own is None and mask.documents is not None:
+        own = mask.documents[:, -queries:]
+    parts = []
+    for start in range(0, queries, _CAPPED):
+        rows = slice(start, start + _CAPPED)
+        part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
+        change = scores if scores.bias is None else replace(scores, bias=scores.bias[:, :, rows])
+        given = (q[rows], k, v, part, dropout, change)
+        parts.append(checkpoint(reference.attention, *given, use_reentrant=False, preserve_rng_state=dropout > 0))
+    return torch.cat(parts)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:

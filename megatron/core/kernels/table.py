@@ -131,10 +131,6 @@ def _flash_unfit(need: Need) -> str:
     return ""
 
 
-def _fused_unfit(need: Need) -> str:
-    return "it has no cap on scores" if need.softcap else ""
-
-
 def _cudnn_unfit(need: Need) -> str:
     if need.device != "cuda":
         return "it needs a CUDA device"
@@ -227,7 +223,7 @@ def _always_fits(_: Need) -> str:
 
 
 CANDIDATES = (
-    Candidate("attention", "fused", fused.attention, _fused_unfit),
+    Candidate("attention", "fused", fused.attention, _always_fits),
     Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
     Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _unmeasured),
     Candidate("attention", "flash_attn_2", flash_attn.version_2, _package_unfit(2), _unmeasured),

@@ -119,7 +119,7 @@ EXAMPLES: Mapping[str, Example] = {
     "tokenizer": Example("--tokenizer-type HuggingFaceTokenizer", whole=True),
     "files": Example("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
     "machine": Example(
-        "--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True
+        "--attention-backend flash --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True
     ),
     "command-line": Example("--num-leyers 8"),
     "adapter-targets": Example("--lora-rank 8 --lora-targets q_porj"),

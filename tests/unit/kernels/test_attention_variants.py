@@ -177,15 +177,28 @@ def test_the_largest_scores_are_those_of_the_whole_matrix(mask: str, block: int)
 
 
 def test_kernels_say_which_variant_they_do_not_have() -> None:
-    op, chosen, why = select(Need(softcap=True)).report[0]
-    assert (op, chosen) == ("attention", "unfused") and why.startswith(
-        "fused: it has no cap on scores; flash: it has no cap on scores; cudnn"
-    )
+    assert select(Need(softcap=True)).attention is fused.attention
     assert select(Need(window=True)).attention is fused.attention
     with pytest.raises(ConfigError, match="flash: windows are kept by a mask tensor"):
         select(Need(window=True), {"attention": "flash"})
-    with pytest.raises(ConfigError, match="fused: it has no cap on scores"):
-        select(Need(softcap=True), {"attention": "fused"})
+    with pytest.raises(ConfigError, match="flash: it has no cap on scores"):
+        select(Need(softcap=True), {"attention": "flash"})
+
+
+@pytest.mark.parametrize("mask", ["causal", "window in documents"])
+def test_scores_with_a_cap_are_held_for_a_block_of_queries_only(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_CAPPED", 4)
+    inputs, scores = inputs_of(value_size=4), Scores(0.7, softcap=1.5)
+    held: list[int] = []
+
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
+        fused.attention(*inputs[:3], MASKS[mask], 0.0, scores)
+    assert all(size < S * S * N for size in held), "no matrix of scores waits for the backward pass"
+    compare(fused.attention, by_hand, MASKS[mask], scores, inputs)
 
 
 def test_flash_takes_sinks() -> None:

@@ -44,7 +44,7 @@ PIECES = tuple(
         "--padded-vocab-size 8",
         "--padded-vocab-size 300",
         "--tiktoken-pattern v1",
-        "--attention-backend fused --attention-logit-softcap 50",
+        "--attention-backend flash --attention-logit-softcap 50",
         "--attention-backend flash",
         "--attention-backend flex",
         "--attention-backend unfused --attention-logit-softcap 50",
@@ -165,8 +165,8 @@ def test_the_checker_and_the_run_say_the_same_of_many(
     "words, message",
     [
         (
-            "--attention-backend fused --attention-logit-softcap 50 --tokenizer-type ByteTokenizer --mock-data",
-            "--attention-backend fused cannot be used",
+            "--attention-backend flash --attention-logit-softcap 50 --tokenizer-type ByteTokenizer --mock-data",
+            "--attention-backend flash cannot be used",
         ),
         (
             "--tokenizer-type HuggingFaceTokenizer --mock-data",
@@ -221,5 +221,5 @@ def test_a_launcher_shows_a_refusal_once(tmp_path: Path) -> None:
         timeout=300,
     )
     shown = done.stdout + done.stderr
-    assert done.returncode != 0 and shown.count("--attention-backend fused cannot be used") == 1, shown
+    assert done.returncode != 0 and shown.count("--attention-backend flash cannot be used") == 1, shown
     assert "exitcode  : 2" in shown, shown
