@@ -9,7 +9,8 @@ first rank (the leader) knows requests; the others wait for its step inputs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -306,8 +307,14 @@ class ModelRunner:
         trained = any(
             param.requires_grad for network in networks for stage in network.stages for param in stage.parameters()
         )
-        self._mode = torch.no_grad if trained else torch.inference_mode
+        self._without_gradients = torch.no_grad if trained else torch.inference_mode
         self.on_demand = True  # a shape of a step is captured when it is first met
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        """What a step runs in: prompts come in ever new lengths."""
+        with self._without_gradients(), devices.without_attention_plans():
+            yield
 
     @property
     def is_leader(self) -> bool:

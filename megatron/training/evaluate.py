@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.parallel import collectives
+from megatron.core.parallel.device import without_attention_plans
 from megatron.core.pipeline_parallel.executor import run
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
@@ -45,6 +46,7 @@ def resting(trainer: Trainer) -> Iterator[None]:
     trainer.train_mode(False)
     for parallel in trainer.parallels:
         parallel.finish_gather()
-    yield
+    with without_attention_plans():
+        yield
     trainer.train_mode(True)
     trainer.run.streams.load(streams)

@@ -9,8 +9,8 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -81,6 +81,19 @@ def synchronize(device: torch.device) -> None:
     """Wait until all work queued on `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def without_attention_plans() -> Iterator[None]:
+    """Keep torch's attention from cuDNN where lengths change from pass to pass: it builds a plan of half a second for
+    every new shape. A backend that was asked for by name is used all the same.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def supports_mixed_dtype_addmm(device: torch.device, input_dtype: torch.dtype, sum_dtype: torch.dtype) -> bool:

@@ -482,3 +482,11 @@ def test_top_p_shrinks_after_every_token_down_to_its_bound() -> None:
         assert float(shares[shares > shares[token]].sum()) < limits[number], (
             "a token outside of the likeliest that reach p"
         )
+
+
+def test_a_step_builds_no_plans_of_attention_for_its_lengths() -> None:
+    model, seen = network(), []
+    engine = engine_of(model)
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    engine.run([greedy(prompts(1)[0], 3)])
+    assert set(seen) == {False} and torch.backends.cuda.cudnn_sdp_enabled()

@@ -149,3 +149,11 @@ def test_every_layout_and_every_rank_gives_the_serial_loss(world: Worlds, ranks:
     serial = evaluate_here({"fp64": True}, 2)
     for found in world(ranks).run(evaluate_here, {"fp64": True, **layout}, 2):
         assert found == {"lm loss": pytest.approx(serial["lm loss"], rel=1e-10)}
+
+
+def test_an_evaluation_builds_no_plans_of_attention_and_training_may_afterwards() -> None:
+    trainer, seen = tiny.trainer_of(tiny.run_of(tiny.config())), []
+    trainer.stages[0].register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    evaluate(trainer, tiny.batches(trainer.run, 0), 1)
+    assert before and set(seen) == {False} and torch.backends.cuda.cudnn_sdp_enabled()
