@@ -66,9 +66,8 @@ def problem(call: Callable[..., Any], given: tuple[Any, ...]) -> str:
 
 def main() -> None:
     """A line an op."""
-    torch.utils._triton.has_triton = lambda: (
-        True
-    )  # the compiler asks whether there is a GPU before it knows Triton's kernels
+    # The compiler asks whether there is a GPU before it knows Triton's kernels.
+    setattr(torch.utils._triton, "has_triton", lambda: True)  # noqa: B010 - a function that is replaced
     failed = False
     for op, given in inputs().items():
         call = next(one.call for one in CANDIDATES if (one.op, one.name) == (op, "triton"))
