@@ -124,8 +124,9 @@ class CapturedGraphs:
             own, values[rows : rows + texts] = tables_of(spans)
             tables[:texts, : own.shape[1]] = own[:, : tables.shape[1]]
             values[:texts] = ids
-        graph.given.copy_(devices.upload([values], self._pool.device)[0])
-        fill_in(graph.given[:rows], sampled, awaited)
+        given, *places = devices.upload([values, *np.array(awaited, np.int32).reshape(-1, 2).T], self._pool.device)
+        graph.given.copy_(given)
+        fill_in(graph.given[:rows], sampled, *places)
         graph.repeat()
         return graph.logits[:texts]
 
@@ -155,13 +156,12 @@ class CapturedGraphs:
         return list(dict.fromkeys(self.shape(rows, 1) for rows in sizes[::-1]))[: self._count]
 
 
-def fill_in(ids: Tensor, sampled: Tensor, awaited: Awaited) -> None:
-    """Write sampled tokens into the ids of the next pass. ids: [t]; sampled: [w]; awaited: (place, number of the token)."""
-    if not awaited:
-        return
-    places, numbers = devices.upload([np.array(one, np.int64) for one in zip(*awaited)], ids.device)
-    # What is no token, since logits were no numbers, ends its text as soon as the host hears of it; until then any id will do.
-    ids.index_copy_(0, places, sampled.index_select(0, numbers).clamp_(min=0).to(ids.dtype))
+def fill_in(ids: Tensor, sampled: Tensor, places: Tensor, numbers: Tensor) -> None:
+    """Write sampled tokens into the ids of the next pass. ids: [t]; sampled: [w]; places: [n], among the ids; numbers: [n], of the tokens."""
+    if len(places):
+        # What is no token, since logits were no numbers, ends its text as soon as the host hears of it; until then any id will do.
+        tokens = sampled.index_select(0, numbers.to(torch.int64)).clamp_(min=0)
+        ids.index_copy_(0, places.to(torch.int64), tokens.to(ids.dtype))
 
 
 def _rounded(number: int, least: int) -> int:

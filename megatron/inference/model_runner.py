@@ -223,13 +223,14 @@ class _Step:
         grouped = [[spans[number] for number in group] for group in groups]
         device = network.mesh.device
         known = [np.array(one, np.int32) for one in (ids + [0] * (length - end), logit_positions)]
+        known.extend(np.array(awaited, np.int32).reshape(-1, 2).T)
         known += [table for group in grouped for table in tables_of(group)]
         if of_token:
             known.append(np.array(of_token + [0] * (length - end), np.int32))
-        given, positions, *tables = devices.upload(known, device)
+        given, positions, awaited_at, sampled, *tables = devices.upload(known, device)
         self.of_token = tables.pop().to(torch.int64) if of_token else None
         self.ids, self.logit_positions = given.to(torch.int64)[None], positions.to(torch.int64)
-        fill_in(self.ids[0], network.sampled_before, awaited)
+        fill_in(self.ids[0], network.sampled_before, awaited_at, sampled)
         self._cut = (
             network.build.region.sequence_parallel
         )  # ranks hold pieces of the tokens: the positions with logits are chosen at the end
