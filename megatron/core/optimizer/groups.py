@@ -26,7 +26,7 @@ def param_group_of(spec: ParamSpec, config: OptimizerConfig) -> ParamGroup:
     Weight decay applies to matrices, not to biases and norms. Embeddings and the output layer may have a separate
     learning rate, as may the B factors of adapters (LoRA+, Hayou et al., 2024).
     """
-    decays = spec.kind in ("matrix", "table", "embedding", "lora_a", "lora_b") or (
+    decays = spec.kind in ("matrix", "table", "embedding", "lora_a", "lora_b", "in_proj", "conv") or (
         spec.kind == "qk_norm" and config.apply_wd_to_qk_layernorm
     )
     ratio = spec.lr_ratio * (config.lora_plus_ratio if spec.kind == "lora_b" else 1.0)
@@ -35,6 +35,6 @@ def param_group_of(spec: ParamSpec, config: OptimizerConfig) -> ParamGroup:
 
 def uses_muon(spec: ParamSpec, config: OptimizerConfig) -> bool:
     """Return whether Muon updates this parameter: matrices of layers, also of experts, but no embeddings and other
-    lookup tables.
+    lookup tables, and no projections and convolutions of state-space mixers.
     """
     return config.is_muon and spec.kind == "matrix"

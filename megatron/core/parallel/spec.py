@@ -29,8 +29,9 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 
 Initial = Callable[[tuple[int, ...], torch.Generator], Tensor]
-# rows of a "table" are looked up, like those of the embedding; lora_a and lora_b are the factors of an adapter
-Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm", "lora_a", "lora_b"]
+# rows of a "table" are looked up, like those of the embedding; lora_a and lora_b are the factors of an adapter; in_proj is a state-space mixer's
+# projection to parts of different roles, conv its convolution
+Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm", "lora_a", "lora_b", "in_proj", "conv"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter, quantized_of
+from megatron.core.parallel.spec import FusedSegment, Initial, Kind, ParamSpec, Shard, constant, parameter, quantized_of
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -220,12 +220,13 @@ class ColumnLinear(AdaptedLinear):
         region: Region,
         mesh: Mesh,
         dtype: torch.dtype,
+        kind: Kind = "matrix",
     ) -> None:
         super().__init__()
         self.region = region
         output_size = sum(part.size for part in parts)
         shards = (Shard(0, "tp", parts),)
-        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
+        self.weight = parameter(ParamSpec((output_size, input_size), init, kind, shards), mesh, dtype)
         self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", shards), mesh, dtype) if bias else None
         self.scaling = scaling_of(region.low, mesh)
 

@@ -1,0 +1,67 @@
+"""All-to-all between shards of positions and shards of heads, for layers that must see a whole sequence (DeepSpeed-Ulysses).
+
+at home    [s/cp, b, n, w]     this rank's positions in zigzag order, all heads
+away       [s, b, n/cp, w]     all positions in true order, a share of the heads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """The all-to-all of one forward pass over the ranks that share its sequences; over one rank it does nothing."""
+
+    axis: Axis
+    cut: Zigzag
+
+    @staticmethod
+    def of(mesh: Mesh, mask: MaskSpec, held: int) -> HeadExchange:
+        """held: positions of a sequence on this rank. mask: of the whole sequence, whose length it has where that is cut."""
+        if mask.length is None:
+            return HeadExchange(Axis("alone"), Zigzag(held, 1))
+        axis = mesh.sequence_axis(mask.length // held)
+        return HeadExchange(axis, Zigzag(mask.length, axis.size))
+
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Each part [s/cp, b, n, w] to [s, b, n/cp, w]; numbers of heads and widths may differ between parts."""
+        size = self.axis.size
+        if size == 1:
+            return parts
+        shares = [part.unflatten(2, (size, -1)) for part in parts]  # [s/cp, b, cp, n/cp, w]
+        joined = torch.cat([share.flatten(3) for share in shares], dim=-1).movedim(2, 0)
+        sent = [joined.shape[1]] * size
+        whole = collectives.all_to_all(joined.flatten(0, 1), sent, self.cut.counts(), self.axis)[
+            self._order(joined.device)
+        ]
+        pieces = whole.split([share.shape[3] * share.shape[4] for share in shares], dim=-1)
+        return tuple(piece.unflatten(2, share.shape[3:]) for piece, share in zip(pieces, shares, strict=True))
+
+    def to_positions(self, x: Tensor) -> Tensor:
+        """[s, b, n/cp, w] back to [s/cp, b, n, w]."""
+        size, counts = self.axis.size, self.cut.counts()
+        if size == 1:
+            return x
+        own = counts[self.axis.rank]
+        places = collectives.all_to_all(x[self._order(x.device).argsort()], counts, [own] * size, self.axis)
+        return places.unflatten(0, (size, own)).movedim(0, 2).flatten(2, 3)
+
+    def share(self, x: Tensor, heads: int, copies: int = 1) -> Tensor:
+        """This rank's heads of a parameter, [heads * k, ...] to [heads * copies / cp * k, ...], each head repeated `copies` times first."""
+        if self.axis.size == 1:
+            return x
+        by_head = x.unflatten(0, (heads, -1)).repeat_interleave(copies, dim=0)
+        return by_head.chunk(self.axis.size)[self.axis.rank].flatten(0, 1)
+
+    def _order(self, device: torch.device) -> Tensor:
+        """The permutation that brings the ranks' shards, one behind the other, to true order."""
+        return self.cut.in_order(range(self.axis.size), device)

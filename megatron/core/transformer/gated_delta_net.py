@@ -1,0 +1,160 @@
+"""The gated delta net (Yang et al., 2024, arXiv 2412.06464), as in Qwen3-Next.
+
+    x -> in_proj -> q | k | v | z | b | a     q, k, v -> causal convolution, SiLU; q, k -> unit length -> delta rule -> norm -> * SiLU(z) -> out_proj
+
+A head's state maps keys to values: each token takes out what its key finds there, and puts its own value in, in part (beta) and after everything
+has faded (g). q, k, v, z, b and a are cut over the tensor ranks each by itself. Over context ranks positions are traded for heads before the
+convolution and back after the scan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.context_parallel.heads import HeadExchange
+from megatron.core.kernels import scans
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.reference import wide
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, constant, parameter
+from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.state_space import CausalConv, MixerState, borders, copies_of, head_vector, log_uniform
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSizes:
+    """Sizes of the mixer: number of key heads (each serves as many value heads) and of value heads, and size of one of each."""
+
+    key_heads: int = 16
+    value_heads: int = 32
+    key_size: int = 128
+    value_size: int = 128
+    conv_width: int = 4
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule as the mixer of a layer."""
+
+    def __init__(self, build: Build, sizes: DeltaNetSizes) -> None:
+        super().__init__()
+        model, tp = build.model, build.mesh.tp.size
+        self.build, self.sizes = build, sizes
+        self.key_heads, self.value_heads = sizes.key_heads // tp, sizes.value_heads // tp
+        keys = FusedSegment(sizes.key_heads * sizes.key_size)
+        values, heads = FusedSegment(sizes.value_heads * sizes.value_size), FusedSegment(sizes.value_heads)
+        self.in_proj = ColumnLinear(
+            model.hidden_size,
+            (keys, keys, values, values, heads, heads),
+            bias=False,
+            init=build.initial(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+            kind="in_proj",
+        )
+        self.conv1d = CausalConv((keys, keys, values), sizes.conv_width, build, bias=False)
+        self.dt_bias = head_vector(build, sizes.value_heads, constant(1.0))
+        self.A_log = head_vector(build, sizes.value_heads, log_uniform(1.0, 16.0))
+        self.out_norm = HeadNorm(build, sizes.value_size)
+        self.out_proj = RowLinear(
+            values.size,
+            model.hidden_size,
+            bias=False,
+            init=build.initial_output(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+        )
+
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
+        projected, normed = self.build.normed_linear(norm, self.in_proj, x)
+        exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
+        parts, z = self._split(projected)
+        mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
+        return self.out_proj(self.out_norm(exchange.to_positions(mixed), z).flatten(2)), normed
+
+    def first_state(self, batch: int) -> MixerState:
+        """The state before a text."""
+        sizes, weight = self.sizes, self.conv1d.weight
+        scan = weight.new_zeros((batch, self.value_heads, sizes.key_size, sizes.value_size), dtype=wide(weight.dtype))
+        return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
+
+    def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
+        """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
+        parts, z = self._split(self.in_proj(normed))
+        mixed, state = self._mix(parts, HeadExchange.of(self.build.mesh, MaskSpec(), len(z)), None, state)
+        return self.out_proj(self.out_norm(mixed, z).flatten(2)), state
+
+    def _split(self, projected: Tensor) -> tuple[list[Tensor], Tensor]:
+        """[s, b, out/tp] to q, k [s, b, nk/tp, dk], v [s, b, nv/tp, dv], b, a [s, b, nv/tp, 1], and z like v."""
+        heads, sizes = (self.key_heads, self.value_heads), self.sizes
+        keys, values = heads[0] * sizes.key_size, heads[1] * sizes.value_size
+        q, k, v, z, b, a = projected.split((keys, keys, values, values, heads[1], heads[1]), dim=-1)
+        q, k = (each.unflatten(2, (heads[0], -1)) for each in (q, k))
+        v, z = (each.unflatten(2, (heads[1], -1)) for each in (v, z))
+        return [q, k, v, b[..., None], a[..., None]], z
+
+    def _mix(
+        self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
+    ) -> tuple[Tensor, MixerState]:
+        """Convolution and scan. parts: q, k, v, b, a as split. Returns [s, b, nv/tp/cp, dv] of all positions, and the state behind them."""
+        copies, format_ = copies_of(self.key_heads, exchange), wide(self.build.dtype)
+        q, k, v, b, a = parts
+        if copies > 1:
+            q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
+        q, k, v, b, a = exchange.to_heads(q, k, v, b, a)
+        joined = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
+        before = None if state is None else state.conv
+        made = scans.causal_conv(joined, self._conv_of(exchange, copies), None, segments, before)
+        widths = [part.shape[2] * part.shape[3] for part in (q, k, v)]
+        q, k, v = (
+            one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (q, k, v), strict=True)
+        )
+        q, k = (_unit(each.to(format_)) for each in (q, k))
+        q = q * self.sizes.key_size**-0.5
+        dt_bias, a_log = (exchange.share(each, self.value_heads).to(format_) for each in (self.dt_bias, self.A_log))
+        rate, fading = b[..., 0].to(format_).sigmoid(), -a_log.exp() * F.softplus(a[..., 0].to(format_) + dt_bias)
+        scan = None if state is None else state.scan
+        if scan is not None and len(v) == 1:
+            o, scan = scans.delta_rule_step(q[0], k[0], v[0], fading[0], rate[0], scan)
+            o = o[None]
+        else:
+            o, scan = scans.delta_rule_scan(q, k, v, fading, rate, segments=segments, state=scan)
+        return o, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
+
+    def _conv_of(self, exchange: HeadExchange, copies: int) -> Tensor:
+        """Weight [c, width] of the channels of the heads that this rank sees."""
+        keys, values = self.key_heads * self.sizes.key_size, self.value_heads * self.sizes.value_size
+        q, k, v = self.conv1d.weight[:, 0].split((keys, keys, values))
+        shares = (exchange.share(each, self.key_heads, copies) for each in (q, k))
+        return torch.cat((*shares, exchange.share(v, self.value_heads)))
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of every head, with one weight for all heads, times SiLU of a gate."""
+
+    def __init__(self, build: Build, size: int) -> None:
+        super().__init__()
+        self.epsilon = build.model.norm_epsilon
+        # A rank sees its own heads only, so the gradient is a share of a sum, with and without sequence parallelism.
+        self.weight = parameter(ParamSpec((size,), constant(1.0), "vector", sum_over=("tp",)), build.mesh, build.dtype)
+
+    def forward(self, o: Tensor, z: Tensor) -> Tensor:
+        """o, z: [s, b, n/tp, dv]. Returns the same shape."""
+        format_ = wide(o.dtype)
+        own = o.to(format_)
+        normed = own * torch.rsqrt(own.square().mean(-1, keepdim=True) + self.epsilon) * self.weight.to(format_)
+        return (normed * F.silu(z.to(format_))).to(o.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors along the last dimension at length one; the epsilon stands inside the root."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,185 @@
+"""The mixer of Mamba-2 (Dao and Gu, 2024, arXiv 2405.21060).
+
+    x -> in_proj -> z | x | B | C | dt        x, B, C -> causal convolution, SiLU -> scan over the state -> * SiLU(z) -> norm by group -> out_proj
+
+z, x, B, C and dt are cut over the tensor ranks each by itself: a rank has whole groups with their heads, so that neither the scan nor the norm
+talks. Over context ranks positions are traded for heads before the convolution and back after the scan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.context_parallel.heads import HeadExchange
+from megatron.core.kernels import scans
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.reference import wide
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
+from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.transformer.build import Build
+from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.state_space import CausalConv, MixerState, borders, copies_of, head_vector, log_uniform
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSizes:
+    """Sizes of the mixer. heads, head: number of heads and size of one. groups, state: B and C are shared by heads of a group; size of the state.
+
+    step_limits: smallest and largest time step (Nemotron-H as published: 0.001 and infinity).
+    """
+
+    heads: int
+    head: int = 64
+    groups: int = 8
+    state: int = 128
+    conv_width: int = 4
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def inner(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head
+
+
+class MambaMixer(nn.Module):
+    """Mamba-2's selective state space as the mixer of a layer."""
+
+    def __init__(self, build: Build, sizes: MambaSizes) -> None:
+        super().__init__()
+        model, tp = build.model, build.mesh.tp.size
+        self.build, self.sizes = build, sizes
+        self.heads, self.groups = sizes.heads // tp, sizes.groups // tp
+        inner, shared = FusedSegment(sizes.inner), FusedSegment(sizes.groups * sizes.state)
+        self.in_proj = ColumnLinear(
+            model.hidden_size,
+            (inner, inner, shared, shared, FusedSegment(sizes.heads)),
+            bias=False,
+            init=build.initial(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+            kind="in_proj",
+        )
+        self.conv1d = CausalConv((inner, shared, shared), sizes.conv_width, build, bias=True)
+        self.dt_bias = head_vector(build, sizes.heads, _initial_steps)
+        self.A_log = head_vector(build, sizes.heads, log_uniform(1.0, 16.0))
+        self.D = head_vector(build, sizes.heads, constant(1.0))
+        self.norm = GatedNorm(build, sizes.inner, self.groups)
+        self.out_proj = RowLinear(
+            sizes.inner,
+            model.hidden_size,
+            bias=False,
+            init=build.initial_output(),
+            region=build.region,
+            mesh=build.mesh,
+            dtype=build.dtype,
+        )
+
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
+        projected, normed = self.build.normed_linear(norm, self.in_proj, x)
+        exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
+        z, *parts = self._split(projected)
+        mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
+        return self.out_proj(self.norm(exchange.to_positions(mixed).flatten(2), z)), normed
+
+    def first_state(self, batch: int) -> MixerState:
+        """The state before a text."""
+        sizes, weight = self.sizes, self.conv1d.weight
+        scan = weight.new_zeros((batch, self.heads, sizes.head, sizes.state), dtype=wide(weight.dtype))
+        return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
+
+    def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
+        """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
+        z, *parts = self._split(self.in_proj(normed))
+        alone = HeadExchange.of(self.build.mesh, MaskSpec(), len(z))
+        mixed, state = self._mix(parts, alone, None, state)
+        return self.out_proj(self.norm(mixed.flatten(2), z)), state
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """[s, b, (2 d + 2 g N + n)/tp] to z [s, b, d/tp], x [s, b, n/tp, p], B and C [s, b, g/tp, N], dt [s, b, n/tp, 1]."""
+        inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
+        z, x, b, c, dt = projected.split((inner, inner, shared, shared, self.heads), dim=-1)
+        groups = (self.groups, self.sizes.state)
+        return z, x.unflatten(2, (self.heads, -1)), b.unflatten(2, groups), c.unflatten(2, groups), dt[..., None]
+
+    def _mix(
+        self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
+    ) -> tuple[Tensor, MixerState]:
+        """Convolution and scan. parts: x, B, C, dt as split. Returns [s, b, n/tp/cp, p] of all positions, and the state behind them."""
+        copies, format_ = copies_of(self.groups, exchange), wide(self.build.dtype)
+        x, b, c, dt = parts
+        if copies > 1:
+            b, c = b.repeat_interleave(copies, dim=2), c.repeat_interleave(copies, dim=2)
+        x, b, c, dt = exchange.to_heads(x, b, c, dt)
+        joined = torch.cat([part.flatten(2) for part in (x, b, c)], dim=-1)
+        before = None if state is None else state.conv
+        made = scans.causal_conv(joined, *self._conv_of(exchange, copies), segments, before)
+        widths = [part.shape[2] * part.shape[3] for part in (x, b, c)]
+        x, b, c = (
+            one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (x, b, c), strict=True)
+        )
+        dt_bias, a_log, skip = (exchange.share(each, self.heads) for each in (self.dt_bias, self.A_log, self.D))
+        low, high = self.sizes.step_limits
+        steps = F.softplus(dt[..., 0].to(format_) + dt_bias.to(format_))
+        if (low, high) != (0.0, math.inf):
+            steps = steps.clamp(low, high)
+        decay, scan = -a_log.to(format_).exp(), None if state is None else state.scan
+        if scan is not None and len(x) == 1:
+            y, scan = scans.selective_step(x[0], steps[0], decay, b[0], c[0], scan)
+            y = y[None]
+        else:
+            y, scan = scans.selective_scan(x, steps, decay, b, c, segments=segments, state=scan)
+        y = (y.to(format_) + skip.to(format_)[:, None] * x.to(format_)).to(y.dtype)
+        return y, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
+
+    def _conv_of(self, exchange: HeadExchange, copies: int) -> tuple[Tensor, Tensor]:
+        """Weight [c, width] and bias [c] of the channels that this rank sees: those of its heads, and of the groups beside them."""
+        inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
+        assert self.conv1d.bias is not None, "the convolution of Mamba-2 has a bias"
+        weight, bias = (
+            torch.cat(
+                [
+                    exchange.share(part, count, times)
+                    for part, count, times in zip(
+                        each.split((inner, shared, shared)),
+                        (self.heads, self.groups, self.groups),
+                        (1, copies, copies),
+                        strict=True,
+                    )
+                ]
+            )
+            for each in (self.conv1d.weight[:, 0], self.conv1d.bias)
+        )
+        return weight, bias
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of y * SiLU(z) over each group of channels by itself. groups: of this rank."""
+
+    def __init__(self, build: Build, size: int, groups: int) -> None:
+        super().__init__()
+        self.groups, self.epsilon = groups, build.model.norm_epsilon
+        spec = ParamSpec((size,), constant(1.0), "vector", (Shard(0, "tp", (FusedSegment(size),)),))
+        self.weight = parameter(spec, build.mesh, build.dtype)
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """y, z: [s, b, d/tp]. Returns the same shape."""
+        format_ = wide(y.dtype)
+        gated = (y.to(format_) * F.silu(z.to(format_))).unflatten(-1, (self.groups, -1))
+        normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.epsilon)
+        return (normed.flatten(-2) * self.weight.to(format_)).to(y.dtype)
+
+
+def _initial_steps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Biases whose softplus is a time step drawn between 0.001 and 0.1, evenly by its logarithm."""
+    logs = torch.empty(shape, device=generator.device).uniform_(math.log(1e-3), math.log(0.1), generator=generator)
+    steps = logs.exp().clamp(min=1e-4)
+    return steps + torch.log(-torch.expm1(-steps))
