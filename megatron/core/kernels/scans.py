@@ -219,7 +219,10 @@ def delta_rule_scan(
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     reads, writes = solved.split((key_size, size), dim=-1)
     inside = (queries @ keys.transpose(-1, -2)) * between
-    asked, fading = queries * from_start, (keys * chunks.to_end().unflatten(2, grouped)[..., None]).transpose(-1, -2)
+    requested, fading = (
+        queries * from_start,
+        (keys * chunks.to_end().unflatten(2, grouped)[..., None]).transpose(-1, -2),
+    )
     across = chunks.across().unflatten(2, grouped)[..., None, None]
     now = (
         values.new_zeros((batch, *grouped, key_size, size))
@@ -229,7 +232,7 @@ def delta_rule_scan(
     outputs = []
     for one in range(values.shape[1]):
         written = writes[:, one] - reads[:, one] @ now
-        outputs.append(asked[:, one] @ now + inside[:, one] @ written)
+        outputs.append(requested[:, one] @ now + inside[:, one] @ written)
         now = now * across[:, one] + fading[:, one] @ written
     o = _in_order(torch.stack(outputs, dim=1))[:length]
     return o.reshape(length, batch, heads, size).to(v.dtype), now.flatten(1, 2)
