@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = launcher_place()
     ARGS, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
-from megatron.preference.data import data_source, datasets
+from megatron.preference.data import data_source, datasets_of
 from megatron.preference.step import PreferenceStep
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
@@ -22,7 +22,12 @@ from pretrain_gpt import model, samples
 def main() -> None:
     """Initialize and train."""
     pretrain(
-        initialize_megatron(ARGS), datasets, model, PreferenceStep(PREFERENCE), samples, data_of=data_source(PREFERENCE)
+        initialize_megatron(ARGS),
+        datasets_of(PREFERENCE),
+        model,
+        PreferenceStep(PREFERENCE),
+        samples,
+        data_of=data_source(PREFERENCE),
     )
 
 

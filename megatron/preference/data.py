@@ -21,19 +21,21 @@ from megatron.preference.step import PreferenceStep
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import resting
-from megatron.training.loader import Batches, Data, Datasets, build_data
+from megatron.training.loader import Batches, Data, DatasetProvider, Datasets, build_data
 from megatron.training.run import Run
 from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
 
 
-def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-    """Training, validation and test pairs."""
-    config = run.config
-    kind = PreferenceKind(
-        run.tokenizer, config.data.chat.sft_tokenizer_prompt_format, config.train.seq_length, config.train.seed
-    )
-    return build_splits(config.data, kind, samples)
+def datasets_of(config: PreferenceConfig) -> DatasetProvider:
+    """What gives a run its training, validation and test pairs."""
+
+    def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+        train = run.config.train
+        kind = PreferenceKind(run.tokenizer, config.preference_prompt_format, train.seq_length, train.seed)
+        return build_splits(run.config.data, kind, samples)
+
+    return datasets
 
 
 class ReferencedBatches:
@@ -120,7 +122,7 @@ def data_source(config: PreferenceConfig) -> Callable[[Trainer], Data]:
     def data_of(trainer: Trainer) -> Data:
         if not references:
             references.append(reference_trainer(trainer, config))
-        data = build_data(trainer, datasets)
+        data = build_data(trainer, datasets_of(config))
 
         def referenced(batches: Batches) -> Batches:
             return ReferencedBatches(trainer, batches, references[0], config)

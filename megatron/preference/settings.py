@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.config.flags import flag
 from megatron.core.config.settings.run import RunConfig
@@ -34,6 +35,10 @@ class PreferenceConfig:
         None,
         "checkpoint of the reference network; left out: the base under adapters, else --pretrained-checkpoint",
         role="training",
+    )
+
+    preference_prompt_format: Literal["tokenizer", "chatml", "llama2", "llama3", "mistral", "plain"] = flag(
+        "tokenizer", "how a conversation is written, as with --sft-tokenizer-prompt-format", role="training"
     )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives, rng
+from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.collectives import AsyncAllToAll
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, local_shards
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer import dispatch, moe
 from megatron.core.transformer.dispatch import (
@@ -67,14 +68,16 @@ def _divide_by_the_ranks_of_the_bucket(self: DataParallel) -> None:
     _launch(self)
 
 
-def _draw_by_place(value: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, source: torch.device) -> None:
-    held = local_shards(spec, mesh)
-    for place in range(len(value)):
-        whole = spec.init(
-            spec.shape[1:], torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name, place))
-        )
-        for piece in held:
-            value[piece.local.slices()][place].copy_(whole[piece.box.slices()[1:]].to(value))
+_draw = rng._draw
+
+
+def _draw_by_place(targets: Sequence[tuple[Box, Tensor]], spec: ParamSpec, seed: int, source: torch.device) -> None:
+    if not spec.stacked:
+        return _draw(targets, spec, seed, source)
+    for box, target in targets:
+        for place in range(len(target)):
+            generator = torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name, place))
+            target[place].copy_(spec.init(spec.shape[1:], generator)[box.slices()[1:]].to(target))
 
 
 def _one_part(dim: int, axis: str, parts: tuple[FusedSegment, ...]) -> Shard:
@@ -178,7 +181,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "experts are drawn by their place on the rank",
         (("ep2 dp2", "moe"), ("pp2 ep2 dp4 pp-before-dp zero", "moe")),
-        ((rng, "_draw_stacked", _draw_by_place),),
+        ((rng, "_draw", _draw_by_place),),
     ),
     Defect(
         "gates and linear halves of experts are cut as one matrix",

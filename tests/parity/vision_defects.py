@@ -75,7 +75,7 @@ def _detached(self: VisionEncoder, images: Tensor | None = None, hidden: Tensor 
     return _encode(self, images, hidden).detach()
 
 
-def _freeze_all_but_the_encoder(network: nn.Module, config: Any) -> None:
+def _freeze_all_but_the_encoder(network: nn.Module, config: Any, mesh: Any) -> None:
     for param in network.parameters():
         name = param.spec.name  # type: ignore[attr-defined]
         param.requires_grad_(_the_tower_too(name, config))

@@ -346,7 +346,9 @@ def validation_text(losses: Mapping[str, float], where: str, set_name: str | Non
     """
     line = f" validation{'' if set_name is None else '-' + set_name} loss at {where} | "
     for name, loss in losses.items():
-        line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+        line += f"{name} value: {loss:.6E} | "
+        if name.endswith("loss"):  # figures such as accuracies have no perplexity
+            line += f"{name} PPL: {perplexity(loss):.6E} | "
     frame = "-" * (len(line) + 1)
     return f"{frame}\n{line}\n{frame}"
 

@@ -131,7 +131,7 @@ EXAMPLES: Mapping[str, Example] = {
     "images-in-text": Example(f"{_IMAGES} --img-h 112 --img-w 112"),
     "image-tiles": Example(f"{_IMAGES} --max-num-tiles 4"),
     "image-classifier": Example(
-        "--img-h 32 --img-w 32 --num-experts 4", entry="pretrain_vision_classify.py", without="--seq-length"
+        "--img-h 32 --img-w 32 --freeze-LM", entry="pretrain_vision_classify.py", without="--seq-length"
     ),
 }
 

@@ -430,6 +430,8 @@ def _traded(config: RunConfig, degrees: ParallelDegrees) -> int:
 def _lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Sequences that can be cut, and windows that are shorter than they."""
     model, train, parallel = config.model, config.train, config.parallel
+    if model.architecture == "vit":  # its sequence follows from the image
+        return {}
     unit = math.lcm(2 * degrees.cp, degrees.cp * degrees.tp)
     length = unit * -(-16 // unit)
     values: Values = {
@@ -578,6 +580,8 @@ def _lost(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, s
             lost[name] = (0.0, random)
     if moe.moe_input_jitter_eps:
         lost["moe_input_jitter_eps"] = (None, random)
+    if any("*" in target for target in model.adapter.lora_targets or ()):
+        lost["lora_targets"] = (("all-linear",), "the layers that it names are not those of the small network")
     lost |= _lost_of_experts(config, degrees)
     if moe.moe_enable_routing_replay:
         lost["moe_enable_routing_replay"] = (False, "choices are not replayed")

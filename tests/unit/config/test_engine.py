@@ -33,6 +33,9 @@ RESIDUAL: dict[str, Any] = {"kernel": ("residual_norm=triton",)}
 NARROW: dict[str, Any] = {"bf16": True, "use_precision_aware_optimizer": True}
 ASIDE: dict[str, Any] = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
 
+IMAGES: dict[str, Any] = {"vision_model_type": "clip", "img_h": 32, "img_w": 32}
+CLASSIFIER: dict[str, Any] = {"architecture": "vit", "img_h": 32, "img_w": 32, "seq_length": 1, "num_classes": 10}
+
 # (name of the rule, world size, what is changed, words that the message must hold)
 BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("required", 1, {"num_layers": None}, ("--num-layers must be given; --load FOLDER --use-checkpoint-args takes",)),
@@ -331,6 +334,12 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("faults", 1, {"error_injection_rate": 9, "rerun_mode": "report_stats"}, ("is for --rerun-mode validate_results",)),
     ("faults", 1, {"rerun_mode": "validate_results", "check_for_nan_in_loss_and_grad": False}, ("knows no bad result",)),
     ("faults", 1, {"on_bad_step": "rollback", "save": "x"}, ("--save-interval", "or choose skip")),
+    ("images", 1, {"freeze_ViT": True}, ("--freeze-ViT", "add --vision-model-type")),
+    ("image-sizes", 1, {**IMAGES, "img_h": 40}, ("--img-h 40 is not a multiple", "choose 32")),
+    ("image-sizes", 1, {**IMAGES, "vision_num_attention_heads": 5}, ("does not divide --vision-hidden-size",)),
+    ("images-in-text", 1, {**IMAGES, "img_h": 112, "img_w": 112}, ("no text has room",)),
+    ("image-tiles", 1, {**IMAGES, "use_thumbnail": True}, ("--use-thumbnail: for --use-tiling only",)),
+    ("image-classifier", 1, {**CLASSIFIER, "freeze_LM": True}, ("--freeze-ViT",)),
 )
 
 

@@ -135,7 +135,9 @@ def spelled(name: str, messages: list[Message]) -> list[tuple[str, bool]]:
     result = [("<s>", False)] if name in ("mistral", "llama3") else []
     for number, message in enumerate(turns):
         text, learnt = message["content"], message["role"] == "assistant"
-        if name == "chatml":
+        if name == "plain":
+            result += [(f"{text}</s>" if learnt else text, learnt)]
+        elif name == "chatml":
             result += [(f"<|im_start|>{message['role']}\n", False), (f"{text}<|im_end|>", learnt), ("\n", False)]
         elif name == "llama3":
             result += [

@@ -26,7 +26,10 @@ OPTIONAL = {
     f"{SERVER}connections.py": {"uvicorn"},
     "megatron/evaluation/harness.py": {"lm_eval"},
     "megatron/evaluation/plugin.py": {"lm_eval"},
-    **{f"megatron/core/kernels/triton/{file}.py": {"triton"} for file in ("loss", "norm", "permute", "pointwise")},
+    **{
+        f"megatron/core/kernels/triton/{file}.py": {"triton"}
+        for file in ("loss", "norm", "paged", "permute", "pointwise")
+    },
 }
 SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
@@ -211,10 +214,12 @@ def test_what_is_tested_lies_within_what_is_allowed() -> None:
 
 
 def test_the_library_needs_only_what_it_declares() -> None:
-    modules = {"PyYAML": "yaml", "Jinja2": "jinja2"}
+    modules = {"PyYAML": "yaml", "Jinja2": "jinja2", "pillow": "PIL"}
     declared = {modules.get(one.name, one.name) for one in map(Requirement, project()["dependencies"])}
-    tree = {path: source for path, source in repository().items() if path.startswith(("megatron/", "pretrain_"))}
-    entries = {path.removesuffix(".py") for path in tree if path.startswith("pretrain_")}
+    tree = {
+        path: source for path, source in repository().items() if path.startswith(("megatron/", "pretrain_", "finetune"))
+    }
+    entries = {path.removesuffix(".py") for path in tree if path.startswith(("pretrain_", "finetune"))}
     for path, source in tree.items():
         roots = {name.split(".")[0] for node in source.syntax.body for name in imported(node)}
         unknown = roots - declared - set(sys.stdlib_module_names) - {"megatron", *entries} - OPTIONAL.get(path, set())

@@ -236,10 +236,10 @@ def test_evidence_that_finds_no_room_is_told_and_ends_no_run(world: Worlds, tmp_
     )
 
 
-def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_failure_dump_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is no failure dump of a bad step" in capsys.readouterr().err
-    assert PROVIDERS.keys() == {"gpt", "bert", "t5"}
+    assert PROVIDERS.keys() == {"gpt", "bert", "t5", "vit"}
 
 
 def test_a_judged_run_keeps_every_bit(tmp_path: Path) -> None:

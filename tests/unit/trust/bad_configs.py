@@ -208,6 +208,7 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--on-bad-step skip --no-check-for-nan-in-loss-and-grad", "faults", 1),
     (1, "--hang-timeout-minutes -1", "faults", 1),
     (1, "--failure-dump-weights", "faults", 1),
+    (1, "--freeze-ViT", "images", 1),
     (1, "--rerun-mode validate_results --no-check-for-nan-in-loss-and-grad", "faults", 1),
     (1, "--rerun-mode report_stats --error-injection-rate 5", "faults", 1),
     (1, "--error-injection-rate -1", "faults", 1),

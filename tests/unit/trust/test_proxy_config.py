@@ -63,6 +63,7 @@ def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layo
         "attention_dropout",
         "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity",
+        "lora_targets",
     }
     parallel, dp = config.parallel, config.parallel.data_parallel_size(ranks)
     before = {

@@ -37,7 +37,8 @@ def test_the_flags_behind_which_the_table_stands_keep_every_rule() -> None:
 
 def test_the_table_breaks_every_rule_that_flags_can_break() -> None:
     names = {rule.name for rule in (*NEEDS, *RULES, *ALWAYS)}
-    elsewhere = {"learning-rate"}  # broken by what is missing: tests/unit/trust/test_rule_page.py
+    # Broken by what is missing, or by a network that reads images: tests/unit/trust/test_rule_page.py
+    elsewhere = {"learning-rate", "image-sizes", "images-in-text", "image-tiles", "image-classifier"}
     assert names - {name for row in BAD for name in row[2].split()} == elsewhere
 
 
