@@ -34,7 +34,10 @@ class CastSource:
         self._source = source
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`. Raises `CheckpointError` for a finite value that the dtype cannot represent."""
+        """Return a box of a tensor, [*box.shape], cast to the dtype it is rewritten to.
+
+        Raises `CheckpointError` for a finite value that this dtype cannot represent.
+        """
         values, dtype = self._source.read(name, box), self.formats[name].dtype
         if values.dtype == dtype:
             return values

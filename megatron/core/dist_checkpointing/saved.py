@@ -84,7 +84,10 @@ class SavedCheckpoint:
         )
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`. Returns a view of mapped memory if one stored shard holds the box, as in the layout that saved."""
+        """Return a box of a tensor, [*box.shape], in its saved dtype; see `Source`.
+
+        If one stored shard contains the box, as in the layout that saved it, the result is a view of mapped memory.
+        """
         whole = self.manifest.tensors[name]
         result, results = torch.empty(0), 0
         for piece in whole.pieces if box.size else ():

@@ -134,7 +134,7 @@ class AdapterSource:
         }
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`."""
+        """Return a box of an adapter's tensor, [*box.shape]; see `Source`."""
         return self._tensors[name][box.slices()]
 
 
@@ -182,7 +182,10 @@ class Merged:
                 yield f"{name}: shape {tuple(tensor.shape)} beside the adapters, and not in the network"
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`. The weight merged last is kept, for its other boxes."""
+        """Return a box of a weight, [*box.shape], with its adapters merged in; see `Source`.
+
+        The weight merged last is cached, for its other boxes.
+        """
         if name in self._saved:
             return self._saved[name][box.slices()].to(self.formats[name].dtype)
         if name not in self._pairs:

@@ -50,15 +50,15 @@ class PlainFp32:
     tensor: Tensor
 
     def read(self, low: int, high: int) -> Tensor:
-        """See `EncodedTensor`."""
+        """Return the numbers from `low` to `high`, fp32, [high - low], as a view."""
         return self.tensor[low:high]
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """See `EncodedTensor`."""
+        """Store `values` [n] in positions low to low + n, without rounding."""
         self.tensor[low : low + len(values)].copy_(values)
 
     def memory(self) -> tuple[Tensor, ...]:
-        """See `EncodedTensor`."""
+        """Return the one tensor that stores the numbers, [elements]."""
         return (self.tensor,)
 
 
@@ -69,18 +69,22 @@ class StochasticBf16:
     tensor: Tensor
 
     def read(self, low: int, high: int) -> Tensor:
-        """See `EncodedTensor`."""
+        """Return the numbers from `low` to `high`, converted to fp32, [high - low]."""
         return self.tensor[low:high].float()
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """See `EncodedTensor`."""
+        """Round `values` [n] stochastically to bf16 and store them in positions low to low + n.
+
+        Random bits are added below bf16's last bit and the result is cut off, so that the expected value is the
+        number itself.
+        """
         bits = values.float().contiguous().view(torch.int32)
         more = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
         rounded = ((bits + more) & -(2**16)).view(torch.float32)
         self.tensor[low : low + len(values)].copy_(torch.where(values.isfinite(), rounded, values))
 
     def memory(self) -> tuple[Tensor, ...]:
-        """See `EncodedTensor`."""
+        """Return the one tensor that stores the numbers, bf16, [elements]."""
         return (self.tensor,)
 
 
@@ -97,13 +101,17 @@ class BlockScaled:
     as_root: bool = False
 
     def read(self, low: int, high: int) -> Tensor:
-        """See `EncodedTensor`."""
+        """Return the numbers from `low` (a multiple of BLOCK) to `high`, decoded to fp32, [high - low]."""
         scales = self.scales[low // BLOCK : -(-high // BLOCK)].repeat_interleave(BLOCK)[: high - low]
         values = self.values[low:high].float() * scales
         return values.square_() if self.as_root else values
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """See `EncodedTensor`."""
+        """Scale `values` [n] block by block, round them stochastically and store them in positions low to low + n.
+
+        `low` is a multiple of the block size. With `as_root` the square roots are stored, and positive numbers never
+        round to 0.
+        """
         count, places = len(values), slice(low // BLOCK, -(-(low + len(values)) // BLOCK))
         rows = torch.nn.functional.pad(values.sqrt() if self.as_root else values, (0, -count % BLOCK)).view(-1, BLOCK)
         largest, bits, smallest = _FORMATS[self.kind]
@@ -122,7 +130,7 @@ class BlockScaled:
         self.scales[places].copy_(scales.view(-1))
 
     def memory(self) -> tuple[Tensor, ...]:
-        """See `EncodedTensor`."""
+        """Return the stored values [elements] and the scales of their blocks [blocks]."""
         return self.values, self.scales
 
 
@@ -138,12 +146,12 @@ class Bf16Remainder:
     remainder: Tensor
 
     def read(self, low: int, high: int) -> Tensor:
-        """See `EncodedTensor`."""
+        """Return fp32 main weights, [high - low]: the bf16 weights with the remainders as their lower 16 bits."""
         upper = self.weight[low:high].view(torch.int16).int() << 16
         return (upper + self.remainder[low:high].int()).view(torch.float32)
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """See `EncodedTensor`; updates the bf16 weight too."""
+        """Split `values` [n] into bf16 weights (rounded to nearest, in the network) and 16-bit remainders."""
         bits = values.float().contiguous().view(torch.int32)
         upper = (bits + 2**15) & -(2**16)
         self.weight[low : low + len(values)].view(torch.int16).copy_((upper >> 16).to(torch.int16))
@@ -159,7 +167,7 @@ class Bf16Remainder:
         self.remainder[low : low + len(values)].copy_(remainder.to(torch.int16))
 
     def memory(self) -> tuple[Tensor, ...]:
-        """See `EncodedTensor`; the bf16 weight belongs to the network."""
+        """Return the remainders, int16, [elements]; the bf16 weight belongs to the network."""
         return (self.remainder,)
 
 

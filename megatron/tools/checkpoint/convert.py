@@ -68,7 +68,7 @@ class Watched:
         self._source, self._bar = source, bar
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`."""
+        """Return a box of a tensor, [*box.shape], and advance the progress bar by its bytes; see `Source`."""
         values = self._source.read(name, box)
         self._bar.update(values.nbytes)
         return values

@@ -47,7 +47,7 @@ class Weights:
         self._source = source
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`."""
+        """Return a box of a tensor, [*box.shape]; see `Source`."""
         return self._source.read(name, box)
 
 

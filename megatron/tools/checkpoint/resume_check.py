@@ -144,7 +144,7 @@ class Without:
         self.values = {name: value for name, value in saved.values.items() if not fits(name, patterns)}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`."""
+        """Return a box of a tensor, [*box.shape]; see `Source`."""
         return self._saved.read(name, box)
 
 

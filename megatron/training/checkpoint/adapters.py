@@ -96,7 +96,7 @@ class WithLengths:
         self.formats: Mapping[str, Format] = {**source.formats, **lengths}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`."""
+        """Return a box of a tensor, [*box.shape]; DoRA's magnitudes are computed as row norms of the weight."""
         if name not in self._rows:
             return self._source.read(name, box)
         matrix, first, _ = self._rows[name]

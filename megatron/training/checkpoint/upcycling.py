@@ -67,7 +67,7 @@ class Upcycled:
                     self.formats[name] = format
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`."""
+        """Return a box of a tensor, [*box.shape]: experts are cut from the dense MLP, routers newly initialized."""
         if name.endswith(".router.weight"):
             return self._router(name)[box.slices()]
         if ".router." in name:
