@@ -17,14 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "simpo", "orpo"]
-WITHOUT_REFERENCE = ("simpo", "orpo")
+from megatron.preference.options import LossOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +42,6 @@ class AnswerScores:
     def mean(self) -> Tensor:
         """The mean log-probability of a token, [pairs]."""
         return self.logprob / self.tokens.clamp(min=1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class LossOptions:
-    """beta: strength of the tie to the reference. smoothing: share of labels taken to be wrong. gamma: SimPO's margin."""
-
-    beta: float = 0.1
-    smoothing: float = 0.0
-    gamma: float = 0.0
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:

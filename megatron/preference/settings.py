@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron.core.config.flags import flag
 from megatron.core.config.settings.run import RunConfig
-from megatron.preference.losses import WITHOUT_REFERENCE, LossOptions, PreferenceLoss
+from megatron.preference.options import WITHOUT_REFERENCE, LossOptions, PreferenceLoss
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from megatron.core.parallel import collectives
 from megatron.preference import dataset as dataset_module
 from megatron.preference import step as step_module
 from megatron.preference.data import ReferencedBatches
-from megatron.preference.losses import PAIR_LOSSES, WITHOUT_REFERENCE
+from megatron.preference.losses import PAIR_LOSSES
+from megatron.preference.options import WITHOUT_REFERENCE
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.evaluate import resting
 from megatron.training.step import train_step

@@ -203,7 +203,9 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
         "grouped_linear by loop",
         "permute by torch",
     }
-    broken = tuple(replace(each, call=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES)
+    broken = tuple(
+        replace(each, kernel=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES
+    )
     monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
     (failed,) = (row for row in doctor.numbers(one) if row.status == "FAIL")
     assert (

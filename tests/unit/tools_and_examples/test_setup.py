@@ -119,7 +119,14 @@ def test_a_missing_package_leads_to_an_environment_that_follows_the_requirements
 
 def test_torch_is_used_as_it_is_where_no_index_can_be_reached_and_it_is_said_what_will_not_work(small: Path) -> None:
     (small / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6\nnotyours==1.0\n")
-    nowhere = {"PIP_NO_INDEX": "", "PIP_INDEX_URL": "http://127.0.0.1:9/simple/"}
+    nowhere = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_NO_INDEX": "",
+        "PIP_RETRIES": "0",
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple/",
+    }
     done = run(small, 'source examples/setup.sh; echo "$PYTHON"', PYTHON=sys.executable, **nowhere)
     assert (done.returncode, done.stdout) == (0, f"{sys.executable}\n"), done.stderr
     assert "no package index can be reached" in done.stderr and "notyours: what imports it will not work" in done.stderr
@@ -252,7 +259,9 @@ def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path
     )
     built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*.py")}
     library = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
-    assert built == library | {path.name for pattern in ("pretrain_*.py", "train_*.py") for path in ROOT.glob(pattern)}
+    assert built == library | {
+        path.name for pattern in ("pretrain_*.py", "train_*.py", "finetune.py") for path in ROOT.glob(pattern)
+    }
     assert [path.name for path in (tmp_path / "lib").glob("*.pth")] == [
         "megatron_lm_eval.pth"
     ]  # tests/unit/evaluation/test_plugin.py
