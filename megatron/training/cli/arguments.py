@@ -11,6 +11,7 @@ import argparse
 import difflib
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -37,6 +38,9 @@ from megatron.training.cli.legacy_flags import nearest, translate
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted, launcher_place
 
 Provider = Callable[[argparse.ArgumentParser], Any]
+
+
+HEAD_START = 5.0  # seconds that ranks which say nothing give the one that does
 
 
 def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
@@ -95,6 +99,10 @@ def parse_args(
     except ConfigError as error:
         if speaks:
             sys.stderr.write(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n")
+        elif world_size > 1:
+            time.sleep(
+                HEAD_START
+            )  # a launcher ends all ranks when the first of them ends: let that be the one that says why
         raise SystemExit(2) from None
     return args
 
