@@ -25,6 +25,7 @@ from megatron.core.config.flags import (
     flag_fields,
     from_namespace,
     refuse,
+    roles_of,
     spelling,
     to_values,
 )
@@ -32,11 +33,14 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest_iteration, saved_values
 from megatron.training.cli.help import Help
 from megatron.training.cli.legacy_flags import nearest, translate
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted, launcher_place
 
+# What a checkpoint says of images that speaks of how its run trained, not of its network.
+_OF_THE_RUN = {"recompute_vision", *(name for name, role in roles_of(VisionConfig).items() if role == "training")}
 Provider = Callable[[argparse.ArgumentParser], Any]
 
 
@@ -325,6 +329,7 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
     values, beside = settings
     if values.get("lora_rank") is None:  # a base says nothing of the adapters that are put beside it
         fields -= adapter
+    fields -= _OF_THE_RUN
     given = {name for name, origin in args.origins.items() if origin != "script"}
     given |= tokenizer if tokenizer & given else set()
     for name, value in {**{name: value for name, value in beside.items() if name not in given}, **values}.items():

@@ -14,6 +14,7 @@ from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.checkpoint.combine import main
 from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.cli.arguments import config_of, read_args
 from tests.unit.families.test_vision import TEXT, clip, saved
 
 
@@ -42,6 +43,25 @@ def test_a_combined_checkpoint_holds_all_that_the_network_uses_but_the_projector
     ):
         box = whole_box(source.formats[name].shape)
         assert torch.equal(source.read(name, box), hf.open_folder(tmp_path / part).read(name, box))
+
+
+def test_parts_are_frozen_as_the_command_line_says_and_not_as_a_checkpoint_was_trained(tmp_path: Path) -> None:
+    both = str(combined(tmp_path, "--freeze-LM").where)
+    flags = [
+        "--use-checkpoint-args",
+        "--pretrained-checkpoint",
+        both,
+        "--mock-data",
+        "--micro-batch-size",
+        "1",
+        "--lr",
+        "1",
+    ]
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--train-iters", "1", "--seq-length", "64"]
+    args = read_args([*flags, "--freeze-ViT"], defaults={"sft": True})
+    model = config_of(args, 1).model
+    assert (args.freeze_LM, args.freeze_ViT) == (False, True) and model.adapter.freeze == ("vision_model.*",)
+    assert model.vision.vision_hidden_size == 32, "the shape is the checkpoint's"
 
 
 def test_what_is_no_encoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
