@@ -18,10 +18,10 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.core.models.output_heads import LanguageModelHead, output_matrix
+from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_matrix
 from megatron.core.models.vision import IdsWithImages, ImageInput
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import name_all, spec_of
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
@@ -38,7 +38,8 @@ class GPTModel(nn.Module):
         # With several stages a tied matrix has two copies, in the embedding and in the output layer; the embedding has another
         # copy on the stage with multi-token prediction.
         spans_stages = not (stage.has_embedding and stage.has_output)
-        tied, self.depths = build.model.ties_embeddings, build.model.mtp.mtp_num_layers or 0
+        scores = build.model.reward_head
+        tied, self.depths = build.model.ties_embeddings and not scores, build.model.mtp.mtp_num_layers or 0
         has_mtp = stage.has_mtp and self.depths > 0
         has_mtp_copy = self.depths > 0 and not (stage.has_embedding and stage.has_mtp)
         self.embedding = (
@@ -49,8 +50,11 @@ class GPTModel(nn.Module):
         self.image_input = ImageInput(build) if stage.has_embedding and build.model.has_vision else None
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if has_mtp else None
+        self.score = ScalarHead(build, init=build.initial(), bias=False) if stage.has_output and scores else None
+        if self.score is not None:  # which a language model's checkpoint lacks
+            self.score.weight.spec = replace(spec_of(self.score.weight), starts_from="")  # type: ignore[attr-defined]
         self.output_layer = None
-        if stage.has_output:
+        if stage.has_output and not scores:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.output_layer = LanguageModelHead(
                 build, shared=shared, tied_name=WORD_EMBEDDING if tied and spans_stages else ""
@@ -98,7 +102,7 @@ class GPTModel(nn.Module):
         new tokens of several sequences, concatenated as [1, t], and logits are those of the positions that the cache
         asks for. ahead: ids and labels for multi-token prediction; None: predict only the next token. Returns the input
         of the next stage; on the last stage, the loss of every token [b, s], with those of multi-token prediction if
-        any, or logits [s, b, v/tp] without labels.
+        any, or logits [s, b, v/tp] without labels; of a reward model, the score of every position [b, s].
         """
         if self.stage.has_embedding:
             assert self.embedding is not None and ids is not None, "the first stage reads ids"
@@ -116,6 +120,8 @@ class GPTModel(nn.Module):
         )
         x = self.decoder(hidden, context)
         ahead = None if ahead is None or self.depths == 0 else self._run_mtp(x, positions, ahead, context)
+        if self.score is not None:
+            return self.score(x)
         if self.output_layer is None:
             return x if self.mtp is None else self._message(x, ahead)
         x = (x if cache is None else cache.for_logits(x)).to(self.build.dtype)
