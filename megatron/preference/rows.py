@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.marks import frame
 from megatron.core.tokenizers.base import Tokenizer
 
 
@@ -68,13 +69,16 @@ class PairReader:
             raise DataError('"prompt" is text where the answers are')
         if not chosen or not rejected:
             raise DataError("an answer is empty")
-        start = np.array(self.tokenizer.tokenize(prompt) if prompt else [], np.int32)
+        before, after = frame(self.tokenizer)  # what some tokenizers put around every text belongs around the whole
+        ids = self.tokenizer.tokenize(prompt)
+        start = np.array(ids[: len(ids) - after], np.int32)
         if len(start) == 0:
             start = np.array([self.tokenizer.eod], np.int32)
 
         def whole(answer: str) -> np.ndarray:
-            ids = np.array([*self.tokenizer.tokenize(answer), self.tokenizer.eod], np.int32)
-            return np.concatenate([~start, ids])
+            ids = self.tokenizer.tokenize(answer)
+            bare = np.array([*ids[before : len(ids) - after], self.tokenizer.eod], np.int32)
+            return np.concatenate([~start, bare])
 
         return Pair(whole(chosen), whole(rejected))
 

@@ -40,6 +40,19 @@ def test_text_is_prompt_and_answer_and_ends(reader: PairReader) -> None:
     assert pair.chosen[-1] == ByteTokenizer().eod
 
 
+class Framed(ByteTokenizer):
+    """Begins every text with id 1 and ends it with id 2, as Llama's tokenizer may."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Bytes between the two."""
+        return [1, *super().tokenize(text), 2]
+
+
+def test_what_a_tokenizer_puts_around_every_text_stands_around_the_whole() -> None:
+    pair = PairReader(Framed(), "chatml").read(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}).encode())
+    assert pair is not None and pair.chosen.tolist() == [~1, ~ord("p"), ord("a"), Framed().eod]
+
+
 @pytest.mark.parametrize("explicit", [True, False], ids=["prompt", "no prompt"])
 def test_conversations_compare_their_last_answers(reader: PairReader, explicit: bool) -> None:
     before = [USER, GOOD, USER]
