@@ -26,30 +26,31 @@ TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokeniz
 SHORT=(--lr-decay-style cosine --lr-warmup-fraction 0.05 --hidden-dropout 0 --attention-dropout 0 --eval-iters 5 --log-interval 100)
 PICTURES=(
     --pretrained-checkpoint "$OUT/combined" --use-checkpoint-args --data-path "$OUT/train.json" --image-folder "$IMAGES" --split 98,2,0
-    --seq-length 256 --micro-batch-size 8 --global-batch-size 8 --freeze-ViT "${SHORT[@]}"
+    --seq-length 128 --micro-batch-size 16 --global-batch-size 16 --freeze-ViT "${SHORT[@]}"
 )
 
 step "1. an encoder of images, by classification"
-"$PYTHON" pretrain_vision_classify.py --num-layers 3 --hidden-size 64 --num-attention-heads 4 --img-h 64 --img-w 64 --patch-dim 8 \
+"$PYTHON" pretrain_vision_classify.py --vision-model-type siglip --num-layers 3 --hidden-size 64 --ffn-hidden-size 256 \
+    --num-attention-heads 4 --img-h 64 --img-w 64 --patch-dim 8 \
     --num-classes 24 --data-path "$OUT/classes" --split 95,5,0 --micro-batch-size 50 --global-batch-size 50 --train-iters "${VIT_ITERS:-900}" \
     --lr 2e-3 --min-lr 1e-5 "${SHORT[@]}" --save "$OUT/vit"
 
 step "2. a language model, without pictures"
 "$PYTHON" pretrain_gpt.py --sft --data-path "$OUT/text.jsonl" --split 98,2,0 "${TOKENIZER[@]}" --num-layers 2 --hidden-size 96 \
     --num-attention-heads 4 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length 128 \
-    --max-position-embeddings 256 --micro-batch-size 8 --global-batch-size 8 --train-iters 120 --lr 3e-3 --min-lr 1e-4 "${SHORT[@]}" --save "$OUT/lm"
+    --micro-batch-size 8 --global-batch-size 8 --train-iters 120 --lr 3e-3 --min-lr 1e-4 "${SHORT[@]}" --save "$OUT/lm"
 
 step "3. one checkpoint of both"
 "$PYTHON" tools/checkpoint/combine.py --language-model "$OUT/lm" --vision-model "$OUT/vit" --save "$OUT/combined" \
-    --vision-final-norm yes --pixel-shuffle
+    --vision-final-norm yes --pixel-shuffle --pixel-shuffle-factor 4 # 64 patches: 4 rows
 
 step "4. pretraining: the projector"
-"$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --freeze-LM --allow-missing-vision-projection-checkpoint --train-iters "${PROJECTOR_ITERS:-100}" \
+"$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --freeze-LM --allow-missing-vision-projection-checkpoint --train-iters "${PROJECTOR_ITERS:-60}" \
     --lr 5e-3 --min-lr 5e-4 --save "$OUT/pretrained" "$@"
 
 step "5. SFT: the projector and the language model"
-"$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --pretrained-checkpoint "$OUT/pretrained" --train-iters "${SFT_ITERS:-400}" \
-    --lr 2e-3 --min-lr 1e-5 --save "$OUT/sft" "$@"
+"$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --pretrained-checkpoint "$OUT/pretrained" --train-iters "${SFT_ITERS:-500}" \
+    --lr 3e-3 --min-lr 1e-5 --save "$OUT/sft" "$@"
 
 step "6. questions about pictures that it has not seen"
 for name in test shuffled; do
