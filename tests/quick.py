@@ -64,9 +64,12 @@ def features(row: Row) -> frozenset[str]:
     return frozenset((*words, f"network {model}", *formats))
 
 
-def covering(rows: Sequence[Row]) -> list[Row]:
-    """Few rows with every feature of all of them: again and again the one with the most new features for its number of ranks."""
-    missing = set().union(*map(features, rows))
+def covering(rows: Sequence[Row], times: int = 1) -> list[Row]:
+    """Few rows with every feature of all of them, `times` over where there are as many: the most new features for its ranks first."""
+    if times > 1:
+        once = covering(rows)
+        return once + covering([row for row in rows if row not in once], times - 1)
+    missing: set[str] = set().union(*map(features, rows))
     chosen: list[Row] = []
     while missing:
         chosen.append(max(rows, key=lambda row: len(features(row) & missing) / read_layout(row[0])[0]))

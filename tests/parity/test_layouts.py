@@ -21,6 +21,7 @@ from tests.helpers.world import Worlds
 from tests.parity import half_rows, rounding_rows
 from tests.parity.half import HalfStep, train_half_here
 from tests.parity.table import LAYOUT_WORDS, MODELS, NUMBERED_WORDS, PRECISIONS, ROWS, Changes, named, read_layout
+from tests.quick import covering
 
 TOLERANCES = {"fp64": (1e-10, 1e-10), "fp32": (1e-5, 1e-4)}
 STEPS = 2
@@ -34,16 +35,17 @@ def serial(model: str, precision: str) -> Outcome:
 
 
 def every_row() -> list[Any]:
-    """Every row in fp64, and every tenth in fp32; the other rows in fp32 are nightly."""
+    """By default rows in fp64 that have every feature twice, and every tenth in fp32; all other rows are nightly."""
+    by_default = {"fp64": set(covering(ROWS, times=2)), "fp32": set(ROWS[::10])}
     return [
         pytest.param(
             *row,
             precision,
             id=f"{named(*row)}-{precision}",
-            marks=[pytest.mark.nightly] if precision != "fp64" and place % 10 else [],
+            marks=[] if row in by_default[precision] else [pytest.mark.nightly],
         )
         for precision in PRECISIONS
-        for place, row in enumerate(ROWS)
+        for row in ROWS
         if precision == "fp64" or row not in rounding_rows.ROWS
     ]
 
