@@ -13,11 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron.core.kernels.triton import conv as triton_conv
 from megatron.core.kernels.triton import loss as triton_loss
 from megatron.core.kernels.triton import norm as triton_norm
 from megatron.core.kernels.triton import paged as triton_paged
 from megatron.core.kernels.triton import permute as triton_permute
 from megatron.core.kernels.triton import pointwise as triton_pointwise
+from megatron.core.kernels.triton import scans as triton_scans
 
 STATES, NUMBERS, PLACES, SIZE = "*bf16", "*fp32", "*i64", "i32"
 GATE = {"NAME": "gelu_tanh", "CLAMP": 7.0, "OFFSET": 1.0, "BLOCK": 1024}
@@ -34,6 +36,27 @@ def paged(size: int, values: int, repeats: int, queries: int = 1, **how: Any) ->
     """What is known of attention over a paged cache when it is compiled."""
     plan = triton_paged.plan(size, values, repeats, queries, shared=size != values)
     return {**plan, "PAGE": 16, "CAPPED": False, "WINDOWED": False, "PRECISION": "tf32", "WIDENED": False, **how}
+
+
+SIZES = dict.fromkeys(("length", "batch", "heads", "channels", "per_group"), SIZE)
+CONV = {
+    **dict.fromkeys(("x", "weight", "bias", "dy", "y", "dx"), STATES),
+    "segments": PLACES,
+    **dict.fromkeys(("sums", "dp"), NUMBERS),
+}
+SCAN = {
+    **dict.fromkeys(("x", "b", "c", "q", "k", "v", "y"), STATES),
+    **dict.fromkeys(("dt", "a", "g", "beta", "inverse", "first", "states"), NUMBERS),
+    "segments": PLACES,
+    **SIZES,
+}
+WALK = {"CHUNK": 64, "SPAN": 4, "COLUMNS": 32, "WIDE": 128, "SIZE": 64}
+
+
+def _of(
+    kernel: Any, types: Mapping[str, str], known: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, str], Mapping[str, Any]]:
+    return kernel, {name: types[name] for name in kernel.arg_names if name not in known}, known
 
 
 # Kernel, types of what it is given at work, and what is known when it is compiled.
@@ -114,6 +137,15 @@ KERNELS: tuple[tuple[Any, Mapping[str, str], Mapping[str, Any]], ...] = (
         {name: NUMBERS if kind == STATES else kind for name, kind in PAGED.items()},
         paged(128, 128, 4, PRECISION="ieee"),
     ),
+    _of(triton_scans._selective, SCAN, {**WALK, "STATE": 128, "PRECISION": "tf32"}),  # Nemotron-H 8B
+    _of(triton_scans._inverse, SCAN, {"CHUNK": 64, "WIDE": 128, "KEY": 128, "PRECISION": "ieee"}),
+    _of(triton_scans._delta, SCAN, {**WALK, "SIZE": 128, "KEY": 128, "PRECISION": "tf32"}),  # Qwen3-Next
+    _of(
+        triton_conv._sum_of_taps,
+        CONV | SIZES | {"y": NUMBERS},
+        {"bias": None, "segments": None, "WIDTH": 4, "TOKENS": 32, "CHANNELS": 64},
+    ),
+    _of(triton_conv._input_gradient, CONV | SIZES, {"WIDTH": 4, "TOKENS": 32, "CHANNELS": 64}),
     *(
         (
             triton_paged._join,

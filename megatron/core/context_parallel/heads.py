@@ -28,7 +28,7 @@ class HeadExchange:
     def of(mesh: Mesh, mask: MaskSpec, held: int) -> HeadExchange:
         """held: positions of a sequence on this rank. mask: of the whole sequence, whose length it has where that is cut."""
         if mask.length is None:
-            return HeadExchange(Axis("alone"), Zigzag(held, 1))
+            return ALONE
         axis = mesh.sequence_axis(mask.length // held)
         return HeadExchange(axis, Zigzag(mask.length, axis.size))
 
@@ -65,3 +65,6 @@ class HeadExchange:
     def _order(self, device: torch.device) -> Tensor:
         """The permutation that brings the ranks' shards, one behind the other, to true order."""
         return self.cut.in_order(range(self.axis.size), device)
+
+
+ALONE = HeadExchange(Axis("alone"), Zigzag(1, 1))

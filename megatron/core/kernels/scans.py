@@ -6,6 +6,9 @@ earlier one, and between chunks only the state passes. All sums are in fp32 for 
     selective_scan     S_t = exp(dt_t a) S_t-1 + dt_t x_t b_t^T;            y_t = S_t c_t          (Mamba-2; Dao and Gu, 2024, arXiv 2405.21060)
     delta_rule_scan    S_t = exp(g_t) S_t-1, then += k_t beta_t (v_t - S^T k_t)^T;  o_t = S_t^T q_t   (Yang et al., 2024, arXiv 2412.06464)
 
+The backward pass keeps the inputs and the state before every `_SPAN` chunks, and computes those chunks again: what is inside a chunk takes
+chunk / state times the memory of the states.
+
 Documents: `segments` [b, s] has one number for each run of tokens of a document. Neither the state nor the convolution passes from one to the
 next. A state that is given belongs to the first segment. Logarithms of decays are masked before the exponential: a mask after it would
 multiply infinities by zero.
@@ -13,15 +16,21 @@ multiply infinities by zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.kernels.reference import wide
 
 NEVER = float("-inf")
+# Logarithms of decays that count as 0. Products of a few of them would be below the normal numbers, with which processors are many times slower.
+_FAINT = {torch.float32: -30.0, torch.float64: -200.0}
+_SPAN = 8  # chunks that are computed at a time, and again in the backward pass
 
 
 def segments_of(documents: Tensor) -> Tensor:
@@ -39,6 +48,9 @@ def causal_conv(
     """
     length, width = x.shape[0], weight.shape[1]
     padded = F.pad(x, (0, 0, 0, 0, width - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x))
+    if segments is None and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
+        by_channel = F.conv1d(padded.permute(1, 2, 0), weight[:, None], bias, groups=len(weight))
+        return F.silu(by_channel.permute(2, 0, 1))
     result = padded[width - 1 :] * weight[:, -1]
     for back in range(1, width):
         earlier = padded[width - 1 - back : width - 1 - back + length]
@@ -65,49 +77,59 @@ def last_inputs(x: Tensor, width: int, before: Tensor | None = None) -> Tensor:
 class Chunks:
     """Decays and borders of a sequence in chunks of equal length, the last one filled up.
 
-    logs: [b, m, heads, q], the sum of the logarithms of decays since the chunk's beginning, the token's own included. segments: [b, m, 1, q] or
-    None. previous: [b, m, 1], the segment of the last token before the chunk.
+    logs: [b, m, heads, q], the sum of the logarithms of decays since the chunk's beginning, the token's own included, in fp64: what is needed are small
+    differences of large sums. format: of decays. segments: [b, m, 1, q] or None. previous: [b, m, 1], the segment of the last token before the chunk.
     """
 
     logs: Tensor
+    format: torch.dtype
     segments: Tensor | None
     previous: Tensor | None
 
     @staticmethod
     def of(logs: Tensor, segments: Tensor | None, chunk: int) -> Chunks:
         """logs: [s, b, heads], of each token's decay. segments: [b, s]."""
-        sums = in_chunks(logs, chunk).cumsum(dim=2).transpose(2, 3)
+        sums = in_chunks(logs, chunk).cumsum(dim=2, dtype=torch.float64).transpose(2, 3)
         if segments is None:
-            return Chunks(sums, None, None)
+            return Chunks(sums, logs.dtype, None, None)
         missing = -segments.shape[1] % chunk
         filled = torch.cat((segments, segments[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, chunk))
         previous = torch.cat((filled[:, :1, 0], filled[:, :-1, -1]), dim=1)
-        return Chunks(sums, filled[:, :, None], previous[:, :, None])
+        return Chunks(sums, logs.dtype, filled[:, :, None], previous[:, :, None])
+
+    def seen(self) -> Tensor:
+        """Whether the state of a token reaches a later one of its chunk: bool [q (later), q] or [b, m, 1, q, q]."""
+        size = self.logs.shape[-1]
+        seen = torch.ones(size, size, dtype=torch.bool, device=self.logs.device).tril()
+        return seen if self.segments is None else seen & (self.segments[..., :, None] == self.segments[..., None, :])
 
     def between(self) -> Tensor:
         """Decay from a token's state to a later one of its chunk: [b, m, heads, q (later), q], 0 where nothing passes."""
-        size = self.logs.shape[-1]
-        seen = torch.ones(size, size, dtype=torch.bool, device=self.logs.device).tril()
-        if self.segments is not None:
-            seen = seen & (self.segments[..., :, None] == self.segments[..., None, :])
-        return (self.logs[..., :, None] - self.logs[..., None, :]).masked_fill(~seen, NEVER).exp()
+        return _decay(
+            (self.logs[..., :, None] - self.logs[..., None, :]).to(self.format).masked_fill(~self.seen(), NEVER)
+        )
 
     def from_start(self) -> Tensor:
         """Decay of the state before the chunk until a token: [b, m, heads, q]."""
-        if self.segments is None or self.previous is None:
-            return self.logs.exp()
-        return self.logs.masked_fill(self.segments != self.previous[..., None], NEVER).exp()
+        logs = self.logs.to(self.format)
+        if self.segments is not None and self.previous is not None:
+            logs = logs.masked_fill(self.segments != self.previous[..., None], NEVER)
+        return _decay(logs)
 
     def to_end(self) -> Tensor:
         """Decay of a token's state until the end of the chunk: [b, m, heads, q]."""
-        logs = self.logs[..., -1:] - self.logs
-        return (
-            logs if self.segments is None else logs.masked_fill(self.segments != self.segments[..., -1:], NEVER)
-        ).exp()
+        logs = (self.logs[..., -1:] - self.logs).to(self.format)
+        if self.segments is not None:
+            logs = logs.masked_fill(self.segments != self.segments[..., -1:], NEVER)
+        return _decay(logs)
 
     def across(self) -> Tensor:
         """Decay of the state over the whole chunk: [b, m, heads]."""
         return self.from_start()[..., -1]
+
+
+def _decay(logs: Tensor) -> Tensor:
+    return F.threshold(logs, _FAINT[logs.dtype], NEVER).exp()
 
 
 def in_chunks(x: Tensor, chunk: int) -> Tensor:
@@ -126,17 +148,23 @@ def selective_scan(
     *,
     segments: Tensor | None = None,
     state: Tensor | None = None,
-    chunk: int = 128,
+    chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan over a sequence, in chunks. Group j of g serves heads j n/g ... (j + 1) n/g - 1.
 
     x: [s, b, n, p]; dt: [s, b, n], positive; a: [n], negative; b, c: [s, b, g, d]; state: [b, n, p, d], zeros if left out. Returns y [s, b, n, p]
     in the format of x, and the state after the last token, [b, n, p, d], in fp32 or wider.
     """
+    return _by_span(partial(selective_span, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
+
+
+def selective_span(
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, segments: Tensor | None, state: Tensor | None, *, a: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """`selective_scan` with all that is inside a chunk at once for all chunks. x: [s, b, n, p]."""
     length, batch, heads, size = x.shape
     groups, format_ = b.shape[2], wide(x.dtype)
-    chunk, per_group = min(chunk, length), heads // groups
-    dt = dt.to(format_)
+    per_group, dt = heads // groups, dt.to(format_)
     chunks = Chunks.of(dt * a.to(format_), segments, chunk)
     # [b, m, g, r, q, p] is what heads see; a group's b and c are multiplied once for all its heads.
     inputs = in_chunks((x.to(format_) * dt[..., None]).unflatten(2, (groups, per_group)), chunk).permute(
@@ -152,6 +180,35 @@ def selective_scan(
     reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.from_start().unflatten(2, grouped)[..., None]
     y = _in_order(inside + reading)[:length]
     return y.reshape(length, batch, heads, size).to(x.dtype), carried[:, -1].flatten(1, 2).transpose(-1, -2)
+
+
+def _by_span(
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    inputs: tuple[Tensor, ...],
+    segments: Tensor | None,
+    state: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """A scan over a few chunks at a time, of which the backward pass keeps the inputs and the state before them.
+
+    inputs: each [s, b, ...]. scan takes them, segments, a state and chunk, and returns its output and the state after it.
+    """
+    if torch.is_grad_enabled():
+        scan = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    outputs, span = [], _SPAN * chunk
+    for start in range(0, len(inputs[0]), span):
+        own = None if segments is None else segments[:, start : start + span]
+        if start and own is not None and segments is not None and state is not None:
+            state = passed_on(state, own, segments[:, start - 1])
+        output, state = scan(*(each[start : start + span] for each in inputs), own, state, chunk=chunk)
+        outputs.append(output)
+    assert state is not None, "a sequence has a token"
+    return torch.cat(outputs), state
+
+
+def passed_on(state: Tensor, segments: Tensor, before: Tensor) -> Tensor:
+    """A state [b, ...] where the first of the segments [b, s] is that of the token before [b]; elsewhere zeros."""
+    return state * (segments[:, 0] == before).to(state.dtype)[:, None, None, None]
 
 
 def _in_order(chunks: Tensor) -> Tensor:
@@ -203,9 +260,24 @@ def delta_rule_scan(
     q, k: [s, b, g, dk], q scaled already; v: [s, b, n, dv]; g: [s, b, n], logarithms of decays; beta: [s, b, n]; state: [b, n, dk, dv], zeros if
     left out. Returns o [s, b, n, dv] in the format of v, and the state after the last token, in fp32 or wider.
     """
+    return _by_span(delta_rule_span, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
+
+
+def delta_rule_span(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor | None,
+    state: Tensor | None,
+    *,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule_scan` with all that is inside a chunk at once for all chunks. v: [s, b, n, dv]."""
     length, batch, heads, size = v.shape
     groups, format_, key_size = k.shape[2], wide(v.dtype), k.shape[3]
-    chunk, grouped = min(chunk, length), (groups, heads // groups)
+    grouped = (groups, heads // groups)
     chunks = Chunks.of(g.to(format_), segments, chunk)
     queries, keys = (
         in_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k)
@@ -213,11 +285,15 @@ def delta_rule_scan(
     values = in_chunks(v.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2, 5)  # [b, m, g, r, q, dv]
     rate = in_chunks(beta.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2)[..., None]
     between, from_start = chunks.between().unflatten(2, grouped), chunks.from_start().unflatten(2, grouped)[..., None]
-    # What a token writes depends on what the earlier ones of its chunk wrote: a triangular system.
-    system = (rate * (keys @ keys.transpose(-1, -2)) * between).tril(-1)
-    known = torch.cat((rate * keys * from_start, rate * values), dim=-1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    reads, writes = solved.split((key_size, size), dim=-1)
+    # What a token writes depends on what the earlier ones of its chunk wrote: a triangular system. Decays multiply along any way from a token to a
+    # later one, so that they are left out of the system and multiplied into its inverse.
+    apart = ~chunks.seen().tril(-1)
+    system = (rate * (keys @ keys.transpose(-1, -2))).masked_fill(
+        apart if segments is None else apart[:, :, :, None], 0
+    )
+    one = torch.eye(system.shape[-1], dtype=format_, device=v.device).expand_as(system)
+    inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+    reads, writes = from_start * (inverse @ (rate * keys)), (inverse * between) @ (rate * values)
     inside = (queries @ keys.transpose(-1, -2)) * between
     requested, fading = (
         queries * from_start,
@@ -230,10 +306,11 @@ def delta_rule_scan(
         else state.to(format_).unflatten(1, grouped)
     )
     outputs = []
-    for one in range(values.shape[1]):
-        written = writes[:, one] - reads[:, one] @ now
-        outputs.append(requested[:, one] @ now + inside[:, one] @ written)
-        now = now * across[:, one] + fading[:, one] @ written
+    chunked = (each.unbind(1) for each in (writes, reads, requested, inside, across, fading))
+    for write, read, request, within, decay, fade in zip(*chunked, strict=True):
+        written = write - read @ now
+        outputs.append(request @ now + within @ written)
+        now = now * decay + fade @ written
     o = _in_order(torch.stack(outputs, dim=1))[:length]
     return o.reshape(length, batch, heads, size).to(v.dtype), now.flatten(1, 2)
 

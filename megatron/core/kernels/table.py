@@ -18,8 +18,8 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.kernels import flex, fused, grouped, linear_loss, permute, reference
-from megatron.core.kernels.external import deep_ep, flash_attn, torchao, transformer_engine
+from megatron.core.kernels import flex, fused, grouped, linear_loss, permute, reference, scans
+from megatron.core.kernels.external import deep_ep, flash_attn, state_space, torchao, transformer_engine
 
 _FLAGS = {
     "attention": "attention-backend",
@@ -103,6 +103,9 @@ class Kernels:
     rotary: Callable = reference.rotary
     grouped_linear: Callable = reference.grouped_linear
     permute: Callable = permute.permute
+    causal_conv: Callable = scans.causal_conv
+    selective_scan: Callable = scans.selective_scan
+    delta_rule_scan: Callable = scans.delta_rule_scan
     residual_norm: Callable | None = None
     paged_attention: Callable | None = None
     low_linear: Callable | None = None
@@ -218,6 +221,10 @@ def _triton_unfit(need: Need) -> str:
     return "it computes in fp32, not in fp64" if need.dtype == torch.float64 else ""
 
 
+def _state_space_unfit(package: str) -> Callable[[Need], str]:
+    return lambda need: state_space.unfit(package, device=need.device, dtype=need.dtype)
+
+
 def _always_fits(_: Need) -> str:
     return ""
 
@@ -246,6 +253,17 @@ CANDIDATES = (
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
     Candidate("permute", "torch", permute.permute, _always_fits),
     Candidate("permute", "triton", Import("triton.permute", "permute"), _triton_unfit, _unmeasured),
+    Candidate("causal_conv", "torch", scans.causal_conv, _always_fits),
+    Candidate("causal_conv", "triton", Import("triton.conv", "causal_conv"), _triton_unfit, _unmeasured),
+    Candidate(
+        "causal_conv", "causal_conv1d", state_space.causal_conv, _state_space_unfit("causal_conv1d"), _unmeasured
+    ),
+    Candidate("selective_scan", "torch", scans.selective_scan, _always_fits),
+    Candidate("selective_scan", "triton", Import("triton.scans", "selective_scan"), _triton_unfit, _unmeasured),
+    Candidate("selective_scan", "mamba_ssm", state_space.selective_scan, _state_space_unfit("mamba_ssm"), _unmeasured),
+    Candidate("delta_rule_scan", "torch", scans.delta_rule_scan, _always_fits),
+    Candidate("delta_rule_scan", "triton", Import("triton.scans", "delta_rule_scan"), _triton_unfit, _unmeasured),
+    Candidate("delta_rule_scan", "fla", state_space.delta_rule_scan, _state_space_unfit("fla"), _unmeasured),
     Candidate("residual_norm", "apart", None, _always_fits),
     Candidate("residual_norm", "triton", Import("triton.norm", "residual_norm"), _triton_unfit, _unmeasured),
     Candidate("low_linear", "own", None, _always_fits),

@@ -113,7 +113,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v, b, a = exchange.to_heads(q, k, v, b, a)
         joined = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
         before = None if state is None else state.conv
-        made = scans.causal_conv(joined, self._conv_of(exchange, copies), None, segments, before)
+        made = self.build.kernels.causal_conv(joined, self._conv_of(exchange, copies), None, segments, before)
         widths = [part.shape[2] * part.shape[3] for part in (q, k, v)]
         q, k, v = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (q, k, v), strict=True)
@@ -127,7 +127,7 @@ class GatedDeltaNet(nn.Module):
             o, scan = scans.delta_rule_step(q[0], k[0], v[0], fading[0], rate[0], scan)
             o = o[None]
         else:
-            o, scan = scans.delta_rule_scan(q, k, v, fading, rate, segments=segments, state=scan)
+            o, scan = self.build.kernels.delta_rule_scan(q, k, v, fading, rate, segments=segments, state=scan)
         return o, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
 
     def _conv_of(self, exchange: HeadExchange, copies: int) -> Tensor:

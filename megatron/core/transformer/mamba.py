@@ -121,7 +121,7 @@ class MambaMixer(nn.Module):
         x, b, c, dt = exchange.to_heads(x, b, c, dt)
         joined = torch.cat([part.flatten(2) for part in (x, b, c)], dim=-1)
         before = None if state is None else state.conv
-        made = scans.causal_conv(joined, *self._conv_of(exchange, copies), segments, before)
+        made = self.build.kernels.causal_conv(joined, *self._conv_of(exchange, copies), segments, before)
         widths = [part.shape[2] * part.shape[3] for part in (x, b, c)]
         x, b, c = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (x, b, c), strict=True)
@@ -136,7 +136,7 @@ class MambaMixer(nn.Module):
             y, scan = scans.selective_step(x[0], steps[0], decay, b[0], c[0], scan)
             y = y[None]
         else:
-            y, scan = scans.selective_scan(x, steps, decay, b, c, segments=segments, state=scan)
+            y, scan = self.build.kernels.selective_scan(x, steps, decay, b, c, segments=segments, state=scan)
         y = (y.to(format_) + skip.to(format_)[:, None] * x.to(format_)).to(y.dtype)
         return y, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
 

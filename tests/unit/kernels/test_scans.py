@@ -135,3 +135,20 @@ def test_the_convolution_does_not_look_into_another_document() -> None:
     found = scans.causal_conv(x, weight, None, segments)
     for low, high in ((0, 4), (4, 5), (5, 9)):
         torch.testing.assert_close(found[low:high], scans.causal_conv(x[low:high], weight, None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_scan_keeps_for_its_backward_pass_is_less_than_the_insides_of_its_chunks(kind: str) -> None:
+    draw, _, scan, _ = KINDS[kind]
+    inputs, stored = draw(512), dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y, _ = scan(**inputs, chunk=64)
+    decays = 8 * 512 * 64 * BATCH * HEADS  # bytes of one of the arrays inside of chunks
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs.values()}
+    assert sum(size for place, size in stored.items() if place not in given) <= decays / 10
+    assert y.requires_grad

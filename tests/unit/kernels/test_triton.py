@@ -226,6 +226,11 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
         "_gather",
         "_part",
         "_join",
+        "_selective",
+        "_inverse",
+        "_delta",
+        "_sum_of_taps",
+        "_input_gradient",
     }, done.stdout
 
 
@@ -241,6 +246,9 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         "permute",
         "residual_norm",
         "paged_attention",
+        "causal_conv",
+        "selective_scan",
+        "delta_rule_scan",
     }
     for candidate in ours:
         assert (

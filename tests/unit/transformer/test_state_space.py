@@ -195,3 +195,17 @@ def test_a_mixer_cut_over_ranks_gives_the_serial_outputs_and_gradients(
             torch.testing.assert_close(
                 found[name], gradient, rtol=1e-10, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixer_is_one_graph_of_torchs_compiler(kind: str) -> None:
+    mixer, _ = mixer_of(kind)
+    x = torch.randn(300, B, H, dtype=torch.float64, requires_grad=True)  # two spans of chunks at least
+
+    def call(x: Tensor) -> Tensor:
+        return mixer(x, None, ForwardContext(MaskSpec()))[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    results = [(y := way(x), *torch.autograd.grad(y.square().sum(), [x, mixer.A_log])) for way in (call, compiled)]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

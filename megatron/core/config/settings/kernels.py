@@ -18,6 +18,9 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "permute": ("torch", "triton"),
     "residual_norm": ("apart", "triton"),
     "low_linear": ("own", "torchao"),
+    "causal_conv": ("torch", "triton", "causal_conv1d"),
+    "selective_scan": ("torch", "triton", "mamba_ssm"),
+    "delta_rule_scan": ("torch", "triton", "fla"),
 }
 
 

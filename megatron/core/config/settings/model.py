@@ -416,6 +416,9 @@ class ModelConfig(RequestedModel):
             "permute": bool(self.moe.num_experts),
             "residual_norm": "residual_norm" in self.kernels.wishes,
             "low_linear": "low_linear" in self.kernels.wishes,
+            "causal_conv": False,  # of layers with a state, which no GPT has
+            "selective_scan": False,
+            "delta_rule_scan": False,
             "paged_attention": False,  # of decoding
         }
         return {op for op, is_used in used.items() if not is_used}
