@@ -20,6 +20,7 @@ from tests.helpers.architecture import (
     environment_is_read_once,
     errors_are_caught_by_name,
     every_file_has_a_layer,
+    few_functions_branch_much,
     files_and_functions_fit_a_reader,
     files_are_loaded_as_data,
     files_form_no_cycle,
@@ -74,6 +75,8 @@ CONFIG, LAYERS, MODELS, OPTIMIZER = (
 )
 EMPTY = '"""D."""\n'
 LONG = "def f() -> None:\n" + "    pass\n" * 80
+BRANCHES = "def f(x: int) -> None:\n" + "    if x and not x: pass\n" * 10
+TOO_MANY = "\n".join(BRANCHES[: BRANCHES.rindex("    if x")].replace("f(", f"f{n}(") for n in range(11))
 
 # (rule, tree, start of the offence): each tree breaks the rule.
 BROKEN: Sequence[tuple[Callable[[Tree], Offences], Mapping[str, str], str]] = (
@@ -163,6 +166,8 @@ BROKEN: Sequence[tuple[Callable[[Tree], Offences], Mapping[str, str], str]] = (
     (environment_is_read_once, {"tools/a.py": "x = os.getenv('RANK')"}, "tools/a.py:1"),
     (environment_is_read_once, {MODELS: "from os import environ"}, f"{MODELS}:1"),
     (files_and_functions_fit_a_reader, {MODELS: "x = 1\n" * 721}, f"{MODELS}:721"),
+    (few_functions_branch_much, {MODELS: BRANCHES}, f"{MODELS}:1"),
+    (few_functions_branch_much, {MODELS: TOO_MANY}, f"{MODELS}:1"),
     (files_and_functions_fit_a_reader, {MODELS: LONG}, f"{MODELS}:1"),
     (files_and_functions_fit_a_reader, {MODELS: "def f(a, b, c, d, e, *, g, h, i, j): pass"}, f"{MODELS}:1"),
     (files_and_functions_fit_a_reader, {MODELS: "def f(self, a, b, c, d, e, g, h, *i, **j): pass"}, f"{MODELS}:1"),
@@ -249,6 +254,8 @@ KEPT: Sequence[tuple[Callable[[Tree], Offences], Mapping[str, str]]] = (
         cuda_is_behind_the_device,
         {"megatron/core/kernels/a.py": "x = torch.cuda", "tests/a.py": "x = torch.cuda", MODELS: "x = y.to('cuda')"},
     ),
+    (few_functions_branch_much, {MODELS: BRANCHES[: BRANCHES.rindex("    if x")]}),
+    (few_functions_branch_much, {MODELS: BRANCHES.replace("if x and not x: pass", "assert x")}),
     (files_and_functions_fit_a_reader, {MODELS: "def f(self, a, b, c, d, e, g, h, i): pass"}),
     (files_and_functions_fit_a_reader, {MODELS: "x = 1\n" * 720}),
     (asserts_say_what_we_believed, {"tests/a.py": "assert x", MODELS: "assert x, 'said'"}),

@@ -209,24 +209,18 @@ class _Step:
         self._order = [number for group in groups for number in group]
         self.rows = [rows[number] for number in self._order]
         ids = [token for row in self.rows for token in row.ids]
-        logit_positions: list[int] = []
-        awaited: list[tuple[int, int]] = []  # where an id belongs, and which of the sampled tokens it is
-        end = 0
-        for row in self.rows:
-            end += len(row.ids)
-            logit_positions += range(end - row.num_logits, end)
-            if row.awaits is not None:
-                awaited.append((end - 1, row.awaits))
+        padding = [0] * (length - len(ids))
+        logit_positions, awaited = _positions(self.rows)
         self.length = length
         self.adapters = sorted({row.adapter for row in self.rows})
         of_token = [row.adapter for row in self.rows for _ in row.ids] if any(self.adapters) else []
         grouped = [[spans[number] for number in group] for group in groups]
         device = network.mesh.device
-        known = [np.array(one, np.int32) for one in (ids + [0] * (length - end), logit_positions)]
+        known = [np.array(one, np.int32) for one in (ids + padding, logit_positions)]
         known.extend(np.array(awaited, np.int32).reshape(-1, 2).T)
         known += [table for group in grouped for table in tables_of(group)]
         if of_token:
-            known.append(np.array(of_token + [0] * (length - end), np.int32))
+            known.append(np.array(of_token + padding, np.int32))
         given, positions, awaited_at, sampled, *tables = devices.upload(known, device)
         self.of_token = tables.pop().to(torch.int64) if of_token else None
         self.ids, self.logit_positions = given.to(torch.int64)[None], positions.to(torch.int64)
@@ -250,6 +244,19 @@ class _Step:
         """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
         chosen = logits[self.logit_positions] if self._cut else logits
         self.sampled = sample(self.rows, chosen, network.build, self._order)
+
+
+def _positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the positions with logits of the rows' joined tokens, and (position, number of the sampled token) of ids not known yet."""
+    logit_positions: list[int] = []
+    awaited: list[tuple[int, int]] = []
+    end = 0
+    for row in rows:
+        end += len(row.ids)
+        logit_positions += range(end - row.num_logits, end)
+        if row.awaits is not None:
+            awaited.append((end - 1, row.awaits))
+    return logit_positions, awaited
 
 
 @dataclass(slots=True)

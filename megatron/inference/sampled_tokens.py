@@ -136,18 +136,23 @@ def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequ
     return logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), float("-inf"))
 
 
+def _ids_at_positions(rows: Sequence[SequenceInput], tokens: Tensor) -> Tensor:
+    """Return the ids [w] at all positions with logits: given targets, and between them the sampled tokens [n]."""
+    if not any(row.targets for row in rows):
+        return tokens
+    known = [token for row in rows for token in (*row.targets, *[-1] * row.num_sampled)]
+    sampled = [place for place, token in enumerate(known) if token < 0]
+    ids = _index(known, tokens.device).clone()
+    return ids.index_copy_(0, _index(sampled, tokens.device), tokens)
+
+
 def _scores_of(
     rows: Sequence[SequenceInput], logits: Tensor, tokens: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Log-probabilities of the tokens at all positions of the rows that are scored, [w'], and ids and log-probabilities of the
     likeliest there, [w', top] each, if any row wants them. logits: [w, v]; tokens: [those sampled].
     """
-    known = [token for row in rows for token in (*row.targets, *[-1] * row.num_sampled)]
-    ids = tokens
-    if any(row.targets for row in rows):
-        sampled = [place for place, token in enumerate(known) if token < 0]
-        ids = _index(known, logits.device).clone()
-        ids.index_copy_(0, _index(sampled, logits.device), tokens)
+    ids = _ids_at_positions(rows, tokens)
     pieces, start = list[tuple[Tensor, Tensor]](), 0
     for (is_scored, temperature), group in itertools.groupby(rows, lambda row: (row.scored, row.temperature)):
         mine = slice(start, start + sum(row.num_logits for row in group))

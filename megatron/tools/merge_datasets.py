@@ -78,18 +78,23 @@ def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
     """The pairs in the order in which they are joined, with what is known of them; `DataError` if they do not fit."""
     known = {prefix: sidecar.read(prefix) for prefix in prefixes}
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
-    tokenizers = {prefix: facts.tokenizer if facts else None for prefix, facts in known.items()}
-    hashes = {prefix: tokenizer and tokenizer["hash"] for prefix, tokenizer in tokenizers.items()}
-    names = {tokenizer["hash"]: tokenizer_name(tokenizer) for tokenizer in tokenizers.values() if tokenizer}
     problems = [
         *unlike(dtypes, "holds ids of type", str),
-        *unlike(hashes, "was written with", lambda key: names[str(key)]),
+        *_unlike_tokenizers(known),
         *unlike({prefix: facts and facts.level for prefix, facts in known.items()}, "has sequences that are a", str),
         *shard_problems({prefix: facts.shard if facts else None for prefix, facts in known.items()}),
     ]
     if problems:
         raise DataError("\n".join(["the pairs cannot be joined", *(f"  {line}" for line in problems)]))
     return sorted(((prefix, known[prefix]) for prefix in prefixes), key=lambda pair: _shard_number(pair[1]))
+
+
+def _unlike_tokenizers(known: Mapping[str, Sidecar | None]) -> Iterator[str]:
+    """Yield what is wrong where the pairs were written with different tokenizers."""
+    tokenizers = {prefix: facts.tokenizer if facts else None for prefix, facts in known.items()}
+    hashes = {prefix: tokenizer and tokenizer["hash"] for prefix, tokenizer in tokenizers.items()}
+    names = {tokenizer["hash"]: tokenizer_name(tokenizer) for tokenizer in tokenizers.values() if tokenizer}
+    yield from unlike(hashes, "was written with", lambda key: names[str(key)])
 
 
 def _shard_number(facts: Sidecar | None) -> int:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels import reference
 from megatron.core.kernels.linear_loss import VocabularyShard
@@ -147,13 +148,18 @@ class _Draw:
         return torch.randn(shape, dtype=torch.float64, generator=self.generator)
 
 
+def _heads_and_groups(model: ModelConfig) -> tuple[int, int]:
+    """Return the attention heads of the trial, at most MOST_HEADS, and as many groups for them as the network has in proportion."""
+    heads = min(model.num_attention_heads or MOST_HEADS, MOST_HEADS)
+    if not (model.group_query_attention and model.num_query_groups and model.num_attention_heads):
+        return heads, heads
+    groups = max(1, heads * model.num_query_groups // model.num_attention_heads)
+    return heads, groups if heads % groups == 0 else 1
+
+
 def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> KernelTrial:
     model = config.model
-    heads = min(model.num_attention_heads or MOST_HEADS, MOST_HEADS)
-    groups = heads
-    if model.group_query_attention and model.num_query_groups and model.num_attention_heads:
-        groups = max(1, heads * model.num_query_groups // model.num_attention_heads)
-        groups = groups if heads % groups == 0 else 1
+    heads, groups = _heads_and_groups(model)
     keys, values = model.kv_channels or 64, model.kv_channels or 64
     if model.mla.multi_latent_attention:
         keys, values = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim, model.mla.v_head_dim

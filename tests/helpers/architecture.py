@@ -107,6 +107,7 @@ ENVIRONMENT_READERS = (
     "megatron/training/initialize.py",
     "megatron/training/launch/launch_info.py",
 )
+MAX_COMPLEXITY, HIGH_COMPLEXITY, MANY = 20, 15, 10
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 720, 80, 8
 CHANGING = {
     "append",
@@ -501,6 +502,42 @@ def files_and_functions_fit_a_reader(tree: Tree) -> Offences:
                 yield source.path, node.lineno, f"{node.name} takes {count} parameters; at most {MAX_PARAMETERS}"
 
 
+def few_functions_branch_much(tree: Tree) -> Offences:
+    """Cyclomatic complexity of the product's functions: none above 20, at most ten above 15."""
+    high = []
+    for source in tree.values():
+        if not source.is_python or source.is_test:
+            continue
+        for node in source.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+            if (branches := complexity(node)) > HIGH_COMPLEXITY:
+                high.append((source.path, node.lineno, f"{node.name} has a complexity of {branches}"))
+            if branches > MAX_COMPLEXITY:
+                yield source.path, node.lineno, f"{node.name} has a complexity of {branches}; at most {MAX_COMPLEXITY}"
+    if len(high) > MANY:
+        for path, line, says in high:
+            yield path, line, f"{says}; at most {MANY} functions may be above {HIGH_COMPLEXITY}, and {len(high)} are"
+
+
+def complexity(function: Function) -> int:
+    """McCabe's number: one, and one for each branch, loop, handler, condition of a comprehension and operand that is left out early.
+
+    Functions inside are counted for themselves.
+    """
+    count, open_nodes = 1, list(ast.iter_child_nodes(function))
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        open_nodes += ast.iter_child_nodes(node)
+        if isinstance(node, (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)):
+            count += 1
+        elif isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+    return count
+
+
 def parameters(function: Function) -> list[ast.arg]:
     """All parameters of a function, of every kind."""
     kinds = function.args
@@ -624,6 +661,7 @@ RULES: tuple[Callable[[Tree], Offences], ...] = (
     module_names_keep_their_values,
     cuda_is_behind_the_device,
     environment_is_read_once,
+    few_functions_branch_much,
     files_and_functions_fit_a_reader,
     asserts_say_what_we_believed,
     signatures_are_annotated,

@@ -239,11 +239,8 @@ class Checkpoint:
             self._say_formats(opened.source.settings)
         slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
         state = self._part_of(source, self._tensors(formats, slots, optimizer=continues))
-        if options.allow_missing_vision_projection_checkpoint and not any(
-            name.startswith(_PROJECTOR) for name in formats
-        ):
-            self._say("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
-            state = {name: value for name, value in state.items() if not name.startswith(_PROJECTOR)}
+        if options.allow_missing_vision_projection_checkpoint:
+            state = self._without_missing_projector(state, formats)
         histories = self._fitting_histories(formats) if continues else {}
         state, replacements = self._with_starts(state, formats)
         load(state | streams | histories, source, axis, complete=("model.",), instead=replacements)
@@ -258,6 +255,13 @@ class Checkpoint:
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
         self._say(f"loaded {what} {source.where}: {_speed(opened.size, time.perf_counter() - started)}")
+
+    def _without_missing_projector(self, state: dict[str, Any], formats: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is loaded without the projector of images where the checkpoint has none, which is printed."""
+        if any(name.startswith(_PROJECTOR) for name in formats):
+            return state
+        self._say("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
+        return {name: value for name, value in state.items() if not name.startswith(_PROJECTOR)}
 
     def _check_tokenizer(self, source: Source) -> None:
         """Refuse a checkpoint of another tokenizer, or warn of it where --allow-other-tokenizer is given."""

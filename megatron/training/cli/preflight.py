@@ -20,6 +20,7 @@ from functools import lru_cache
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.marks import IMAGE, named_tokens
 from megatron.core.datasets.paths import check_data_files
@@ -73,17 +74,22 @@ def preflight(
         tokenizer, lines = _read(config.tokenizer, tuple(map(os.path.getmtime, _files(config.tokenizer))))
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
-        model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
-        if model.has_vision and model.vision.image_token_index is None:
-            token = named_tokens(tokenizer, [IMAGE]).get(IMAGE)
-            model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, image_token_index=token))
-        config = dataclasses.replace(config, model=model)
+        config = dataclasses.replace(config, model=_with_tokenizer(config, tokenizer))
         problems += broken(config, fitted(given, world_size)[1])
     if not problems and _depends_on_the_machine(config):
         from megatron.training.cli.device_checks import machine_problems  # needs torch, which no other answer waits for
 
         problems += machine_problems(config, device)
     return Preflight(config, tuple(problems), tuple(notes), tokenizer)
+
+
+def _with_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """Return the network with the tokenizer's vocabulary, padded, and its token for images unless a flag names one."""
+    model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
+    if not model.has_vision or model.vision.image_token_index is not None:
+        return model
+    token = named_tokens(tokenizer, [IMAGE]).get(IMAGE)
+    return dataclasses.replace(model, vision=dataclasses.replace(model.vision, image_token_index=token))
 
 
 def accepted(given: RequestedRun, device: str = "") -> Iterator[str]:

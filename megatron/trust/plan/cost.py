@@ -295,6 +295,11 @@ def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int
         return collective_seconds(event.name, bytes_of(event), event.ranks, hardware)
     if event.kind == "action" or not (event.moved or event.flops) or FREE.match(event.name):
         return 0.0
+    return _operation_seconds(event, config, hardware)
+
+
+def _operation_seconds(event: Event, config: RunConfig, hardware: Hardware) -> float:
+    """Return the seconds of an operation that computes, from its products, its bytes and the hardware's rates."""
     dtype = (event.factors or event.dtype).partition("_")[0]  # float8 of float8_e4m3fn
     dtype = dtype if dtype in hardware.peak else config.precision.dtype
     if hardware.fused and event.where.startswith((FUSED, ROWS)) and not ATTENTION.search(event.name):

@@ -109,14 +109,11 @@ def match_collectives(run: DryRun) -> MatchReport:
     def line(rank: int) -> RankTimeline:
         return timeline_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists)
 
-    known = [rank for rank in range(run.world_size) if rank in kind_of]
-    everyone = len(known) <= MOST_PLAYED
-    chosen = known if everyone else [rank for rank in _covering_ranks(lists, kind_of) if rank in kind_of]
-    played = (
-        known
-        if everyone
-        else [rank for rank in (next(group for group in lists["model"] if known[0] in group)) if rank in kind_of]
-    )
+    chosen = played = [rank for rank in range(run.world_size) if rank in kind_of]
+    if len(played) > MOST_PLAYED:
+        chosen = [rank for rank in _covering_ranks(lists, kind_of) if rank in kind_of]
+        first_replica = next(group for group in lists["model"] if played[0] in group)
+        played = [rank for rank in first_replica if rank in kind_of]
     return match_timelines(
         {rank: line(rank) for rank in dict.fromkeys((*chosen, *played))},
         played,

@@ -47,6 +47,7 @@ from megatron.trust.flags.parameter_counts import mesh_of
 from megatron.trust.simulate.fake_batches import fake_batches, shares_of
 from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeTensorCache
 from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
+from megatron.trust.simulate.memory import StorageTracker
 from megatron.trust.simulate.recorder import Recorder
 from megatron.trust.simulate.trace import DryRun, EventList, Trace
 
@@ -133,23 +134,8 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
     memory, mesh = recorder.memory, trainer.run.mesh
     if recorder.shared:
         gc.collect()  # rings of references that cutting weights leaves behind
-    memory.label((segment.grad for segment in trainer.optimizer.segments), "gradients")
-    memory.label((segment.data for segment in trainer.optimizer.segments), "weights")
-    memory.label(
-        (
-            whole
-            for parallel in trainer.parallels
-            for bucket in getattr(parallel, "buckets", ())
-            for whole in bucket.gathered
-        ),
-        "weights",
-    )
     params = [param for stage in trainer.stages for param in stage.parameters()]
-    for param in (param for param in params if quantized_of(param) is not None):
-        memory.discount(param)
-    held = [one for param in params for one in _here(param)]
-    memory.label((*held, *(buffer for stage in trainer.stages for buffer in stage.buffers())), "weights")
-    memory.label(trainer.optimizer.memory(), "optimizer")
+    _label_memory(memory, trainer, params)
     recorder.events = EventList()
     memory.begin_step()
     began = memory.clock
@@ -170,6 +156,21 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         memory.timeline(began),
         memory.kept_per_microbatch(recorder.begins["reduction"]),
     )
+
+
+def _label_memory(memory: StorageTracker, trainer: Trainer, params: Sequence[Tensor]) -> None:
+    """Name what the ranks hold between steps: weights with buffers, gradients, and the optimizer's state."""
+    segments, parallels = trainer.optimizer.segments, trainer.parallels
+    memory.label((segment.grad for segment in segments), "gradients")
+    memory.label((segment.data for segment in segments), "weights")
+    buckets = (bucket for parallel in parallels for bucket in getattr(parallel, "buckets", ()))
+    memory.label((whole for bucket in buckets for whole in bucket.gathered), "weights")
+    for param in params:
+        if quantized_of(param) is not None:
+            memory.discount(param)
+    memory.label((held for param in params for held in _here(param)), "weights")
+    memory.label((buffer for stage in trainer.stages for buffer in stage.buffers()), "weights")
+    memory.label(trainer.optimizer.memory(), "optimizer")
 
 
 def _here(param: Tensor) -> tuple[Tensor, ...]:

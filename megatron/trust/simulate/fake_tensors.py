@@ -151,11 +151,7 @@ class FakeRecorder(Recorder):
     def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Compute an operation on the known values of its inputs; None if some are unknown or no integers."""
         inputs = list(tensors_of((*args, *kwargs.values())))
-        if not inputs and not (
-            func in _FROM_NOTHING and kwargs.get("dtype", torch.int64 if func in _COUNTING else None) in self._kept
-        ):
-            return None
-        if not inputs and func not in _COUNTING and math.prod(args[0]) > _MOST_KNOWN:
+        if not inputs and not self._makes_known(func, args, kwargs):
             return None
         if func in _LIKE and inputs[0].dtype in self._kept and inputs[0].numel() <= _MOST_KNOWN:
             with torch._C._DisableTorchDispatch():
@@ -165,6 +161,13 @@ class FakeRecorder(Recorder):
             return None
         with torch._C._DisableTorchDispatch():
             return func(*_values(args), **{name: _values((value,))[0] for name, value in kwargs.items()})
+
+    def _makes_known(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the values of what an operation without tensors makes (zeros, a range) are kept."""
+        counts = func in _COUNTING
+        if func not in _FROM_NOTHING or kwargs.get("dtype", torch.int64 if counts else None) not in self._kept:
+            return False
+        return counts or math.prod(args[0]) <= _MOST_KNOWN
 
     def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, OpFacts]:
         """Derive the result of an operation from shapes, from the cache where possible."""

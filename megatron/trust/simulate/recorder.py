@@ -230,14 +230,7 @@ class Recorder(TorchDispatchMode):
         if group.group_name in self.shared and _called_by_fsdp(sys._getframe(2)):  # of which no trail is told
             axis = self.shared[group.group_name]
         given, got = tuple(tensors_of((args[input_at],))), tuple(tensors_of((args[output_at],)))
-        for tensor in (*given, *got):
-            life = self.memory.lifetime_of(tensor)
-            life.travels = True
-            life.sent = life.sent or name == "send"
-            if name == "receive" and axis.startswith("pp"):
-                life.kind = (
-                    "activations" if axis == "pp" else "communication"
-                )  # the backward pass needs what a stage took
+        self._note_lifetimes((*given, *got), name, axis)
         result = self.communicate(func, args, kwargs)
         larger = got if name == "all_gather" else given
         peer = ranks[args[2]] if name in ("send", "receive", "broadcast") else -1
@@ -262,6 +255,15 @@ class Recorder(TorchDispatchMode):
             )
         )
         return result
+
+    def _note_lifetimes(self, tensors: Sequence[Tensor], name: str, axis: str) -> None:
+        """Tell the memory which tensors are sent or received. The backward pass needs what a pipeline stage received."""
+        for tensor in tensors:
+            life = self.memory.lifetime_of(tensor)
+            life.travels = True
+            life.sent = life.sent or name == "send"
+            if name == "receive" and axis.startswith("pp"):
+                life.kind = "activations" if axis == "pp" else "communication"
 
     def _source_location(self) -> Place:
         """Return the innermost source line of this project and the module under way; for an operation of autograd, those of its forward pass."""
