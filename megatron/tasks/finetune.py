@@ -287,7 +287,7 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, validator: StepVal
     batches, since = epochs.batches(epoch), time.perf_counter()
     for step in range(epochs.steps):
         meter.add(train_step(trainer, batches))
-        if validator.verdict:
+        if validator.problem:
             run.say(f"WARNING: {validator.decide(progress.iteration)}")
         if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
             resolved = meter.resolve()  # the same on all ranks

@@ -39,7 +39,7 @@ PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
 def lines(replayed: Replayed, most: int) -> Iterator[str]:
     """The report. shown: how many modules with the largest outputs to list."""
     facts = replayed.facts
-    yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['verdict']}"
+    yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['problem']}"
     yield from (f"note: {note}" for note in replayed.notes)
     yield f"{'':24}{'in the run':>16}{'here':>16}"
     for name in {**facts["losses"], **replayed.losses}:
@@ -56,7 +56,7 @@ def lines(replayed: Replayed, most: int) -> Iterator[str]:
         key=lambda name: -replayed.largest[name] if math.isfinite(replayed.largest[name]) else -math.inf,
     )
     yield from (f"largest output of {name or 'the whole network'}: {replayed.largest[name]:g}" for name in order[:most])
-    yield f"verdict: {replayed.verdict}"
+    yield f"conclusion: {replayed.conclusion}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         report = {
             "iteration": replayed.facts["iteration"],
-            "verdict": replayed.verdict,
+            "conclusion": replayed.conclusion,
             "notes": replayed.notes,
             "losses": replayed.losses,
             "gradient_norm": replayed.norm,

@@ -192,7 +192,7 @@ class Session:
                 self.meter.add(step(self.data.train))
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
-            if self.validator.verdict:
+            if self.validator.problem:
                 self._bad_step(watch, before * self.trainer.batches.unit)
         self.mesh.flight_recorder.enter("")
         watch.after_step(progress.iteration)
@@ -235,7 +235,7 @@ class Session:
         progress.skipped_train_samples += samples
         self._resolve(watch)
         self.trainer.run.run_log.add(
-            "bad step", iteration=progress.iteration, samples=samples, reason=self.validator.verdict
+            "bad step", iteration=progress.iteration, samples=samples, reason=self.validator.problem
         )
         self.trainer.run.say(f"WARNING: {self.validator.decide(progress.iteration)}")
 

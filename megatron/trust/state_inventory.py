@@ -44,7 +44,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """How an item of two checkpoints compares. missing: names that a checkpoint lacks, with the checkpoint.
     differences: of names that both hold, or that only one holds and need not."""
 
@@ -276,14 +276,14 @@ def parameters_of(*sources: Source) -> list[str]:
     return list(parameters)
 
 
-def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Verdict]:
+def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Comparison]:
     """Each item of two checkpoints that should be equal: both of one run, of `world_size` ranks."""
     parameters = parameters_of(a, b)
     for item in INVENTORY:
         lacking = {one.where: missing(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
         names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if fits(name, item.names)]
         keys = {name for lines in lacking.values() for name in lines}
-        yield Verdict(
+        yield Comparison(
             item,
             len(names),
             tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),

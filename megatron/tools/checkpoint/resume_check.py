@@ -35,7 +35,7 @@ from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.contents import fits
-from megatron.trust.state_inventory import Verdict, compared
+from megatron.trust.state_inventory import Comparison, compared
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (
@@ -197,13 +197,13 @@ def without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
     return plan.work / "without"
 
 
-def verdicts(a: Path, b: Path, iteration: int) -> list[Verdict]:
+def comparisons(a: Path, b: Path, iteration: int) -> list[Comparison]:
     """How both runs' checkpoints of an iteration compare."""
     mine, theirs = (open_saved(iteration_folder(folder, iteration)) for folder in (a, b))
     return list(compared(mine, theirs, world_size=mine.description.world_size))
 
 
-def report(columns: dict[str, list[Verdict]]) -> list[str]:
+def report(columns: dict[str, list[Comparison]]) -> list[str]:
     """A row for each item, a column for each comparison; then what is wrong."""
     rows = list(zip(*columns.values(), strict=True))
     width = max(len(row[0].item.what) for row in rows)
@@ -233,12 +233,12 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
     killed = run_and_kill(plan)
     if lost:
         killed = without(killed, plan, lost)
-    columns = {f"iteration {plan.steps}": verdicts(straight, killed, plan.steps)}
+    columns = {f"iteration {plan.steps}": comparisons(straight, killed, plan.steps)}
     print(f"{plan.steps} steps from the checkpoint ...", flush=True)
     failure = ""
     try:
         resumed = run_resumed(plan, killed)
-        columns[f"iteration {2 * plan.steps}"] = verdicts(straight, resumed, 2 * plan.steps)
+        columns[f"iteration {2 * plan.steps}"] = comparisons(straight, resumed, 2 * plan.steps)
     except RunFailed as error:
         failure = str(error)
     print("\n".join(report(columns)))

@@ -1,8 +1,8 @@
-"""Is a step sound? Asked before its update, of numbers that are the same on all ranks, so that all decide alike.
+"""Step validation, before the update: from losses and a gradient norm that are equal on all ranks, so that all decide alike.
 
-    guard.begin_step(work)             remembers the random streams, should the step have to be told again
-    guard.accept_update(losses, norm)  False: the update is left out, weights and optimizer state stay as they were
-    guard.verdict                      why, in words; what becomes of the run is the loop's affair (`--on-bad-step`)
+    validator.begin_step(work)             keeps the random states, in case the step has to be repeated
+    validator.accept_update(losses, norm)  False: the update is skipped, weights and optimizer state stay as they were
+    validator.problem                      why, in words; the training loop decides what follows (`--on-bad-step`)
 
 Bad is a loss or gradient norm that is not finite; with --check-for-spiky-loss a loss far from what the last steps let
 expect; with --check-for-large-grads a gradient norm ten times the largest of theirs (Megatron's factor). To ask costs a
@@ -100,7 +100,7 @@ class StepValidator(StepHooks):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.memory = StepHistory(AnomalyLimits.build(config))
-        self.verdict = ""
+        self.problem = ""
         self.count = 0
         self.passed_over: set[int] = set()
         self._streams: dict[str, Tensor] = {}
@@ -108,7 +108,7 @@ class StepValidator(StepHooks):
 
     def begin_step(self, work: StepWork) -> None:
         """A step begins."""
-        self.verdict, self.largest = "", []
+        self.problem, self.largest = "", []
         self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
 
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
@@ -119,18 +119,18 @@ class StepValidator(StepHooks):
         counted once, and its failure dump exists.
         """
         means = mean_losses(losses, norm, work.trainer.run.mesh)
-        self.verdict = self.memory.problem(means, float(norm))
-        if not self.verdict:
+        self.problem = self.memory.problem(means, float(norm))
+        if not self.problem:
             return True
         if again:
             return False
         self.count += 1
-        self.verdict += self._culprits(work)
+        self.problem += self._culprits(work)
         folder = folder_of(self.config)
         if folder is None:
-            self.verdict += "; there is no folder for the evidence (--error-dir or --save)"
+            self.problem += "; there is no folder for the evidence (--error-dir or --save)"
         else:
-            self.verdict += f"; {write_failure_dump(folder, work, self.verdict, losses=means, norm=float(norm), streams=self._streams)}"
+            self.problem += f"; {write_failure_dump(folder, work, self.problem, losses=means, norm=float(norm), streams=self._streams)}"
         return False
 
     def bucket_ready(self, bucket: Bucket) -> None:
@@ -151,20 +151,20 @@ class StepValidator(StepHooks):
 
     def decide(self, iteration: int) -> str:
         """What becomes of the run after a bad step: raises `BadStep` or `RollBack`, or returns what to tell the user."""
-        verdict, self.verdict = f"iteration {iteration} is bad: {self.verdict}", ""
+        problem, self.problem = f"iteration {iteration} is bad: {self.problem}", ""
         policy = self.config.faults.on_bad_step or "stop"
         if policy != "stop" and self.count > self.config.faults.max_bad_steps:
             raise BadStep(
-                f"{verdict}\nit is the {self.count}th bad step, and --max-bad-steps is {self.config.faults.max_bad_steps}"
+                f"{problem}\nit is the {self.count}th bad step, and --max-bad-steps is {self.config.faults.max_bad_steps}"
             )
         if policy == "stop":
             raise BadStep(
-                f"{verdict}\nlook at the data of that step and at --lr, or go on without it with --on-bad-step skip"
+                f"{problem}\nlook at the data of that step and at --lr, or go on without it with --on-bad-step skip"
             )
         if policy == "rollback":
             self.passed_over.add(iteration)
-            raise RollBack(verdict)
-        return f"{verdict}\nIts update is left out, and the run goes on with the next data"
+            raise RollBack(problem)
+        return f"{problem}\nIts update is left out, and the run goes on with the next data"
 
 
 def mean_losses(losses: Mapping[str, Tensor], norm: Tensor, mesh: Mesh) -> dict[str, float]:

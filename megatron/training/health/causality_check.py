@@ -70,7 +70,7 @@ def demand_no_leak(run: Run) -> None:
         for leak in problems
     )
     run.say(
-        f"leak probe: {kernel} attention keeps hidden tokens apart in {len(layer_kinds)} kinds of layers "
+        f"causality check: {kernel} attention keeps hidden tokens apart in {len(layer_kinds)} kinds of layers "
         f"({time.perf_counter() - started:.2f} s)"
     )
 

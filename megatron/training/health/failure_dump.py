@@ -49,7 +49,7 @@ def random_file(rank: int) -> str:
 def write_failure_dump(
     folder: Path,
     work: StepWork,
-    verdict: str,
+    problem: str,
     *,
     losses: Mapping[str, float],
     norm: float,
@@ -73,7 +73,7 @@ def write_failure_dump(
             torch.save(read, target / data_file(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
             (target / STEP).write_text(
-                json.dumps(_facts(work, verdict, losses, norm) | {"parameters": table}, indent=1) + "\n",
+                json.dumps(_facts(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
                 encoding="utf-8",
             )
     except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
@@ -124,14 +124,14 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     return table, "; ".join(words)
 
 
-def _facts(work: StepWork, verdict: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
+def _facts(work: StepWork, problem: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
     trainer, config = work.trainer, work.trainer.run.config
     here = config.checkpoint.save or config.checkpoint.load
     steps = [step for step in scan_folder(here).steps if step.iteration <= trainer.progress.iteration] if here else []
     newest = max(steps, key=lambda step: step.iteration, default=None)
     return {
         "iteration": trainer.progress.iteration + 1,
-        "verdict": verdict,
+        "problem": problem,
         "losses": dict(losses),
         "gradient_norm": norm,
         "loss_scale": trainer.optimizer.scaler.scale,

@@ -75,7 +75,7 @@ class Witness:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What is known of the last bad step. verdict: "" while it has to be run on other devices.
+    """What is known of the last bad step. classification: "" while it has to be run on other devices.
 
     results: losses and gradient norm of the whole step. layout: how the ranks were divided. injected: the kind of error that
     --error-injection-rate put there, or "".
@@ -83,7 +83,7 @@ class Diagnosis:
 
     iteration: int
     reason: str
-    verdict: str
+    classification: str
     results: dict[str, float]
     layout: list[int]
     injected: str
@@ -121,7 +121,11 @@ class StepRerun(StepHooks):
         self.file = Path(save) / FILE if save else None
         trainer.add_hook(self)
         self.known = decided(self.mesh.world, lambda: Diagnosis.read(self.file) if self.file else None)
-        if self.known is not None and not self.known.verdict and self.known.iteration != trainer.progress.iteration + 1:
+        if (
+            self.known is not None
+            and not self.known.classification
+            and self.known.iteration != trainer.progress.iteration + 1
+        ):
             self.known = None  # this run does not go on from the state that was saved for it
         tracker = faults.result_rejected_tracker_filename
         self.skipped = decided(self.mesh.world, lambda: rejected_iterations(tracker) if tracker else set())
@@ -141,14 +145,14 @@ class StepRerun(StepHooks):
         before, iteration = self._snapshot(), self.trainer.progress.iteration + 1
         self._repeats, self._own, self._whole = False, {}, {}
         self._injected = self._draw_injection(iteration)
-        self._judges = self.known is not None and self.known.iteration == iteration and not self.known.verdict
+        self._judges = self.known is not None and self.known.iteration == iteration and not self.known.classification
         step = train_step(self.trainer, batches)
         if self.mode == "report_stats":
             return self._compare_passes(before, batches)
         if self._judges:
             assert self.known is not None, "there is a diagnosis to complete"
             return self._judge_elsewhere(self.known, before, step)
-        return self._rerun_in_place(before, batches, iteration) if self.validator.verdict else step
+        return self._rerun_in_place(before, batches, iteration) if self.validator.problem else step
 
     def report(self) -> str:
         """How much two passes over the same step differed since the last report (`report_stats`); "" in other modes."""
@@ -210,7 +214,7 @@ class StepRerun(StepHooks):
 
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> Step:
         """The step is bad: run it again on the same devices, and decide."""
-        reason, first, witness = self.validator.verdict, self._own | self._whole, self._witness()
+        reason, first, witness = self.validator.problem, self._own | self._whole, self._witness()
         diagnosis = Diagnosis(
             iteration,
             reason,
@@ -226,7 +230,7 @@ class StepRerun(StepHooks):
         differs = self._differs(first, self._own | self._whole)
         self._track(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
         if differs:
-            diagnosis.verdict = "transient_error"
+            diagnosis.classification = "transient_error"
             return self._ends(
                 diagnosis,
                 f"run again in place, it gave another result ({differs}): a transient error of "
@@ -235,11 +239,15 @@ class StepRerun(StepHooks):
                 step,
             )
         if self.goes_on:
-            diagnosis.verdict = "reproduced"
+            diagnosis.classification = "reproduced"
             return self._ends(diagnosis, "run again in place, it gave the same result", before, step)
-        known = self.known is not None and self.known.iteration == iteration and self.known.verdict == "correct_result"
+        known = (
+            self.known is not None
+            and self.known.iteration == iteration
+            and self.known.classification == "correct_result"
+        )
         if known or self.file is None:
-            diagnosis.verdict = "correct_result" if known else "reproduced"
+            diagnosis.classification = "correct_result" if known else "reproduced"
             more = (
                 "as it did on other devices before: it is the correct result of this data and these weights"
                 if known
@@ -272,7 +280,7 @@ class StepRerun(StepHooks):
             self._restore(before_step)
             raise ResultRejected(
                 f"iteration {diagnosis.iteration} was bad on {_named(suspects)}, and this restart uses the same devices; "
-                "start the run on others, or give --rerun-mode disabled to go on without a verdict",
+                "start the run on others, or give --rerun-mode disabled to go on without a classification",
                 RESTART_ELSEWHERE,
             )
         before = diagnosis.witnesses[mine.rank].results if same_layout else {}
@@ -280,7 +288,7 @@ class StepRerun(StepHooks):
         self._track(
             mine, diagnosis.iteration, f"second_rerun_{'not_' if differs else ''}reproducible", diagnosis.reason
         )
-        diagnosis.verdict = "persistent_error" if differs else "correct_result"
+        diagnosis.classification = "persistent_error" if differs else "correct_result"
         text = (
             f"on other devices it gave another result ({differs}): a persistent error of {_named(suspects)}; leave these out"
             if differs
@@ -309,7 +317,7 @@ class StepRerun(StepHooks):
         run.run_log.add(
             "rerun",
             iteration=diagnosis.iteration,
-            verdict=diagnosis.verdict or "run it on other devices",
+            classification=diagnosis.classification or "run it on other devices",
             reason=message,
             injected=diagnosis.injected or None,
             ranks=[one.rank for one in diagnosis.witnesses if one.suspicious],

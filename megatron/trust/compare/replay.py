@@ -75,7 +75,7 @@ class Replayed:
     bad_gradients: list[str] = field(default_factory=list)
 
     @property
-    def verdict(self) -> str:
+    def conclusion(self) -> str:
         """What it means."""
         if self.bad_weights:
             return f"weights were not finite before the step: {', '.join(self.bad_weights[:4])}"

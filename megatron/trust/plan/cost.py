@@ -40,7 +40,7 @@ PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
 FUSED = "megatron/core/kernels/fused.py:"
 ROWS = "megatron/core/kernels/chunked_attention.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
 # A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
-FEW_BITS, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "product")
+LOW_PRECISION, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "product")
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
 BLOCKS = ("megatron/core/tensor_parallel/loss.py:", "megatron/core/kernels/linear_loss.py:")
 ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
@@ -241,7 +241,7 @@ class _Meter:
     def count(self, event: Event, place: TimeSpent, before: float) -> None:
         """Add an event to its action's time. before: seconds spent there when the action began."""
         acts = _acts(event.action)
-        where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, FEW_BITS)) else ""
+        where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, LOW_PRECISION)) else ""
         alike = (
             event.kind,
             event.name,
@@ -340,10 +340,12 @@ def _low_precision_format(config: RunConfig, hardware: Hardware) -> str:
 @cache
 def _emulated() -> frozenset[str]:
     """Return the source lines that emulate low-precision products."""
-    tree = ast.parse((_ROOT / FEW_BITS).read_text(encoding="utf-8"))
+    tree = ast.parse((_ROOT / LOW_PRECISION).read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
     return frozenset(
-        f"{FEW_BITS}:{line}" for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        f"{LOW_PRECISION}:{line}"
+        for node in functions
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     )
 
 

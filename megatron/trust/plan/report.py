@@ -1,6 +1,6 @@
 """The report of a plan as text, as JSON, and as one self-contained HTML page.
 
-text(planned)      one screen: the verdict first, then memory by kind of rank, time, traffic, and what to change
+text(planned)      one screen: the conclusion first, then memory by kind of rank, time, traffic, and what to change
 plain(planned)     the same as plain values
 page(planned, command)  the same, with drawings of the memory over the step and of the schedule
 """
@@ -33,7 +33,7 @@ LEFT, BELOW = 70, 36  # room for the axes of a picture
 def text(planned: RunPlan) -> str:
     """Return the report as text of one screen."""
     run, time = planned.run, planned.cost.time
-    lines = [verdict(planned), "", headline(run), "", *_table(_memory_rows(planned))]
+    lines = [conclusion(planned), "", headline(run), "", *_table(_memory_rows(planned))]
     worst, summit = run.worst, run.worst.peak_record
     lines += [
         "",
@@ -62,7 +62,7 @@ def text(planned: RunPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def verdict(planned: RunPlan) -> str:
+def conclusion(planned: RunPlan) -> str:
     """Return one line: whether the run fits, its step time and throughput."""
     time, worst, hardware = planned.cost.time, planned.run.worst, planned.hardware
     fits = "FITS" if planned.fits else "DOES NOT FIT"
@@ -166,7 +166,7 @@ def page(planned: RunPlan, command: Sequence[str]) -> str:
         ),
         command=html.escape(shlex.join(command)),
         state="good" if planned.fits else "bad",
-        verdict=html.escape(verdict(planned)),
+        conclusion=html.escape(conclusion(planned)),
         headline=html.escape(headline(run)),
         memory=_html_table(_memory_rows(planned, most=DRAWN_ROWS)),
         why="".join(f"<li>{html.escape(line)}</li>" for line in (*why(run), *notes(run))),

@@ -174,7 +174,7 @@ def judged(
     after = [value for _, _, _, value in held_weights(trainer)]
     pairs = [tuple(collectives.all_reduce(pair.double(), mesh.world).tolist()) for pair in step.losses.values()]
     kept = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
-    return validator.verdict, pairs, float(step.grad_norm), bool(step.skipped) and kept, [trainer.progress.iteration]
+    return validator.problem, pairs, float(step.grad_norm), bool(step.skipped) and kept, [trainer.progress.iteration]
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def judged(
 )
 def test_a_replay_gives_the_numbers_of_the_run(world: Worlds, tmp_path: Path, changes: dict[str, Any]) -> None:
     results = world(4).run(judged, str(tmp_path), changes, "nothing")
-    verdict, pairs, norm, kept, _ = results[0]
-    assert verdict.startswith("planted") and all(result[0] == verdict and result[3] for result in results)
+    problem, pairs, norm, kept, _ = results[0]
+    assert problem.startswith("planted") and all(result[0] == problem and result[3] for result in results)
     found = replay(tmp_path / "step-00000002", TINY_PROVIDERS)
     total, count = pairs[0]
     assert found.losses["lm loss"] == pytest.approx(total / count, rel=1e-6)
     assert found.norm == pytest.approx(norm, rel=1e-5)
-    assert found.verdict.startswith("nothing of it happens here")
+    assert found.conclusion.startswith("nothing of it happens here")
     facts = json.loads((tmp_path / "step-00000002" / "step.json").read_text())
     squares = sum(row["gradient_norm"] ** 2 for row in facts["parameters"].values())
     assert math.sqrt(squares) == pytest.approx(norm, rel=1e-5), "the table counts every element once"
@@ -218,7 +218,7 @@ def test_a_replay_finds_the_module_and_the_run_the_rank(
     assert found.first["output"].when == "forward of stage 0, microbatch 0"
     assert main([str(tmp_path / "weight" / "step-00000002"), "--modules", "2"]) == 0
     assert (
-        "verdict: weights were not finite before the step: decoder.layers.1.mlp.linear_fc2.weight"
+        "conclusion: weights were not finite before the step: decoder.layers.1.mlp.linear_fc2.weight"
         in capsys.readouterr().out
     )
     results = world(2).run(judged, str(tmp_path / "gradient"), changes, "gradient")

@@ -1,4 +1,4 @@
-"""The leak probe: quiet on the kernels that we have, and not fooled by kernels that leak a little."""
+"""The causality check: quiet on the kernels that we have, and not fooled by kernels that leak a little."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def of_the_tool(entry: str, ranks: int, words: Sequence[str]) -> tuple[int, list
 
 
 def compare(seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both verdicts of random command lines."""
+    """Both answers to random command lines."""
     monkeypatch.chdir(folder)
     (folder / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b")) + "\n")
     different, codes = [], []

@@ -48,10 +48,10 @@ def spoiled_always(iteration: int) -> Callable[..., tuple[Tensor, LossFunction]]
     return forward_step
 
 
-def verdicts(folder: Path) -> list[str]:
+def classifications(folder: Path) -> list[str]:
     """What the run log says of steps that were run again."""
     events = [json.loads(line) for line in (folder / "run_log.jsonl").read_text().splitlines()]
-    return [event["verdict"] for event in events if event["event"] == "rerun"]
+    return [event["classification"] for event in events if event["event"] == "rerun"]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_transient_error_that_a_run_goes_on_after_leaves_no_trace(
     flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]]
 ) -> None:
     run = trained([*flags, "--on-bad-step", "skip"], forward_step=spoiling(4, not_a_number))
-    assert verdicts(tmp_path / "run") == ["transient_error"]
+    assert classifications(tmp_path / "run") == ["transient_error"]
     assert run.progress.skipped_train_samples == 0 and same(weights(tmp_path / "run"), undisturbed())
 
 
@@ -105,7 +105,7 @@ def test_a_persistent_error_is_found_on_other_devices(
     assert ended.value.exit_code == 17
     assert trained(flags).progress.iteration == 6
     assert same(weights(tmp_path / "run"), undisturbed())
-    assert verdicts(tmp_path / "run") == ["run it on other devices"] * 2 + ["persistent_error"]
+    assert classifications(tmp_path / "run") == ["run it on other devices"] * 2 + ["persistent_error"]
 
 
 def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(
@@ -118,14 +118,14 @@ def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(
         with pytest.raises(ResultRejected, match=expected) as ended:
             trained(flags, forward_step=spoiled_always(4))
         assert ended.value.exit_code == 17
-    assert verdicts(tmp_path / "run") == ["run it on other devices", "correct_result", "correct_result"]
+    assert classifications(tmp_path / "run") == ["run it on other devices", "correct_result", "correct_result"]
     assert (
         trained([*flags, "--on-bad-step", "skip"], forward_step=spoiled_always(4)).progress.skipped_train_samples == 4
     )
 
 
 @pytest.mark.parametrize(
-    "kind, codes, verdict",
+    "kind, codes, classification",
     [
         ("transient_error", [17], "transient_error"),
         ("persistent_error", [16, 17], "persistent_error"),
@@ -133,7 +133,7 @@ def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(
     ],
 )
 def test_an_injected_error_gets_the_verdict_of_its_kind(
-    kind: str, codes: list[int], verdict: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, codes: list[int], classification: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     injected = [*flags, "--error-injection-rate", "3", "--error-injection-type", kind]
     for number, code in enumerate(codes):
@@ -141,7 +141,7 @@ def test_an_injected_error_gets_the_verdict_of_its_kind(
         with pytest.raises(ResultRejected) as ended:
             trained(injected)
         assert ended.value.exit_code == code
-    assert verdicts(tmp_path / "run")[-1] == verdict
+    assert classifications(tmp_path / "run")[-1] == classification
 
 
 def test_every_step_is_run_twice_for_statistics_and_trains_as_before(
@@ -205,7 +205,7 @@ def test_differences_are_relative_and_know_what_is_not_finite() -> None:
 
 
 def disturbed(changes: dict[str, int], kind: str) -> tuple[str, list[str], list[float]]:
-    """On every rank: two steps of three with an injected error; the last verdict, the ranks that are suspected, and losses."""
+    """On every rank: two steps of three with an injected error; the last classification, the ranks that are suspected, and losses."""
     settings = tiny.config(
         torch.distributed.get_world_size(),
         on_bad_step="skip",
@@ -218,7 +218,7 @@ def disturbed(changes: dict[str, int], kind: str) -> tuple[str, list[str], list[
     steps = [again.step(tiny.batches(trainer.run, number)) for number in range(2)]
     assert again.known is not None
     return (
-        again.known.verdict,
+        again.known.classification,
         [one.rank for one in again.known.witnesses if one.suspicious],
         [float(step.grad_norm) for step in steps],
     )
@@ -231,7 +231,7 @@ def test_ranks_agree_on_a_verdict_and_on_whose_result_was_bad(
     world: Worlds, changes: dict[str, int], suspects: int
 ) -> None:
     found = world(2).run(disturbed, changes, "transient_error")
-    assert {verdict for verdict, _, _ in found} == {"transient_error"} and len(
+    assert {classification for classification, _, _ in found} == {"transient_error"} and len(
         {tuple(ranks) for _, ranks, _ in found}
     ) == 1
     assert len(found[0][1]) == suspects, found[0][1]

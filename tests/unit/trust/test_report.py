@@ -1,4 +1,4 @@
-"""Reports of hand-made plans: the verdict, the numbers, the drawings and the advice."""
+"""Reports of hand-made plans: the conclusion, the numbers, the drawings and the advice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_first_line_is_the_verdict() -> None:
+def test_the_first_line_is_the_conclusion() -> None:
     said = [text(planned_of([GIB // 2, size])).splitlines()[0] for size in (GIB // 4, 3 * GIB)]
     assert said[0].startswith("FITS: the fullest rank needs 512.00 MiB of 1.00 GiB on plain; about 27 s a step, ")
     assert said[1].startswith("DOES NOT FIT: the fullest rank needs 3.00 GiB of 1.00 GiB on plain; ")

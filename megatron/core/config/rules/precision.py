@@ -149,12 +149,12 @@ def _recipe(run: RunConfig) -> str:
 
 RULES = (
     Rule(
-        "few-bits",
+        "low-precision",
         low_precision,
         "matrices of 8 or 4 bits have one recipe, its settings and no others, and layers that use it",
     ),
     Rule(
-        "few-bits-over-tensor",
+        "low-precision-sizes",
         low_precision_sizes,
         "every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits",
     ),
