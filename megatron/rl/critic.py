@@ -78,8 +78,11 @@ class Critic(nn.Module):
 class ActorCritic(GPTModel):
     """One pipeline stage of the policy, with that of its critic. lr_ratio: the critic's learning rate over the policy's.
 
-    `forward` is the policy's alone, so that generation does not run the critic.
+    `forward` is the policy's alone, so that generation does not run the critic. optional_weights: prefixes of names that a run without
+    a critic leaves in the checkpoint.
     """
+
+    optional_weights = ("critic.",)
 
     def __init__(self, stage: StageSpec, build: Build, *, lr_ratio: float = 1.0) -> None:
         super().__init__(stage, build)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import to_values
+from megatron.core.dist_checkpointing.load import OPTIONAL
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
 from megatron.core.dist_checkpointing.source import Source
@@ -32,7 +33,7 @@ from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.compare.contents import counted, size_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KEPT = ("run.config", "run.tokenizer", "run.progress")  # values that weights keep; the others go with the optimizer
+KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # values that weights keep; the others go with the optimizer
 
 
 class Weights:

@@ -4,6 +4,7 @@
     optimizer.<slot>.<name>    moments, fp32 master weights     run.schedule           the learning rate's curve
     run.random.<pp>.<tp>.<dp>.<stream>   dropout streams        run.optimizer_steps, run.loss_scale, run.config, run.tokenizer
     run.amax.<layer>           histories of delayed scales      run.base               hash of the frozen weights that adapters belong to
+                                                                 run.optional_weights   prefixes of weights that a run of another kind leaves
 
 Names are global, so a checkpoint does not know the layout that wrote it, except for the dropout streams: in another
 layout they start afresh. What is loaded is chosen in resuming.py; how it is saved beside training, in
@@ -25,7 +26,7 @@ from torch import Tensor
 from megatron.core.config.adapters import is_adapter
 from megatron.core.config.flags import spelling, to_values
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.load import OPTIONAL, load
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules
@@ -313,6 +314,8 @@ class Checkpoint:
         if self._adapter.has_adapters:
             self._base = self._base or self._own_base("the initial values of --seed")
             state[BASE] = self._base
+        if optional := [f"model.{prefix}" for prefix in getattr(trainer.stages[0], "optional_weights", ())]:
+            state[OPTIONAL] = optional
         state["run.config"] = to_values(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None

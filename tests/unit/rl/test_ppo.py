@@ -114,7 +114,9 @@ def test_the_loss_of_a_step_is_that_of_ppo_by_its_formulas() -> None:
     assert any(now["values"].values()) and now["values"] != first["values"], "the critic learns"
 
 
-@pytest.mark.parametrize("layout", ["tp2 sp", "pp2", "dp2 zero"])
+@pytest.mark.parametrize(
+    "layout", ["pp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2 sp", "dp2 zero"))]
+)
 def test_the_critic_learns_alike_under_every_layout(world: Worlds, layout: str) -> None:
     ranks, changes = LAYOUTS[layout]
     rl = {**PPO, "rl_critic_lr_ratio": 3.0}
