@@ -228,11 +228,15 @@ class Engine:
         """To be called now and then while idle, so that the collectives of other ranks do not time out."""
         self.runner.heartbeat()
 
-    def close(self) -> None:
-        """Cancel all requests, and end `follow` on the other ranks."""
+    def cancel_all(self) -> None:
+        """Cancel all requests; each listener gets a last event with the tokens so far."""
         self._in_flight = None
         self._take_in()
         self._cancel([*self._waiting, *self._running])
+
+    def close(self) -> None:
+        """Cancel all requests, and end `follow` on the other ranks."""
+        self.cancel_all()
         self.runner.shut_down()
 
     def fail(self, problem: str) -> None:

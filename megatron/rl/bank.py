@@ -9,7 +9,7 @@ import dataclasses
 import gzip
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,40 @@ def bank_file(folder: Path, first: int) -> Path:
 
 def write_bank(file: Path, trained: Sequence[TrainedRollout]) -> None:
     """Write a round, complete or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_suffix(f".{os.getpid()}.tmp")
-    with gzip.open(made, "wt", encoding="utf-8", compresslevel=1) as lines:
-        for one in trained:
-            lines.write(json.dumps(dataclasses.asdict(one)) + "\n")
-    os.replace(made, file)
+    write_lines(file, map(dataclasses.asdict, trained))
 
 
 def read_bank(file: str | Path) -> list[TrainedRollout]:
     """Read the rollouts of a round. Raises `DataError` for a file that is damaged."""
     try:
+        return [_trained(values) for values in read_lines(file)]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def write_lines(file: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    """Write a compressed file of JSON lines, complete or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_suffix(f".{os.getpid()}.tmp")
+    with gzip.open(made, "wt", encoding="utf-8", compresslevel=1) as lines:
+        for one in values:
+            lines.write(json.dumps(one) + "\n")
+    os.replace(made, file)
+
+
+def read_lines(file: str | Path) -> list[dict[str, Any]]:
+    """Read a file of `write_lines`. Raises `DataError` for a file that is damaged."""
+    try:
         with gzip.open(file, "rt", encoding="utf-8") as lines:
-            return [_trained(json.loads(line)) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            return [dict(json.loads(line)) for line in lines]
+    except (OSError, ValueError, TypeError, EOFError) as error:
         raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _trained(values: dict[str, Any]) -> TrainedRollout:
-    return TrainedRollout(**_tuples(values) | {"rollout": Rollout(**_tuples(values["rollout"]))})
+    return TrainedRollout(**tuples(values) | {"rollout": Rollout(**tuples(values["rollout"]))})
 
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with tuples for lists."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

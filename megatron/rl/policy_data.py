@@ -4,48 +4,50 @@ A round is one set of rollouts, on which --grpo-iterations x (rollouts / --globa
 
     generate -> reward -> advantages -> log-probabilities by the policy (if several steps follow) and by the reference -> bank -> steps
 
-The bank is a file of JSON lines for each round, written before its first step: the log of what was sampled, and what a run that is resumed
-in the middle of a round goes on with, to the last bit.
+With --rl-generation-lag rollouts are generated some rounds before (rollout_queue.py). The bank is a file of JSON lines for each round, written
+before its first step: the log of what was sampled, and what a run that is resumed in the middle of a round goes on with, to the last bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
+from megatron.core.parallel.device import empty_cache, has_separate_memory
 from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import Sampling
 from megatron.rl import batches
-from megatron.rl.advantages import advantages, generalized_advantages, informative_groups, overlong_penalty, whitened
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.bank import bank_file, read_bank, write_bank
 from megatron.rl.batches import Arrays, TrainedRollout
-from megatron.rl.environments.base import EVALUATION
-from megatron.rl.environments.config import environment_of, read_environments
+from megatron.rl.environments.config import read_environments
+from megatron.rl.evaluation import evaluate_held_out, text_of
+from megatron.rl.memory import offloaded
 from megatron.rl.policy_step import PolicyStep, score
 from megatron.rl.refit import Generator
-from megatron.rl.rollouts import Limits, Rollout, Task, play
+from megatron.rl.rollout_advantages import with_advantages, with_token_advantages
+from megatron.rl.rollout_queue import RolloutQueue
+from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play
+from megatron.rl.samples import SampleFiles, facts_of
 from megatron.rl.settings import RLConfig, generation_config, reference_folder
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import resting
+from megatron.training.health.bad_steps import BadStep
 from megatron.training.hooks import StepHooks
 from megatron.training.loader import Data
 from megatron.training.trainer import Trainer
-
-_SEEDS_A_ROUND = 2**32
 
 
 class PolicyData(StepHooks):
@@ -57,7 +59,6 @@ class PolicyData(StepHooks):
         self.run = trainer.run
         train = self.run.config.train
         self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
-        self.environments = read_environments(str(rl.langrl_env_config))
         self._reference = _reference_trainer(trainer, rl)
         self._generator = (
             Generator(
@@ -73,6 +74,23 @@ class PolicyData(StepHooks):
             self.run.config.checkpoint.save and f"{self.run.config.checkpoint.save}/rollouts"
         )
         self._bank = Path(folder) if folder else None
+        self.queue = RolloutQueue(
+            rl,
+            read_environments(str(rl.langrl_env_config)),
+            seed=train.seed,
+            steps=self.step.steps,
+            last=None if train.train_iters is None else max(0, -(-train.train_iters // self.step.steps) - 1),
+            folder=self._bank,
+        )
+        shows = self._bank is not None and rl.rl_samples_per_round and self.run.mesh.world.is_first
+        self._samples = SampleFiles(self._bank) if shows and self._bank is not None else None
+        self._since = time.monotonic()  # the last round was prepared, or the run began
+        if rl.rl_offload_optimizer_during_inference and not has_separate_memory(self.run.mesh.device):
+            self.run.say(
+                "--rl-offload-optimizer-during-inference moves nothing: this run's memory is the CPU's already"
+            )
+        if trainer.samples is None and rl.rl_samples_per_round:
+            trainer.samples = lambda stages: self._shown_answers()
         trainer.add_hook(self)
 
     def __iter__(self) -> PolicyData:
@@ -89,6 +107,7 @@ class PolicyData(StepHooks):
     def close(self) -> None:
         """Forget the rollouts of the round: the run ends, or goes back to a checkpoint."""
         self._round = None
+        self.queue.clear()
 
     def begin(self, num_microbatches: int) -> int:
         """Prepare the next optimizer step; returns its number of microbatches."""
@@ -111,14 +130,23 @@ class PolicyData(StepHooks):
         trained = self.rollouts or []
         speaks = self.run.mesh.world.is_first
         rewards = [one.rollout.reward for one in trained if speaks and not one.rollout.problem]
-        lengths = [one.rollout.num_sampled for one in trained if speaks and one.rollout.num_sampled]
-        return {"reward": (sum(rewards), len(rewards)), "answer tokens": (sum(lengths), len(lengths))}
+        lengths = [float(one.rollout.num_sampled) for one in trained if speaks and one.rollout.num_sampled]
+        cut = [float(not one.rollout.finished) for one in trained if speaks and one.rollout.num_sampled]
+        facts: dict[str, list[float]] = {"reward": rewards, "answer tokens": lengths, "answers cut off": cut}
+        if self.rl.lag:
+            facts["policy lag"] = self._lags(trained) if speaks else []
+        return {name: (sum(values), len(values)) for name, values in facts.items()}
+
+    def _lags(self, trained: Sequence[TrainedRollout]) -> list[float]:
+        """Of each sampled token, how many iterations its weights were behind those at the beginning of the round."""
+        first = 0 if self._round is None else self._round[0]
+        return [float(first - version) for one in trained for version in one.rollout.versions if version >= 0]
 
     def accept_update(self, work: Any, losses: Any, norm: Tensor) -> bool:
         """Return whether the optimizer may update: False if no rollout has an advantage, so that momentum and weight
         decay do not move the weights.
 
-        losses, norm: scalars. Raises `ConfigError` when log-probabilities of generation and training differ by more
+        losses, norm: scalars. Raises `BadStep` when log-probabilities of generation and training differ by more
         than --rl-max-logprob-difference.
         """
         limit = self.rl.rl_max_logprob_difference
@@ -127,7 +155,7 @@ class PolicyData(StepHooks):
                 losses["generation logprob difference"].double(), self.run.mesh.world
             ).tolist()
             if count and not total / count <= limit:
-                raise ConfigError(
+                raise BadStep(
                     f"iteration {self.run.progress.iteration + 1}: log-probabilities of generation and training differ by {total / count:.3g} "
                     f"nats on average, more than --rl-max-logprob-difference {limit}; the weights are as before this iteration"
                 )
@@ -135,37 +163,71 @@ class PolicyData(StepHooks):
 
     def _new_round(self, first: int) -> list[TrainedRollout]:
         """The rollouts of the round that begins at an iteration: new ones, or those of the bank if the run was resumed within it."""
-        file = None if self._bank is None else bank_file(self._bank, first)
+        file, number = None if self._bank is None else bank_file(self._bank, first), first // self.step.steps
         if self.run.progress.iteration != first:
+            self._restore(number)
             return self._from_bank(file, first)
-        with self.run.timers("rollouts", 1), resting(self.trainer):
-            number = first // self.step.steps
+        if self.rl.lag and number and self.queue.is_empty:
+            self._restore(number - 1)
+        begun = time.monotonic()
+        with self.run.timers("rollouts", 1), resting(self.trainer), ExitStack() as around:
+            if self.rl.rl_offload_optimizer_during_inference and has_separate_memory(self.run.mesh.device):
+                for hook in self.trainer.hooks:
+                    hook.before_update()  # a save on its way has copied the state
+                around.enter_context(offloaded(self.trainer.optimizer.memory()))
+                empty_cache(self.run.mesh.device)
             if self._generator is not None:
                 self._generator.refit()
             if (interval := self.run.config.train.eval_interval) and self.rl.rl_prompts_per_eval:
                 if first // interval != (first - self.step.steps) // interval or not first:
                     self.evaluate()
-            rollouts = self._generate(number)
-            trained = self._with_logprobs(self._with_advantages(rollouts))
-        self._say(number, rollouts)
-        if file is not None and self.run.mesh.world.is_first:
+            sampling = time.monotonic()
+            rollouts, times = self.queue.take(number, self._play)
+            sampled = time.monotonic()
+            if self._generator is not None and self.rl.rl_offload_inference_model_weights_when_idle:
+                self._generator.release()
+                empty_cache(self.run.mesh.device)
+        with self.run.timers("rollouts", 1), resting(self.trainer):
+            trained = self._with_logprobs(
+                with_advantages(rollouts, self.rl, longest=min(self._limits.num_tokens, self._limits.length))
+            )
+        seconds = {
+            "training": begun - self._since,
+            "evaluation and refit": sampling - begun,
+            "generation": sampled - sampling - times.waiting,
+            "waiting": times.waiting,
+            "log-probabilities": time.monotonic() - sampled,
+        }
+        self._since = time.monotonic()
+        self._say(number, rollouts, seconds)
+        if self.run.mesh.world.is_first and file is not None:
+            self.queue.write(number)
             write_bank(file, trained)
+        if self._samples is not None:
+            self._samples.write(first, facts_of(first, trained, self.rl.rl_samples_per_round))
         collectives.barrier(self.run.mesh.world)
         return trained
 
-    def _generate(self, number: int) -> list[Rollout]:
-        """Sample the answers of a round, on all ranks."""
-        tasks = []
-        for group in range(self.rl.grpo_prompts_per_step):
-            which, problem = environment_of(self.environments, number * self.rl.grpo_prompts_per_step + group)
-            chosen = self.environments[which]
-            for answer in range(self.rl.grpo_group_size):
-                place = group * self.rl.grpo_group_size + answer
-                tasks.append(Task(chosen.environment, chosen.name, problem, group, self._seed(number, place)))
-        return play(self._stages, self.run.tokenizer, tasks, self._limits)
+    def _restore(self, number: int) -> None:
+        """Read what was ahead of a round, which may have to be sampled anew."""
+        if self.rl.lag and not self.queue.restore(number):
+            self.run.say(
+                f"the rollouts that were ahead of round {number} are not in the bank: they are sampled anew, with the weights as they are"
+            )
 
-    def _seed(self, number: int, place: int) -> int:
-        return (self.run.config.train.seed * 1_000_003 + number) * _SEEDS_A_ROUND + place
+    def _play(self, tasks: Sequence[Task], until: int | None) -> tuple[list[Rollout | Draft], PlayTimes]:
+        """Play rollouts on all ranks, with the weights as they are."""
+        version = self.run.progress.iteration
+        return play(self._stages, self.run.tokenizer, tasks, self._limits, version=version, until=until)
+
+    def _shown_answers(self) -> list[tuple[str, str]]:
+        """An answer to each of the first prompts of the round, with its reward."""
+        firsts = {one.rollout.group: one.rollout for one in reversed(self.rollouts or [])}
+        return [
+            (one.prompt, f"{one.answer}   [reward {one.reward:.3f}]")
+            for group, one in sorted(firsts.items())
+            if group < self.rl.rl_samples_per_round
+        ]
 
     @property
     def _stages(self) -> list[GPTModel]:
@@ -175,29 +237,9 @@ class PolicyData(StepHooks):
     def _limits(self) -> Limits:
         rl, length = self.rl, self.run.config.train.seq_length
         sampling = Sampling(rl.rl_default_temperature, max(0, rl.rl_default_top_k), rl.rl_default_top_p)
-        return Limits(sampling, length, rl.rl_max_new_tokens or length, rl.rl_rollout_seconds)
-
-    def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[TrainedRollout]:
-        """Compare the answers to each prompt. A rollout that failed counts as the mean of its group, and is not trained on."""
-        rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float64).view(-1, self.rl.grpo_group_size)
-        if self.rl.rl_overlong_margin:
-            lengths = torch.tensor([one.num_sampled for one in rollouts]).view_as(rewards)
-            rewards = rewards + overlong_penalty(
-                lengths, limit=min(self._limits.num_tokens, self._limits.length), margin=self.rl.rl_overlong_margin
-            )
-        failed = rewards.isnan()
-        means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
-        rewards = torch.where(failed, means, rewards)
-        values = rewards if self._has_critic else advantages(rewards, ALGORITHMS[self.rl.rl_algorithm].baseline)
-        dropped = failed
-        if self.rl.grpo_filter_groups_with_same_reward:
-            dropped = dropped | ~informative_groups(rewards)[:, None]
-        return [
-            TrainedRollout(
-                dataclasses.replace(one, sampled=(False,) * len(one.ids)) if drop else one, 0.0 if drop else value
-            )
-            for one, value, drop in zip(rollouts, values.flatten().tolist(), dropped.flatten().tolist(), strict=True)
-        ]
+        return Limits(
+            sampling, length, rl.rl_max_new_tokens or length, rl.rl_rollout_seconds, rl.rl_max_inflight_requests
+        )
 
     def _with_logprobs(self, trained: list[TrainedRollout]) -> list[TrainedRollout]:
         """Add the log-probabilities by the weights of this round, if they change before it ends, and by the reference."""
@@ -249,8 +291,8 @@ class PolicyData(StepHooks):
         train = self.run.config.train
         return batches.microbatches(rows, self.run.mesh, train.micro_batch_size, packed=self.rl.rl_use_sequence_packing)
 
-    def _say(self, number: int, rollouts: Sequence[Rollout]) -> None:
-        """One line about a round, and its figures for the run log."""
+    def _say(self, number: int, rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> None:
+        """One line about a round, and its figures for the run log. seconds: of each part of the time since the last round."""
         valid = [one for one in rollouts if not one.problem]
         lengths = [one.num_sampled for one in rollouts]
         facts = {
@@ -259,33 +301,28 @@ class PolicyData(StepHooks):
             "answer tokens": _mean(lengths),
             "finished": _mean([float(one.finished) for one in rollouts]),
             "failed": len(rollouts) - len(valid),
+            "seconds": dict(seconds),
         }
         self.run.run_log.add("rollouts", iteration=self.run.progress.iteration, **facts)
         failed = f", {facts['failed']} failed" if facts["failed"] else ""
+        total = sum(seconds.values())
+        shares = ", ".join(f"{100 * value / total:.0f} % {name}" for name, value in seconds.items() if value > 0.0)
         self.run.say(
             f"round {number}: reward {facts['reward']:.3f}, {facts['answer tokens']:.1f} tokens an answer, "
-            f"{100 * facts['finished']:.0f} % finished{failed}"
+            f"{100 * _mean([float(one.finished) for one in rollouts]):.0f} % finished{failed}; {total:.1f} s: {shares}"
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """The mean reward on held-out problems of each environment, with the likeliest tokens; on every rank."""
-        limits = dataclasses.replace(self._limits, sampling=Sampling(temperature=0.0))
-        tasks = [
-            Task(one.environment, one.name, EVALUATION + number, index, 0)
-            for index, one in enumerate(self.environments)
-            for number in range(self.rl.rl_prompts_per_eval)
-        ]
-        rollouts = play(self._stages, self.run.tokenizer, tasks, limits)
-        means = {
-            one.name: _mean([r.reward for r in rollouts if r.group == index and not r.problem])
-            for index, one in enumerate(self.environments)
-        }
-        self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, rewards=means)
-        self.run.say(
-            f"held-out problems at iteration {self.run.progress.iteration}: "
-            + ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-        )
-        return means
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """The rewards of held-out problems of each environment; on every rank."""
+
+        def played(tasks: Sequence[Task], limits: Limits) -> list[Rollout]:
+            results, _ = play(self._stages, self.run.tokenizer, tasks, limits)
+            return [one for one in results if isinstance(one, Rollout)]
+
+        results = evaluate_held_out(self.rl, self.queue.environments, self._limits, played)
+        self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, results=results)
+        self.run.say(f"held-out problems at iteration {self.run.progress.iteration}: {text_of(results)}")
+        return results
 
     def _from_bank(self, file: Path | None, first: int) -> list[TrainedRollout]:
         """The rollouts of a round that was begun before the run was resumed."""
@@ -295,29 +332,6 @@ class PolicyData(StepHooks):
                 f"rollouts are not in {file or 'a bank'}; give --rl-rollout-bank-dir, or resume from a checkpoint between two rounds"
             )
         return read_bank(file)
-
-
-def with_token_advantages(trained: Sequence[TrainedRollout], rl: RLConfig) -> list[TrainedRollout]:
-    """Return the rollouts with advantages and returns of each token, from their values and rewards (`advantage`)."""
-    longest = max((len(one.rollout.ids) for one in trained), default=0)
-    table = torch.zeros(3, len(trained), longest, dtype=torch.float64)
-    rewards, values, mask = table
-    for row, one in enumerate(trained):
-        size = len(one.rollout.ids)
-        mask[row, :size] = torch.tensor(one.rollout.sampled, dtype=torch.float64)
-        if one.values:
-            values[row, :size] = torch.tensor(one.values, dtype=torch.float64)
-            rewards[row, max(place for place, known in enumerate(one.rollout.sampled) if known)] = one.advantage
-    gains, returns = generalized_advantages(rewards, values, mask, discount=rl.rl_discount, smoothing=rl.rl_gae_lambda)
-    gains = whitened(gains, mask)
-    return [
-        dataclasses.replace(
-            one,
-            advantages=tuple(gains[row, : len(one.rollout.ids)].tolist()),
-            returns=tuple(returns[row, : len(one.rollout.ids)].tolist()),
-        )
-        for row, one in enumerate(trained)
-    ]
 
 
 def _reference_trainer(trainer: Trainer, rl: RLConfig) -> Trainer | None:

@@ -71,6 +71,12 @@ class Generator:
         self.mesh = mesh
         self._transfers: list[list[Transfer]] | None = None
 
+    def release(self) -> None:
+        """Give back the memory of the weights until the next refit."""
+        for stage in self.stages:
+            for param in stage.parameters():
+                param.untyped_storage().resize_(0)
+
     def refit(self) -> None:
         """Copy the weights in training, which must be whole on their ranks. All ranks call this together.
 
@@ -84,6 +90,7 @@ class Generator:
         target: Tree = {}
         for stage in self.stages:
             for param in stage.parameters():
+                param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _bytes(param)))
                 add_to_tree(target, spec_of(param).name, sharded_parameter(param, self.mesh))
         if self._transfers is None:
             self._transfers = _plan(source, target, world)

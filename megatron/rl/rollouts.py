@@ -1,16 +1,22 @@
 """Rollouts: answers that the policy samples to problems, with what the engine knows of each token. All ranks call together.
 
 The first rank plays the environments and submits requests; the engine decodes them together on all ranks (continuous batching); every rank
-gets the finished rollouts. The ids that were sampled are the ids that are trained on: no text is tokenized again.
+gets the rollouts. The ids that were sampled are the ids that are trained on: no text is tokenized again.
+
+A rollout can be paused while it is sampled, and go on with later weights (partial rollouts). What it has said so far is a `Draft`; its environment
+is played again from the beginning, where `generate` gives the answers of the draft, and then goes on where the last of them ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.models.gpt import GPTModel
@@ -27,14 +33,33 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of a rollout. versions: of the weights that sampled each id; text: of a whole answer only.
+
+    ended: whether it ended by itself; whole: whether nothing of it is missing.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str = ""
+    ended: bool = False
+    whole: bool = True
+
+
+Draft = tuple[Answer, ...]  # what a rollout that is not finished has said so far
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
-    """One rollout to play. group: index of its prompt among those of the step. seed: of its draws."""
+    """One rollout to play. group: index of its prompt among those of the step. seed: of its draws. draft: what was sampled before."""
 
     environment: Environment
     name: str
     number: int
     group: int
     seed: int
+    draft: Draft = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +68,7 @@ class Rollout:
 
     ids: all tokens, prompts included. sampled: for each, whether the policy sampled it. logprobs: of the sampled ones as the engine knows them,
     after temperature; 0.0 for all others. reward: NaN if the environment failed. finished: the last answer ended by itself.
-    problem: why it failed.
+    problem: why it failed. versions: after how many iterations the weights were that sampled each token, -1 for the others.
     """
 
     name: str
@@ -57,6 +82,7 @@ class Rollout:
     prompt: str = ""
     answer: str = ""
     problem: str = ""
+    versions: tuple[int, ...] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -66,30 +92,52 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How rollouts are sampled. length: most tokens of a rollout; num_tokens: most tokens of one answer; seconds: of one rollout, 0 for no limit."""
+    """How rollouts are sampled. length: most tokens of a rollout; num_tokens: most tokens of one answer; seconds: of one rollout, 0 for no limit.
+
+    together: most rollouts that are played at once; None: as many as the engine decodes together.
+    """
 
     sampling: Sampling
     length: int
     num_tokens: int
     seconds: float = 0.0
+    together: int | None = None
+
+
+@dataclass(slots=True)
+class PlayTimes:
+    """Seconds that rollouts took: generating; waiting, when nothing could be generated because environments were at work."""
+
+    generating: float = 0.0
+    waiting: float = 0.0
 
 
 class RolloutFailed(Exception):
     """The engine could not continue a text."""
 
 
+class _Paused(BaseException):
+    """The rollout goes on later. No `Exception`, which environments may catch."""
+
+
 @dataclass(slots=True)
 class _Conversation:
-    """The text of one rollout, and how the engine continues it. See `environments.base.Conversation`."""
+    """The text of one rollout, and how the engine continues it. See `environments.base.Conversation`.
+
+    known: answers of the draft that are still to be given; answers: given so far. version: of the weights.
+    """
 
     tokenizer: Tokenizer
     limits: Limits
     seed: int
+    version: int
     submit: Callable[[Request], asyncio.Future[Reply]]
+    known: list[Answer]
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     is_finished: bool = False
 
     def add(self, text: str) -> None:
@@ -98,6 +146,7 @@ class _Conversation:
         self.ids += ids
         self.sampled += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
 
     async def generate(self, *, num_tokens: int | None = None, stop: tuple[str, ...] = ()) -> str:
         """Sample the next tokens and append them, with the token that ended them."""
@@ -106,12 +155,36 @@ class _Conversation:
         if most < 1:
             self.is_finished = False
             return ""
+        begun = self.known[0] if self.known else Answer((), (), (), whole=False)
+        answer = begun if begun.whole else await self._continued(begun, most, stop)
+        del self.known[:1]
+        self.answers.append(answer)
+        self.ids += answer.ids
+        self.sampled += [True] * len(answer.ids)
+        self.logprobs += answer.logprobs
+        self.versions += answer.versions
+        if not answer.whole:
+            raise _Paused
+        self.is_finished = answer.ended
+        return answer.text
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function gives that may take long: where rollouts have a limit of time, from a thread of its own."""
+        return await in_thread(function, *args) if self.limits.seconds else function(*args)
+
+    async def _continued(self, begun: Answer, most: int, stop: tuple[str, ...]) -> Answer:
+        """The answer as the engine continues it, to its end if it is not paused.
+
+        A text that may have begun to say a stop word before it was paused is sampled again from its beginning.
+        """
+        if stop:
+            begun = Answer((), (), (), whole=False)
         request = Request(
-            tuple(self.ids),
-            most,
+            (*self.ids, *begun.ids),
+            most - len(begun.ids),
             self.limits.sampling,
             seed=self.seed,
-            first_draw=sum(self.sampled),
+            first_draw=sum(self.sampled) + len(begun.ids),
             stop_words=stop,
             keep_stop=True,
             logprobs=True,
@@ -121,18 +194,55 @@ class _Conversation:
         if reply.reason == "error":
             raise RolloutFailed(reply.problem)
         tokens: tuple[Token, ...] = reply.tokens if reply.end is None else (*reply.tokens, reply.end)
-        self.ids += [token.id for token in tokens]
-        self.sampled += [True] * len(tokens)
-        self.logprobs += [token.logprob or 0.0 for token in tokens]
-        self.texts.append(reply.text)
-        self.is_finished = reply.reason == "stop"
-        return reply.text
+        ids = (*begun.ids, *(token.id for token in tokens))
+        text = self.tokenizer.detokenize([*begun.ids, *reply.ids]) if begun.ids else reply.text
+        return Answer(
+            ids,
+            (*begun.logprobs, *(token.logprob or 0.0 for token in tokens)),
+            (*begun.versions, *(self.version for _ in tokens)),
+            text,
+            ended=reply.reason == "stop",
+            whole=reply.reason != "cancelled",
+        )
 
 
-def play(stages: Sequence[GPTModel], tokenizer: Tokenizer, tasks: Sequence[Task], limits: Limits) -> list[Rollout]:
-    """Play rollouts with the weights as they are; the same list on every rank. stages: this rank's, in evaluation mode.
+async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives in a thread of its own, which nobody waits for when the caller gives up."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
 
-    Environments that raise or exceed `limits.seconds` cost their rollout, whose reward is NaN.
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(result)
+
+    def work() -> None:
+        result, problem = None, None
+        try:
+            result = function(*args)
+        except Exception as error:  # noqa: BLE001 - it is raised again where it is awaited
+            problem = error
+        try:
+            loop.call_soon_threadsafe(settle, result, problem)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    threading.Thread(target=work, daemon=True, name="environment").start()
+    return await future
+
+
+def play(
+    stages: Sequence[GPTModel],
+    tokenizer: Tokenizer,
+    tasks: Sequence[Task],
+    limits: Limits,
+    *,
+    version: int = 0,
+    until: int | None = None,
+) -> tuple[list[Rollout | Draft], PlayTimes]:
+    """Play rollouts with the weights as they are; the same on every rank. stages: this rank's, in evaluation mode.
+
+    version: iterations after which these weights are. until: only so many, the first ones, have to end; those that are not finished
+    then are paused. Environments that raise or exceed `limits.seconds` cost their rollout, whose reward is NaN.
     """
     mesh = stages[0].build.mesh
     each = max(1, min(_TOGETHER, -(-len(tasks) // mesh.dp.size)))
@@ -141,14 +251,23 @@ def play(stages: Sequence[GPTModel], tokenizer: Tokenizer, tasks: Sequence[Task]
     if not mesh.world.is_first:
         engine.follow()
         return collectives.broadcast_object(None, mesh.world)
+    times = PlayTimes()
     try:
-        rollouts = asyncio.run(_play_all(engine, tokenizer, tasks, limits))
+        results = asyncio.run(_play_all(engine, tokenizer, tasks, limits, version, until, times))
     finally:
         engine.close()
-    return collectives.broadcast_object(rollouts, mesh.world)
+    return collectives.broadcast_object((results, times), mesh.world)
 
 
-async def _play_all(engine: Engine, tokenizer: Tokenizer, tasks: Sequence[Task], limits: Limits) -> list[Rollout]:
+async def _play_all(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    tasks: Sequence[Task],
+    limits: Limits,
+    version: int,
+    until: int | None,
+    times: PlayTimes,
+) -> list[Rollout | Draft]:
     """Play all rollouts at once, and step the engine while any of them waits for it."""
     loop = asyncio.get_running_loop()
 
@@ -162,23 +281,44 @@ async def _play_all(engine: Engine, tokenizer: Tokenizer, tasks: Sequence[Task],
         engine.submit(request, listen)
         return future
 
-    semaphore = asyncio.Semaphore(engine.config.inference_max_requests * engine.mesh.dp.size)
+    together = engine.config.inference_max_requests * engine.mesh.dp.size
+    semaphore = asyncio.Semaphore(min(together, limits.together or together))
 
-    async def limited(task: Task) -> Rollout:
-        async with semaphore:
-            return await _play_one(task, _Conversation(tokenizer, limits, task.seed, submit), limits.seconds)
+    async def limited(task: Task) -> Rollout | Draft:
+        conversation = _Conversation(tokenizer, limits, task.seed, version, submit, list(task.draft))
+        try:
+            async with semaphore:
+                return await _play_one(task, conversation, limits.seconds)
+        except (_Paused, asyncio.CancelledError):
+            return (*conversation.answers, *conversation.known)
 
     playing = [asyncio.ensure_future(limited(task)) for task in tasks]
-    beat = time.monotonic()
-    while not all(task.done() for task in playing):
+    first = playing[:until]
+    beat = since = time.monotonic()
+    while not all(task.done() for task in first):
         await asyncio.sleep(0)
-        if engine.step():
-            continue
-        if time.monotonic() - beat > 1.0:
-            engine.heartbeat()
-            beat = time.monotonic()
-        await asyncio.sleep(0 if not engine.idle else _IDLE_SECONDS)
+        stepped = engine.step()
+        if not stepped:
+            if time.monotonic() - beat > 1.0:
+                engine.heartbeat()
+                beat = time.monotonic()
+            await asyncio.sleep(0 if not engine.idle else _IDLE_SECONDS)
+        now = time.monotonic()
+        times.generating += (now - since) * stepped
+        times.waiting += (now - since) * (not stepped)
+        since = now
+    await _pause(engine, playing)
     return [task.result() for task in playing]
+
+
+async def _pause(engine: Engine, playing: Sequence[asyncio.Task[Any]]) -> None:
+    """Pause the rollouts that are not finished: what is generated ends where it is, then environments are cancelled where they wait."""
+    engine.cancel_all()
+    for _ in itertools.takewhile(lambda _: not all(task.done() for task in playing), range(10)):
+        await asyncio.sleep(0)
+    for task in playing:
+        task.cancel()
+    await asyncio.gather(*playing)
 
 
 async def _play_one(task: Task, conversation: _Conversation, seconds: float) -> Rollout:
@@ -205,6 +345,7 @@ async def _play_one(task: Task, conversation: _Conversation, seconds: float) -> 
         reward,
         conversation.is_finished,
         problem.prompt,
-        "\n".join(conversation.texts),
+        "\n".join(answer.text for answer in conversation.answers),
         trouble,
+        tuple(conversation.versions),
     )

@@ -62,6 +62,20 @@ class RLConfig:
     rl_rollout_seconds: float = flag(
         0.0, "an environment that takes longer loses its rollout; 0: no limit", metavar="SECONDS"
     )
+    rl_max_inflight_requests: int | None = flag(
+        None,
+        "most rollouts played at once; left out: 64 of each replica of the network that generates",
+        metavar="COUNT",
+    )
+    rl_generation_lag: int | None = flag(
+        None,
+        "rounds that rollouts are sampled ahead of their training; left out: 0, or 1 with --rl-partial-rollouts",
+        metavar="ROUNDS",
+    )
+    rl_partial_rollouts: bool = flag(
+        False,
+        "begin a round when its own rollouts have ended; those of later rounds go on with the weights that come next",
+    )
     rl_overlong_margin: int = flag(
         0, "answers within so many tokens of the limit lose up to 1 of their reward (DAPO)", metavar="TOKENS"
     )
@@ -92,7 +106,20 @@ class RLConfig:
     rl_verify_model_weights_swap: bool = flag(
         False, "compare a hash of all weights after they were copied into the network that generates"
     )
+    rl_offload_optimizer_during_inference: bool = flag(
+        False,
+        "keep the optimizer's state in CPU memory while rollouts are sampled (nothing to move where the run is on a CPU)",
+    )
+    rl_offload_inference_model_weights_when_idle: bool = flag(
+        False, "give back the memory of the copy that generates while the run trains; the next refit fills it anew"
+    )
     rl_prompts_per_eval: int = flag(32, "held-out problems of each environment at each --eval-interval; 0: none")
+    rl_eval_answers: int = flag(
+        1, "answers to each held-out problem; 1: the likeliest; more: sampled, and pass@k is told for k up to this"
+    )
+    rl_samples_per_round: int = flag(
+        4, "prompts of a round whose answers go to samples.jsonl and samples.html beside the rollouts; 0: none"
+    )
     rl_rollout_bank_dir: str | None = flag(
         None, "folder of JSON lines of all rollouts; left out: SAVE/rollouts", metavar="FOLDER"
     )
@@ -101,6 +128,11 @@ class RLConfig:
     def rollouts_per_round(self) -> int:
         """Answers sampled before the weights change."""
         return self.grpo_prompts_per_step * self.grpo_group_size
+
+    @property
+    def lag(self) -> int:
+        """Rounds that rollouts are sampled ahead of their training."""
+        return int(self.rl_partial_rollouts) if self.rl_generation_lag is None else self.rl_generation_lag
 
     @property
     def inference_sizes(self) -> tuple[int | None, int | None, int | None, int | None]:
@@ -166,6 +198,7 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
             "--lora-rank, whose base is the reference, or --grpo-kl-beta 0"
         )
     yield from _sampling_problems(rl)
+    yield from _rollout_problems(rl, run)
     yield from _critic_problems(rl, run)
     yield from _run_problems(rl, run)
 
@@ -200,6 +233,28 @@ def _sampling_problems(rl: RLConfig) -> Iterator[str]:
         yield f"--rl-dual-clip {rl.rl_dual_clip} must be above 1"
     if rl.rl_importance_sampling_truncation_coef is not None and not rl.rl_inference_logprobs_is_correction:
         yield "--rl-importance-sampling-truncation-coef limits the weights of --rl-inference-logprobs-is-correction; add that"
+
+
+def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
+    """What is wrong with when and how many answers are sampled."""
+    if rl.lag < 0 or rl.rl_partial_rollouts and not rl.lag:
+        yield f"--rl-generation-lag {rl.lag} must be 0 or more, and 1 or more with --rl-partial-rollouts, which samples beyond the round"
+    if rl.lag and rl.rl_max_logprob_difference is not None:
+        yield (
+            f"--rl-max-logprob-difference {rl.rl_max_logprob_difference}: with --rl-generation-lag {rl.lag} older weights sample, which differ by "
+            "nature; leave it out"
+        )
+    counts = {"rl_max_inflight_requests": 1, "rl_eval_answers": 1, "rl_prompts_per_eval": 0, "rl_samples_per_round": 0}
+    for name, least in counts.items():
+        if (given := getattr(rl, name)) is not None and given < least:
+            yield f"{spelling(name)} {given} is too small; give {least} or more"
+    if rl.rl_offload_inference_model_weights_when_idle and not rl.copies_network(run):
+        yield (
+            "--rl-offload-inference-model-weights-when-idle needs a network of its own for generation, and the one in training generates; "
+            "leave it out, or give one of the --rl-inference-... sizes"
+        )
+    if rl.rl_offload_optimizer_during_inference and run.optimizer.optimizer_cpu_offload:
+        yield "--rl-offload-optimizer-during-inference and --optimizer-cpu-offload both keep the optimizer's state in CPU memory; leave one out"
 
 
 def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:

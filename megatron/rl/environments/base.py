@@ -11,13 +11,14 @@ A task of one's own needs two methods, for example in a file `reverse.py` beside
             return float(answer.strip() == problem.facts["answer"])
 
 Problems follow from their number alone, so that a run that is resumed sees the same ones. For several turns, tools or servers,
-override `play`: it is asynchronous, and what it adds to the conversation is not trained on.
+override `play`: it is asynchronous, and what it adds to the conversation is not trained on. With --rl-partial-rollouts it may be
+played again from its beginning, and gets the same answers as before up to where it was paused.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,6 +46,11 @@ class Conversation(Protocol):
     async def generate(self, *, num_tokens: int | None = None, stop: tuple[str, ...] = ()) -> str:
         """Sample what comes next, append it, and return its text. num_tokens: at most so many; left out: as --rl-max-new-tokens says."""
 
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function returns that may take long, such as a tool: with --rl-rollout-seconds in a thread of its own, which is
+        given up when that time is over.
+        """
+
 
 class Environment(ABC):
     """A task with a verifiable reward. Options of the environment file are the arguments of the constructor."""
@@ -61,4 +67,4 @@ class Environment(ABC):
         """Play one rollout and return its reward. As given here: one prompt, one answer; one that was cut off earns nothing."""
         conversation.add(problem.prompt)
         answer = await conversation.generate()
-        return self.reward(problem, answer) if conversation.is_finished else 0.0
+        return await conversation.call(self.reward, problem, answer) if conversation.is_finished else 0.0

@@ -317,21 +317,32 @@ LATER = (
     FlagGroup("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
     FlagGroup("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
           switches="grpo-filter-groups-with-same-reward rl-inference-logprobs-is-correction rl-use-sequence-packing "
-                   "rl-verify-model-weights-swap",
+                   "rl-verify-model-weights-swap rl-partial-rollouts rl-offload-optimizer-during-inference "
+                   "rl-offload-inference-model-weights-when-idle",
           values="grpo-prompts-per-step grpo-group-size grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta "
                  "grpo-entropy-term-weight langrl-env-config rl-default-temperature rl-default-top-p rl-default-top-k "
-                 "rl-importance-sampling-truncation-coef rl-rollout-bank-dir rl-prompts-per-eval "
+                 "rl-importance-sampling-truncation-coef rl-rollout-bank-dir rl-prompts-per-eval rl-generation-lag "
+                 "rl-max-inflight-requests "
                  "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
                  "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size"),
     FlagGroup("ignored", "weights are copied to the network that generates by one all-to-all of the run's own transport", values="refit-method"),
     FlagGroup("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
-    FlagGroup("later", "this part of reinforcement learning is not built yet",
-          switches="rl-offload-optimizer-during-inference rl-persist-cuda-graphs rl-partial-rollouts rl-training-cuda-graphs "
-                   "rl-offload-inference-model-weights-when-idle rl-skip-bos-token rl-profile",
-          values="rl-generation-lag rl-max-inflight-requests rl-submission-granularity rl-consumption-granularity "
-                 "rl-rollout-bank-max-bytes rl-kv-cache-management-mode rl-sequence-packing-max-sequences-per-bin "
-                 "rl-sequence-packing-algo "
-                 "rl-inference-model-unified-memory-level rl-profile-dir rl-inference-parsers env-config"),
+    FlagGroup("refused", "weights change between rounds, so that keys and values of earlier rounds are never used again: every round has a cache of its "
+              "own, which training does not hold; give recompute, or leave it out", values="rl-kv-cache-management-mode=recompute"),
+    FlagGroup("refused", "rollouts are submitted and trained on in rounds; give B, or leave it out",
+          values="rl-submission-granularity=B rl-consumption-granularity=B"),
+    FlagGroup("ignored", "rollouts are packed longest first into the first row with room; the result is the same",
+          values="rl-sequence-packing-max-sequences-per-bin rl-sequence-packing-algo"),
+    FlagGroup("ignored", "a prompt begins with the tokens that its environment writes, and no other", switches="rl-skip-bos-token"),
+    FlagGroup("refused", "no file of the bank is removed, since a run may be resumed from any checkpoint; remove old rounds by hand",
+          values="rl-rollout-bank-max-bytes"),
+    FlagGroup("refused", "captured graphs of generation end with its round, and training has --cuda-graph-impl; leave it out",
+          switches="rl-persist-cuda-graphs rl-training-cuda-graphs"),
+    FlagGroup("refused", "memory is not managed by the driver; --rl-offload-inference-model-weights-when-idle gives it back",
+          values="rl-inference-model-unified-memory-level=0"),
+    FlagGroup("refused", "use --profile, which covers generation too", switches="rl-profile", values="rl-profile-dir"),
+    FlagGroup("refused", "an environment reads what an answer says itself", values="rl-inference-parsers"),
+    FlagGroup("refused", "give the file of environments as --langrl-env-config", values="env-config"),
     FlagGroup("later", "quantisation, distillation and export after training are not built yet",
           switches="modelopt-enabled logits-load-ignore-errors",
           values="export-* logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir "

@@ -18,7 +18,7 @@ import torch
 from megatron.core.parallel import collectives
 from megatron.inference.engine import Engine
 from megatron.rl import advantages as advantages_module
-from megatron.rl import batches, policy_data, rollouts
+from megatron.rl import batches, policy_data, rollout_advantages, rollouts
 from megatron.rl import losses as losses_module
 from megatron.rl.environments.base import Environment
 from megatron.rl.policy_loss import PolicyLoss
@@ -151,8 +151,8 @@ def _ratio_of_now(self: Any, logprobs: Any, old: Any, mask: Any, answers: Any) -
 
 
 DEFECTS: dict[str, tuple[Patch, bool]] = {
-    "advantages over the batch instead of the group": ((policy_data, "advantages", _over_the_batch), False),
-    "answers counted to other prompts": ((policy_data, "advantages", _of_other_groups), False),
+    "advantages over the batch instead of the group": ((rollout_advantages, "advantages", _over_the_batch), False),
+    "answers counted to other prompts": ((rollout_advantages, "advantages", _of_other_groups), False),
     "masks shifted by one": ((batches, "rows_of", _shifted_masks), False),
     "the end token untrained": ((rollouts, "_play_one", _without_the_end(None)), False),
     "truncated answers rewarded": ((rollouts, "_play_one", _reward_of_a_cut), False),
@@ -190,7 +190,7 @@ def test_a_prefix_cache_of_old_weights_would_be_seen() -> None:
         def problem(self, number: int) -> Any:
             return dataclasses.replace(super().problem(0), prompt=" ".join(str(place % 48) for place in range(40)))
 
-    data.environments = (dataclasses.replace(data.environments[0], environment=LongPrompts()),)
+    data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=LongPrompts()),)
     for kept in (False, True):
         with patch.object(rollouts, "Engine", Kept if kept else Engine):
             differences = []
@@ -221,7 +221,7 @@ def test_the_sign_of_the_divergence_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         with patch.object(policy_data, "_reference_trainer", lambda trainer, rl: None):
             trainer, data = trainer_of(rl, **LLAMA, lr=3e-3)
         data._reference = dataclasses.replace(trainer, stages=other.stages, parallels=[], hooks=[], scripts={})
-        data.environments = (dataclasses.replace(data.environments[0], environment=Even()),)
+        data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=Even()),)
         found = []
         for _ in range(12):
             pair = train_step(trainer, data).losses["kl to reference"]

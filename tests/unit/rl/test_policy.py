@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.rl.bank import read_bank
+from megatron.training.health.bad_steps import BadStep
 from megatron.training.step import train_step
 from tests.helpers.policy import PACKED, RL, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights
@@ -149,7 +149,7 @@ def test_a_difference_between_generation_and_training_stops_the_run() -> None:
     data.begin(16)
     data.step.rl = dataclasses.replace(RL, rl_default_temperature=0.9)  # training forgets the temperature of generation
     before = [value.clone() for *_, value in held_weights(trainer)]
-    with pytest.raises(ConfigError, match="differ by .* nats on average, more than --rl-max-logprob-difference"):
+    with pytest.raises(BadStep, match="differ by .* nats on average, more than --rl-max-logprob-difference"):
         train_step(trainer, data)
     assert all(torch.equal(a, b) for a, (*_, b) in zip(before, held_weights(trainer), strict=True))
 

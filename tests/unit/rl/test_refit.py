@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest.mock import patch
 
@@ -69,6 +70,15 @@ def test_a_weight_that_is_left_out_is_found() -> None:
         pytest.raises(CheckpointError, match="did not copy all of them"),
     ):
         generator.refit()
+
+
+def test_weights_that_were_released_are_there_again_after_a_refit() -> None:
+    changes = {"rl_inference_tensor_model_parallel_size": 1, "rl_offload_inference_model_weights_when_idle": True}
+    compare(train_policy_here({}, LLAMA, 2), train_policy_here({**VERIFY, **changes}, LLAMA, 2))
+    trainer, data = trainer_of(dataclasses.replace(RL, **changes), **LLAMA)
+    data.begin(16)
+    assert data._generator is not None
+    assert not sum(param.untyped_storage().nbytes() for stage in data._generator.stages for param in stage.parameters())
 
 
 def test_the_rest_of_a_box_covers_it_once() -> None:

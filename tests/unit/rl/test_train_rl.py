@@ -61,7 +61,12 @@ def test_a_policy_is_trained_from_a_checkpoint_with_it_as_the_reference_and_goes
     assert first.returncode == 0, first.stdout + first.stderr
     text = first.stdout + first.stderr
     assert "kl to reference: 0.000000E+00" in text, "at first the policy is the reference"
-    assert text.count("held-out problems at iteration") == 2 and "round 2: reward" in text
+    assert text.count("held-out problems at iteration") == 2 and "round 2: reward" in text and "% generation" in text
+    samples = [
+        json.loads(line) for line in (tmp_path / "policy" / "rollouts" / "samples.jsonl").read_text().splitlines()
+    ]
+    assert len(samples) == 3 * 8 and {"prompt", "answer", "reward"} <= samples[0].keys()
+    assert "<h2>Iteration 2</h2>" in (tmp_path / "policy" / "rollouts" / "samples.html").read_text()
     second = run(
         tmp_path, "train_rl.py", f"{common} --train-iters 4 --tensor-model-parallel-size 2 --sequence-parallel", ranks=2
     )
@@ -105,6 +110,15 @@ REFUSALS = [
     ("--no-calculate-per-token-loss", "leave out --no-calculate-per-token-loss"),
     ("--mtp-num-layers 1", "leave it out"),
     ("--rl-use-sequence-packing", "add --reset-attention-mask --reset-position-ids"),
+    ("--rl-partial-rollouts --rl-generation-lag 0", "1 or more with --rl-partial-rollouts"),
+    ("--rl-generation-lag 1 --rl-max-logprob-difference 0.1", "older weights sample, which differ by nature"),
+    ("--rl-eval-answers 0", "--rl-eval-answers 0 is too small"),
+    ("--rl-offload-inference-model-weights-when-idle", "needs a network of its own for generation"),
+    ("--rl-kv-cache-management-mode persist", "every round has a cache of its own"),
+    ("--rl-submission-granularity G", "rollouts are submitted and trained on in rounds"),
+    ("--rl-persist-cuda-graphs", "captured graphs of generation end with its round"),
+    ("--rl-profile", "use --profile"),
+    ("--rl-inference-parsers x", "reads what an answer says itself"),
     ("--rl-max-new-tokens 16", "must lie between 1 and --seq-length 16 - 1"),
 ]
 

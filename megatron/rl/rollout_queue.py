@@ -1,0 +1,128 @@
+"""The rollouts of the next rounds: sampled some rounds ahead of their training (--rl-generation-lag), whole or in parts (--rl-partial-rollouts).
+
+    lag 0            round n is sampled before round n is trained on
+    lag 2            rounds 0, 1, 2 are sampled at first; then round n + 2 before round n is trained on
+    lag 2, partial   before round n is trained on, rollouts of rounds n to n + 2 are sampled together until those of round n are whole; the
+                     others go on with the weights that come next, so that no replica waits for the longest answer
+
+No token is older than the lag. What is ahead is written to a file of the bank, ahead_<iteration>.jsonl.gz, before the round is trained on, so that a
+run that is resumed goes on with it, to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.indexed import DataError
+from megatron.rl.bank import read_lines, tuples, write_lines
+from megatron.rl.environments.config import WeightedEnvironment, environment_of
+from megatron.rl.rollouts import Answer, Draft, PlayTimes, Rollout, Task
+from megatron.rl.settings import RLConfig
+
+# plays tasks with the weights as they are, until so many of the first have ended
+Player = Callable[[Sequence[Task], int | None], tuple[list[Rollout | Draft], PlayTimes]]
+_SEEDS_A_ROUND = 2**32
+
+
+class RolloutQueue:
+    """Rollouts of rounds that are not trained on yet, the same on every rank.
+
+    steps: iterations of a round. last: number of the last round of the run, None where it is not known. folder: of the bank.
+    """
+
+    def __init__(
+        self,
+        rl: RLConfig,
+        environments: Sequence[WeightedEnvironment],
+        *,
+        seed: int,
+        steps: int,
+        last: int | None,
+        folder: Path | None,
+    ) -> None:
+        self.rl, self.environments = rl, environments
+        self._seed, self._steps, self._last, self._folder = seed, steps, last, folder
+        self._ahead: dict[int, list[Rollout | Draft]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is ahead."""
+        return not self._ahead
+
+    def clear(self) -> None:
+        """Forget what is ahead."""
+        self._ahead.clear()
+
+    def take(self, number: int, play: Player) -> tuple[list[Rollout], PlayTimes]:
+        """The rollouts of a round, and how long they took; what is ahead of it is sampled too, as far as the lag says."""
+        most = number + self.rl.lag if self._last is None else max(number, min(number + self.rl.lag, self._last))
+        rounds = {one: self._ahead.pop(one, None) for one in range(number, most + 1)}
+        tasks, places = list[Task](), list[tuple[int, int]]()
+        results: dict[int, list[Rollout | Draft]] = {}
+        for one, known in rounds.items():
+            results[one] = known or [()] * self.rl.rollouts_per_round
+            for place, draft in enumerate(results[one]):
+                if not isinstance(draft, Rollout):
+                    tasks.append(self._task(one, place, draft))
+                    places.append((one, place))
+        until = sum(one == number for one, _ in places) if self.rl.rl_partial_rollouts else None
+        played, times = play(tasks, until) if tasks else ([], PlayTimes())
+        for (one, place), result in zip(places, played, strict=True):
+            results[one][place] = result
+        mine = [one for one in results.pop(number) if isinstance(one, Rollout)]
+        assert len(mine) == self.rl.rollouts_per_round, "a round is trained on when all its rollouts have ended"
+        self._ahead = results
+        return mine, times
+
+    def write(self, number: int) -> None:
+        """Write what is ahead of a round, on the first rank."""
+        if self._folder is not None and self.rl.lag:
+            lines = (
+                {"round": one, "place": place, **_values(result)}
+                for one, results in self._ahead.items()
+                for place, result in enumerate(results)
+            )
+            write_lines(self._file(number), lines)
+
+    def restore(self, number: int) -> bool:
+        """Read what was ahead of a round; whether that is known."""
+        file = None if self._folder is None else self._file(number)
+        if file is None or not file.is_file():
+            return False
+        self._ahead = {}
+        for line in read_lines(file):
+            try:
+                results = self._ahead.setdefault(line["round"], [()] * self.rl.rollouts_per_round)
+                results[line["place"]] = _result(line)
+            except (KeyError, TypeError, IndexError) as error:
+                raise DataError(
+                    f"the rollouts of {file} are not those of this run: {type(error).__name__}: {error}"
+                ) from None
+        return True
+
+    def _file(self, number: int) -> Path:
+        assert self._folder is not None, "asked where there is a bank"
+        return self._folder / f"ahead_{number * self._steps:07d}.jsonl.gz"
+
+    def _task(self, number: int, place: int, draft: Draft) -> Task:
+        """The rollout at a place of a round. The same problem and the same draws in every run of this seed."""
+        group = place // self.rl.grpo_group_size
+        which, problem = environment_of(self.environments, number * self.rl.grpo_prompts_per_step + group)
+        chosen = self.environments[which]
+        seed = (self._seed * 1_000_003 + number) * _SEEDS_A_ROUND + place
+        return Task(chosen.environment, chosen.name, problem, group, seed, draft)
+
+
+def _values(result: Rollout | Draft) -> Mapping[str, Any]:
+    if isinstance(result, Rollout):
+        return {"rollout": dataclasses.asdict(result)}
+    return {"draft": [dataclasses.asdict(answer) for answer in result]}
+
+
+def _result(line: Mapping[str, Any]) -> Rollout | Draft:
+    if "rollout" in line:
+        return Rollout(**tuples(line["rollout"]))
+    return tuple(Answer(**tuples(answer)) for answer in line["draft"])

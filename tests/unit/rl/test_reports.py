@@ -1,0 +1,86 @@
+"""What a run tells of its answers: samples on a page, and how often one of k answers to held-out problems is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megatron.inference.sampling import Sampling
+from megatron.rl.environments.base import Environment, Problem
+from megatron.rl.environments.config import WeightedEnvironment
+from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, text_of
+from megatron.rl.rollouts import Limits, Rollout
+from megatron.rl.samples import SampleFiles, read_samples
+from megatron.training.step import train_step
+from tests.helpers.policy import RL, trainer_of
+
+
+@pytest.mark.parametrize("answers, right, k", [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 2), (6, 5, 3)])
+def test_pass_at_k_is_the_share_of_choices_of_k_answers_with_a_right_one(answers: int, right: int, k: int) -> None:
+    draws = [any(draw) for draw in itertools.combinations([True] * right + [False] * (answers - right), k)]
+    assert pass_at(k, right=right, answers=answers) == pytest.approx(sum(draws) / len(draws))
+
+
+class Fixed(Environment):
+    """Not played."""
+
+    def problem(self, number: int) -> Problem:
+        """None."""
+        return Problem("")
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """None."""
+        return 0.0
+
+
+def test_held_out_answers_are_counted_by_problem_and_failures_are_wrong() -> None:
+    rl = dataclasses.replace(RL, rl_prompts_per_eval=2, rl_eval_answers=3)
+    rewards = iter([1.0, 0.0, 0.5, 0.0, 0.0, float("nan")])
+    seeds = []
+
+    def play(tasks, limits):  # type: ignore[no-untyped-def]
+        assert limits.sampling.temperature == 0.8
+        seeds.extend(task.seed for task in tasks)
+        return [
+            Rollout(t.name, t.number, t.group, (), (), (), r := next(rewards), True, problem="" if r == r else "failed")
+            for t in tasks
+        ]
+
+    results = evaluate_held_out(rl, [WeightedEnvironment("fixed", Fixed(), 1.0)], Limits(Sampling(0.8), 9, 9), play)
+    assert results["fixed"]["reward"] == pytest.approx(1.5 / 5)
+    assert results["fixed"]["pass@1"] == pytest.approx(1 / 6) and results["fixed"]["pass@3"] == 0.5
+    assert len(set(seeds)) == 3 and text_of(results) == "fixed 0.300 pass@1 0.167 pass@2 0.333 pass@3 0.500"
+    assert powers_of_two(8) == [1, 2, 4, 8]
+
+
+def test_samples_are_lines_and_a_page_and_later_lines_count(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path)
+    sample = {
+        "iteration": 3,
+        "prompt": "<script>1</script>",
+        "answer": "2",
+        "reward": 0.25,
+        "tokens": 1,
+        "finished": True,
+    }
+    files.write(3, [sample, sample])
+    files.write(4, [{**sample, "iteration": 4, "reward": float("nan"), "failure": "it <hung>"}])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"iteration": 5, "pro')  # torn by a kill
+        file.write("\n")
+    SampleFiles(tmp_path).write(3, [{**sample, "answer": "again"}])
+    assert [one["answer"] for one in read_samples(tmp_path / "samples.jsonl")[3]] == ["again"]
+    page = (tmp_path / "samples.html").read_text()
+    assert "&lt;script&gt;" in page and "<script>" not in page and "it &lt;hung&gt;" in page
+    assert page.index("Iteration 4") < page.index("Iteration 3")
+
+
+def test_a_run_shows_answers_with_their_rewards() -> None:
+    trainer, data = trainer_of(RL)
+    train_step(trainer, data)
+    assert trainer.samples is not None
+    shown = trainer.samples(trainer.stages)
+    assert len(shown) == 4 and all("[reward " in text for _, text in shown)
