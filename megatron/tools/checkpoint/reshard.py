@@ -33,7 +33,7 @@ from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.compare.contents import counted, size_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # values that weights keep; the others go with the optimizer
+KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
 
 
 class Weights:
