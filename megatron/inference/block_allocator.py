@@ -114,6 +114,14 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
+    def marks(self, ids: Sequence[int], content: bytes = b"") -> list[bytes]:
+        """What stands for each beginning of `ids` that ends with a block: as many as there are full blocks."""
+        known = list[bytes]()
+        for start in range(0, len(ids) - self.size + 1, self.size):
+            content = _mark(content, ids[start : start + self.size])
+            known.append(content)
+        return known
+
     def publish(self, blocks: Sequence[int], ids: Sequence[int], *, known: int, content: bytes) -> bytes:
         """Make the full blocks of a sequence available as a cached prefix.
 

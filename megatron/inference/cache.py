@@ -26,6 +26,8 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.paged import BlockTables
+from megatron.core.transformer.cache import Mix, StatefulMixer
+from megatron.inference.states import StateGroup, StatePool
 
 _SHORT = 128  # keys that a row may be filled up with, however few its own are
 _ALL = 2**62  # keys
@@ -48,6 +50,8 @@ class Span:
 
 def entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
     """(heads, head size) of what a layer stores of a token on one rank: keys and values, or of latent attention one vector."""
+    if plan.mixer not in ("attention", "mla"):  # it has a state, or nothing
+        return ()
     if plan.mixer == "mla":
         return ((1, model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),)
     heads = max(1, model.num_query_groups // tensor_size)
@@ -176,6 +180,7 @@ def ordered(spans: Sequence[Span]) -> list[list[int]]:
 class StepCache:
     """The `Cache` of one forward pass. positions, new: positions of its tokens and where they are stored, [t]; logit_positions: places
     among them, or None for all; filling: how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
+    states: of layers that have them, and the groups' slots.
     """
 
     def __init__(
@@ -186,7 +191,9 @@ class StepCache:
         logit_positions: Tensor | None = None,
         filling: int = 0,
         depth: int = 0,
+        states: tuple[StatePool, Sequence[StateGroup]] | None = None,
     ) -> None:
+        self._state_slots = states
         self._pool, self._logit_positions, self._filling, self._depth = pool, logit_positions, filling, depth
         self._groups = [one for group, views in groups for one in (views or (group,))]
         places = [group.places for group, _ in groups]
@@ -198,6 +205,16 @@ class StepCache:
     def states(self) -> Tensor:
         """What this pass's depth reads of its tokens, [t, 1, h]."""
         return self._pool.states[self._depth - 1].index_select(0, self._new)[:, None]
+
+    def scan(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
+        """What a mixer makes of the new tokens of all texts, group by group. parts: each [t, 1, ...]; returns [t, 1, ...]."""
+        assert self._state_slots is not None, "a network whose layers have states has slots for them"
+        pool, groups = self._state_slots
+        outputs = [group.scan(pool, mixer, parts, mix) for group in groups]
+        if self._filling:
+            like = outputs[0] if outputs else parts[0]
+            outputs.append(like.new_zeros((self._filling, *like.shape[1:])))
+        return _joined(outputs)
 
     def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """Raise: a decoder without cross attention has no encoder output [s, b, h]."""
@@ -257,11 +274,12 @@ def step_cache(
     logit_positions: Tensor | None,
     total: int,
     depth: int = 0,
+    states: tuple[StatePool, Sequence[StateGroup]] | None = None,
 ) -> StepCache:
     """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `ordered`, then padding.
 
     tables: of each group int32 [b, blocks] and [b], as `tables_of` returns them. logit_positions: [positions], the tokens whose
-    logits are needed; None: all.
+    logits are needed; None: all. states: of layers that have them, and the slots of each group.
     """
     step_groups: list[tuple[CacheGroup, Sequence[_View]]] = []
     first = 0
@@ -276,7 +294,9 @@ def step_cache(
         few = len(views) == 1 or len(views) * _CALL < copied
         step_groups.append((group, views if few else ()))
         first += len(spans) * count
-    return StepCache(pool, step_groups, logit_positions=logit_positions, filling=total - first, depth=depth)
+    return StepCache(
+        pool, step_groups, logit_positions=logit_positions, filling=total - first, depth=depth, states=states
+    )
 
 
 def _views(spans: Sequence[Span], block_size: int, first: int) -> list[_View]:

@@ -26,6 +26,7 @@ from megatron.core.kernels.paged import BlockTables
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
 from megatron.inference.cache import CacheGroup, KVCache, Span, StepCache, tables_of
+from megatron.inference.states import stateful
 
 _FEWEST_KEYS = 256  # of a graph
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -41,6 +42,8 @@ def unfit(stages: Sequence[GPTModel]) -> str:
         return "there is no GPU"
     if mesh.pp.size * mesh.cp.size > 1:
         return "a copy of the network lies on several pipeline stages"
+    if stateful(stages):
+        return "layers keep a state of each text, in slots that change from step to step"
     if moe.num_experts and mesh.ep.size * mesh.etp.size > 1 and moe.moe_token_dispatcher_type != "allgather":
         return (
             f"with --moe-token-dispatcher-type {moe.moe_token_dispatcher_type} how many tokens a rank gets is known only as it runs; "

@@ -23,6 +23,7 @@ from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.cache import Mix, StatefulMixer
 from megatron.inference.engine import ThroughputMeter
 from megatron.inference.requests import Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.sampled_tokens import sample
@@ -56,6 +57,10 @@ class _Past:
             return kernel(q, keys, values, replace(mask, causal=False), dropout, scores)  # the last token sees all
 
         return attend
+
+    def scan(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
+        """Raise: no layer of these networks has a state."""
+        raise AssertionError("an encoder and a decoder have attention alone")
 
     def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """Keys and values of the memory."""

@@ -33,6 +33,7 @@ from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, 
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
+from megatron.inference.states import SlotAllocator, TextStates, state_bytes
 from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
 
 _SCORED = 256  # most prompt positions per step with log-probabilities, which bounds the logits
@@ -64,6 +65,7 @@ class Engine:
         self.max_length = min(config.inference_max_seq_length or positions, positions)
         parts = [(stages, 0 if draft else config.num_speculative_tokens), *([(draft, 0)] if draft else [])]
         count = engine_setup.block_count(parts, config, self.max_length)
+        snapshots = engine_setup.snapshot_count(stages, config)
         networks = [
             CachedNetwork(
                 part,
@@ -77,12 +79,20 @@ class Engine:
             )
             for part, depths in parts
         ]
+        if snapshots is not None:
+            networks[0].keep_states(engine_setup.state_slots(snapshots, config))
         self.runner = ModelRunner(networks)
         self.adapters = ServedAdapters(self.runner, most=config.max_loras, rank=config.max_lora_rank)
         self.allocators = [
             BlockAllocator(count, size, sharing=config.inference_dynamic_batching_prefix_caching)
             for _ in range(self.mesh.dp.size)
         ]
+        self.slots = [
+            SlotAllocator(config.inference_max_requests, config.num_speculative_tokens, snapshots)
+            for _ in range(self.mesh.dp.size if snapshots is not None else 0)
+            if snapshots is not None
+        ]
+        self._state_bytes = state_bytes(stages)
         self._bytes = networks[0].bytes_per_token
         self._tickets = itertools.count()
         self._inbox: deque[SequenceState] = deque()
@@ -176,13 +186,18 @@ class Engine:
             return None
         if self._draft is not None:
             self._counts["proposed_tokens"] += self._draft.propose(chosen)
-        rows = tuple(tuple(one.row(count, self._after) for one, count in shares) for shares in chosen)
+        rows = tuple(tuple(self._row(one, count) for one, count in shares) for shares in chosen)
         launched = self.runner.launch(StepInput(0, rows))
         places = iter(launched.places)
         for shares, own in zip(chosen, rows, strict=True):
             for (one, _), row in zip(shares, own, strict=True):
                 one.advance(row, next(places, 0))
         return _Pass(chosen, rows, launched)
+
+    def _row(self, one: SequenceState, count: int) -> SequenceInput:
+        """The input of a sequence in the next step."""
+        states = one.next_states(count, self.allocators[one.replica])
+        return replace(one.row(count, self._after), states=states)
 
     def _can_look_ahead(self) -> bool:
         """Whether the next pass can be launched before the tokens of this one are known: each text grows by one, and gets a block if
@@ -255,6 +270,8 @@ class Engine:
         """Empty the prefix cache, as when the weights have changed."""
         for blocks in self.allocators:
             blocks.clear()
+        for slots in self.slots:
+            slots.clear()
 
     def metrics(self) -> Metrics:
         """Counters and gauges of the engine. May be called from any thread."""
@@ -268,6 +285,8 @@ class Engine:
             blocks_used=capacity - available,
             blocks_kept=cached,
             bytes_per_token=self._bytes,
+            state_bytes=self._state_bytes,
+            states_kept=sum(slots.kept for slots in self.slots),
             finished=dict(self._finished),
             tokens_per_second=self._throughput.now(),
             **{
@@ -374,6 +393,12 @@ class Engine:
         """Admit a waiting request with its cached prefix, if there is room for all of it."""
         blocks = self.allocators[replica]
         beginning = [] if one.request.prompt_logprobs else blocks.cached_prefix(one.ids, one.root)
+        mark: bytes | None = None
+        if self.slots:
+            marks = blocks.marks(one.ids, one.root)[: len(beginning)]
+            reached = self.slots[replica].longest(marks)
+            blocks.release(beginning[reached:])
+            beginning, mark = beginning[:reached], marks[reached - 1] if reached else None
         # One block more for each that runs here, so that a new one does not push out an old one at once.
         needed = blocks.needed(len(one.ids) + 1) - len(beginning) + self._load(replica)
         left = len(one.ids) - len(beginning) * blocks.size
@@ -383,6 +408,8 @@ class Engine:
             blocks.release(beginning)
             return False
         one.admit(replica, beginning, blocks)
+        if self.slots:
+            one.states = TextStates(self.slots[replica], mark)
         self._counts["cached_tokens"] += one.computed
         return True
 
@@ -391,6 +418,8 @@ class Engine:
     ) -> None:
         """Put a request into the step with as many tokens as the budget allows."""
         count = 0 if one.ends_with_awaited else min(one.num_uncomputed, budget[one.replica])
+        if one.states is not None and one.states.shares and self.config.enable_chunked_prefill and not one.awaited:
+            count = min(count, one.snapshot_place(self.allocators[one.replica]) - one.computed)
         if one.scores_prompt:
             count = min(count, scored[one.replica])
         guesses = one.max_drafts(self.config.num_speculative_tokens)

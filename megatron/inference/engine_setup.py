@@ -17,6 +17,7 @@ from megatron.core.transformer.build import Build
 from megatron.inference import cuda_graphs
 from megatron.inference.cache import bytes_per_token
 from megatron.inference.model_runner import stored
+from megatron.inference.states import slot_count, state_bytes, stateful
 
 _MOST_BYTES = 4 * 10**9  # of the KV cache, unless another size is requested
 _GRAPHS = 16  # shapes of a step
@@ -32,6 +33,19 @@ def problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequenc
         )
     if build.model.rope.position_embedding_type == "relative":
         problems.append("text is not generated with --position-embedding-type relative")
+    if stateful(draft):
+        problems.append(
+            "a draft model whose layers keep a state cannot take back what is not accepted; give one with attention alone"
+        )
+    if (
+        config.num_speculative_tokens
+        and not draft
+        and any(stage.mtp is not None and stateful([stage.mtp]) for stage in stages)
+    ):
+        problems.append(
+            "--num-speculative-tokens: layers of multi-token prediction that keep a state cannot take back what is not accepted; leave it out, "
+            "or give a draft model"
+        )
     problems += _speculation_problems(build, config, draft)
     graphs = config.inference_dynamic_batching_num_cuda_graphs
     if graphs and (reason := cuda_graphs.unfit(stages)):
@@ -101,6 +115,22 @@ def max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> 
     return graphs if graphs is not None else 0 if cuda_graphs.unfit(stages) else _GRAPHS
 
 
+def snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) -> int | None:
+    """How many snapshots of states are kept, the same number on every rank; None: no layer of the network has a state."""
+    each = max(collectives.gather_objects(state_bytes(stages), stages[0].build.mesh.world))
+    if not each:
+        return None
+    given = config.inference_dynamic_batching_prefix_caching_mamba_gb
+    if not config.inference_dynamic_batching_prefix_caching:
+        return 0
+    return config.inference_max_requests if given is None else int(given * 10**9 // each)
+
+
+def state_slots(snapshots: int, config: InferenceConfig) -> int:
+    """Slots of states on each rank."""
+    return slot_count(config.inference_max_requests, config.num_speculative_tokens, snapshots)
+
+
 def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
     """Blocks of the cache, block 0 included; the same number on every rank. parts: (stages, depths of multi-token prediction)."""
     size = config.inference_dynamic_batching_block_size
@@ -108,7 +138,7 @@ def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Inferen
     for stages, depths in parts:
         build, (plans, states) = stages[0].build, stored(stages, depths)
         mine += bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
-    each = max(collectives.gather_objects(mine, build.mesh.world))
+    each = max(1, *collectives.gather_objects(mine, build.mesh.world))
     longest = -(-(max_length + config.num_speculative_tokens) // size)
     needed = config.inference_max_requests * longest
     given = config.inference_dynamic_batching_buffer_size_gb

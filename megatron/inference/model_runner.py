@@ -30,6 +30,7 @@ from megatron.inference.adapters import AdapterBank
 from megatron.inference.cache import KVCache, bytes_per_token, ordered, step_cache, tables_of
 from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, fill_in
 from megatron.inference.sampled_tokens import SampledTokens, sample
+from megatron.inference.states import StatePool, StepSlots
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceOutput, StepInput
 
 _KEPT_IMAGES = 64  # prompts whose images stay encoded
@@ -77,6 +78,7 @@ class CachedNetwork:
         build = stages[0].build
         self.build, self.mesh = build, build.mesh
         self.adapters = AdapterBank(stages)
+        self.state_pool: StatePool | None = None
         self.plans, states = stored(stages, depths)
         self.pool = KVCache(
             build.model,
@@ -104,6 +106,10 @@ class CachedNetwork:
         self._scripts: dict[int, Script] = {}
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
+
+    def keep_states(self, slots: int) -> None:
+        """Make slots for the states of layers that have them (inference/states.py)."""
+        self.state_pool = StatePool(self.stages, slots)
 
     def with_images(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
         """The ids [1, t] of a pass with the images of its rows, encoded; the ids alone where no image stands."""
@@ -213,12 +219,18 @@ class _Step:
         logit_positions, awaited = _positions(self.rows)
         self.length = length
         self.adapters = sorted({row.adapter for row in self.rows})
-        of_token = [row.adapter for row in self.rows for _ in row.ids] if any(self.adapters) else []
+        of_token = _adapters_of_tokens(self.rows)
         grouped = [[spans[number] for number in group] for group in groups]
         device = network.mesh.device
         known = [np.array(one, np.int32) for one in (ids + padding, logit_positions)]
         known.extend(np.array(awaited, np.int32).reshape(-1, 2).T)
         known += [table for group in grouped for table in tables_of(group)]
+        slots = StepSlots(
+            ([rows[n].states for n in group] for group in groups),
+            (spans[group[0]].count for group in groups),
+            network.state_pool,
+        )
+        known += slots.arrays
         if of_token:
             known.append(np.array(of_token + padding, np.int32))
         given, positions, awaited_at, sampled, *tables = devices.upload(known, device)
@@ -236,6 +248,7 @@ class _Step:
             logit_positions=None if self._cut else self.logit_positions,
             total=length,
             depth=depth,
+            states=slots.groups(tables[2 * len(groups) :]),
         )
         self.positions = self.cache.positions[None]
         self.sampled = SampledTokens(self.rows, self._order)
@@ -244,6 +257,12 @@ class _Step:
         """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
         chosen = logits[self.logit_positions] if self._cut else logits
         self.sampled = sample(self.rows, chosen, network.build, self._order)
+
+
+def _adapters_of_tokens(rows: Sequence[SequenceInput]) -> list[int]:
+    """Return the number of each token's adapter; nothing where no row has one."""
+    numbers = [row.adapter for row in rows for _ in row.ids]
+    return numbers if any(numbers) else []
 
 
 def _positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -129,7 +129,7 @@ Listener = Callable[[Event], None]
 class Metrics:
     """Where the engine stands. Counts since it began, but for `waiting`, `running` and blocks; rates over the last seconds.
 
-    blocks_used hold running requests; blocks_kept hold beginnings that nobody uses now and anybody may. A token is `prompt` when it
+    state_bytes: of one text, of layers that have a state; states_kept: beginnings whose states are kept. blocks_used hold running requests; blocks_kept hold beginnings that nobody uses now and anybody may. A token is `prompt` when it
     was read, `cached` when its keys and values were there already, `generated` when it was made.
     """
 
@@ -139,6 +139,8 @@ class Metrics:
     blocks_used: int = 0
     blocks_kept: int = 0
     bytes_per_token: int = 0
+    state_bytes: int = 0
+    states_kept: int = 0
     requests: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     steps: int = 0

@@ -9,6 +9,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.detokenizer import Detokenizer
 from megatron.inference.requests import Event, Listener, Reason, Reply, Request, Token
+from megatron.inference.states import StateSlots, TextStates, next_snapshot
 from megatron.inference.step_input import PromptImages, SamplingState, SequenceInput, SequenceOutput
 
 
@@ -39,6 +40,7 @@ class SequenceState:
             frozenset(ends),
         )
         self.ids = list(request.prompt)
+        self.states: TextStates | None = None
         self.replica, self.blocks, self.computed, self.drafted = 0, list[int](), 0, 0
         self.reserved = range(0)
         self.drafts: tuple[int, ...] = ()
@@ -139,6 +141,19 @@ class SequenceState:
             return None
         return images
 
+    def next_states(self, count: int, blocks: BlockAllocator) -> StateSlots:
+        """Slots of its states in the next step, of `count` tokens; with a snapshot where one is to be."""
+        if self.states is None:
+            return StateSlots()
+        end = self.computed + count
+        at_snapshot = self.states.shares and not self.awaited and end == self.snapshot_place(blocks)
+        mark = blocks.marks(self.ids[:end], self.root)[-1] if at_snapshot else None
+        return self.states.step(len(self.drafts), mark)
+
+    def snapshot_place(self, blocks: BlockAllocator) -> int:
+        """Behind how many tokens the next snapshot is to be taken."""
+        return next_snapshot(self.computed, len(self.ids), blocks.size)
+
     def advance(self, row: SequenceInput, place: int = 0) -> None:
         """Note that a step computes this row. place: which of the sampled tokens its first is."""
         count = len(row.ids) - len(self.drafts)
@@ -161,7 +176,10 @@ class SequenceState:
         self.blocks.append(blocks.take(following) if following in self.reserved else blocks.take())
 
     def release_blocks(self, blocks: BlockAllocator) -> None:
-        """Release all blocks and reservations."""
+        """Release all blocks and reservations, and the slots of states."""
+        if self.states is not None:
+            self.states.release()
+            self.states = None
         blocks.release(self.blocks, self.reserved)
         self.blocks, self.reserved = [], range(0)
 
@@ -180,6 +198,8 @@ class SequenceState:
         drafts, self.drafts = self.drafts, ()
         self.in_flight -= count
         self.awaited = self.in_flight > 0 and self.awaited
+        if self.states is not None and not drafts:
+            self.states.taken(0)
         tokens = [Token(token, *_scores(output, place)) for place, token in enumerate(output.ids)]
         self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
@@ -189,6 +209,8 @@ class SequenceState:
                 return 0
             accepted = self._accept(tokens[len(row.targets) :], drafts, now)
             self.computed += max(0, accepted - 1)
+            if self.states is not None and drafts:
+                self.states.taken(max(0, accepted - 1))
         self.drafted = min(self.drafted, self.computed)
         return accepted
 

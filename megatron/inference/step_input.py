@@ -9,6 +9,7 @@ import numpy as np
 from megatron.inference.cache import Span
 from megatron.inference.cuda_graphs import GraphShape
 from megatron.inference.sampling import Sampling
+from megatron.inference.states import StateSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class SequenceInput:
     those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities. adapter: number of the adapter
     of all of its tokens; 0: none. awaits: the only id is not
     known on the host yet; it is the token of this number that the step before sampled. images: of its prompt, where rows of them
-    stand at some of its new tokens.
+    stand at some of its new tokens. states: slots of the states of layers that have them.
     """
 
     ids: tuple[int, ...]
@@ -61,6 +62,7 @@ class SequenceInput:
     adapter: int = 0
     awaits: int | None = None
     images: PromptImages | None = None
+    states: StateSlots = StateSlots()
 
     @property
     def slots(self) -> tuple[int, ...]:

@@ -7,10 +7,23 @@ the kernel for texts of one shape together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
+
+from megatron.core.transformer.state_space import MixerState
+
+Mix = Callable[
+    [list[Tensor], MixerState], tuple[Tensor, MixerState]
+]  # parts [s, b, ...] and a state to [s, b, ...] and the next
+
+
+class StatefulMixer(Protocol):
+    """A mixer that knows of a text's beginning what a state of constant size holds."""
+
+    def first_state(self, batch: int) -> MixerState:
+        """The state before a text, of so many texts."""
 
 
 class Cache(Protocol):
@@ -20,6 +33,12 @@ class Cache(Protocol):
         """`kernel` for new tokens of all texts: q: [t, 1, n, d], k: [t, 1, g, d], v: [t, 1, g, dv]; returns [t, 1, n * dv].
 
         layer: global number of the layer. Where v is the beginning of k, as in latent attention, k alone is stored.
+        """
+
+    def scan(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
+        """What a mixer with a state makes of the new tokens of all texts, each from its own state, which goes on.
+
+        parts: each [t, 1, ...], what `mix` takes. Returns [t, 1, ...].
         """
 
     def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:

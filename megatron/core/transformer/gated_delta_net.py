@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.context_parallel.heads import HeadExchange
+from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
-from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, constant, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -78,7 +77,10 @@ class GatedDeltaNet(nn.Module):
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
         exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
         parts, z = self._split(projected)
-        mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
+        if context.cache is not None:
+            mixed = context.cache.scan(self, parts, self._go_on)
+        else:
+            mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
         return self.out_proj(self.out_norm(exchange.to_positions(mixed), z).flatten(2)), normed
 
     def first_state(self, batch: int) -> MixerState:
@@ -90,8 +92,12 @@ class GatedDeltaNet(nn.Module):
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
         parts, z = self._split(self.in_proj(normed))
-        mixed, state = self._mix(parts, HeadExchange.of(self.build.mesh, MaskSpec(), len(z)), None, state)
+        mixed, state = self._go_on(parts, state)
         return self.out_proj(self.out_norm(mixed, z).flatten(2)), state
+
+    def _go_on(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
+        """Convolution and scan of split tokens [s, b, ...] behind a state."""
+        return self._mix(parts, ALONE, None, state)
 
     def _split(self, projected: Tensor) -> tuple[list[Tensor], Tensor]:
         """[s, b, out/tp] to q, k [s, b, nk/tp, dk], v [s, b, nv/tp, dv], b, a [s, b, nv/tp, 1], and z like v."""

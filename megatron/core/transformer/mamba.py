@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.context_parallel.heads import HeadExchange
+from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
-from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -87,7 +86,10 @@ class MambaMixer(nn.Module):
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
         exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
         z, *parts = self._split(projected)
-        mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
+        if context.cache is not None:
+            mixed = context.cache.scan(self, parts, self._go_on)
+        else:
+            mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
         return self.out_proj(self.norm(exchange.to_positions(mixed).flatten(2), z)), normed
 
     def first_state(self, batch: int) -> MixerState:
@@ -99,9 +101,12 @@ class MambaMixer(nn.Module):
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
         z, *parts = self._split(self.in_proj(normed))
-        alone = HeadExchange.of(self.build.mesh, MaskSpec(), len(z))
-        mixed, state = self._mix(parts, alone, None, state)
+        mixed, state = self._go_on(parts, state)
         return self.out_proj(self.norm(mixed.flatten(2), z)), state
+
+    def _go_on(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
+        """Convolution and scan of split tokens [s, b, ...] behind a state."""
+        return self._mix(parts, ALONE, None, state)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """[s, b, (2 d + 2 g N + n)/tp] to z [s, b, d/tp], x [s, b, n/tp, p], B and C [s, b, g/tp, N], dt [s, b, n/tp, 1]."""

@@ -17,6 +17,8 @@ _ROWS = (
     ("blocks_used", "cache_blocks_used", "gauge", "blocks that hold running requests"),
     ("blocks_kept", "cache_blocks_kept", "gauge", "blocks that hold beginnings which nobody uses now"),
     ("bytes_per_token", "cache_bytes_per_token", "gauge", "bytes of keys and values of a token, on a rank"),
+    ("state_bytes", "state_bytes", "gauge", "bytes of the states of a text, on a rank, of layers that have them"),
+    ("states_kept", "states_kept", "gauge", "beginnings whose states are kept"),
     ("steps", "steps_total", "counter", "forward passes"),
     ("prompt_tokens", "prompt_tokens_total", "counter", "tokens of prompts that were read"),
     ("cached_tokens", "cached_tokens_total", "counter", "tokens of prompts that were in the cache"),

@@ -282,7 +282,7 @@ LATER = (
           switches="enable-chunked-prefill inference-dynamic-batching-prefix-caching",
           values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
                  "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
-                 "inference-dynamic-batching-block-size num-speculative-tokens"),
+                 "inference-dynamic-batching-block-size inference-dynamic-batching-prefix-caching-mamba-gb num-speculative-tokens"),
     FlagGroup("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
     FlagGroup("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
     FlagGroup("later", "this setting of text generation is not built, and a training run has no use for it",
@@ -299,7 +299,6 @@ LATER = (
                  "inference-dynamic-batching-prefix-caching-eviction-policy "
                  "inference-dynamic-batching-prefix-caching-coordinator-policy "
                  "inference-dynamic-batching-prefix-caching-routing-alpha "
-                 "inference-dynamic-batching-prefix-caching-mamba-gb "
                  "inference-dynamic-batching-cuda-graph-mixed-prefill-count "
                  "inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-sampling-backend "
                  "inference-dynamic-batching-async-sched-mode inference-dynamic-batching-logprobs-mode "

@@ -35,6 +35,11 @@ class InferenceConfig:
     inference_dynamic_batching_prefix_caching: bool = flag(
         True, "texts that begin alike do not share the keys and values of their beginning"
     )
+    inference_dynamic_batching_prefix_caching_mamba_gb: float | None = flag(
+        None,
+        "GB on each rank of states that are kept for texts that begin alike, of layers that have a state in the place of keys and values; left out: as "
+        "many states as requests are decoded together; 0: none, and then no beginnings are shared",
+    )
     enable_chunked_prefill: bool = flag(
         True, "do not read a prompt in several forward passes; it waits until it fits into one"
     )
@@ -76,6 +81,9 @@ class InferenceConfig:
         size = self.inference_dynamic_batching_buffer_size_gb
         if size is not None and size <= 0:
             yield f"--inference-dynamic-batching-buffer-size-gb {size} is no size; give a number above 0"
+        states = self.inference_dynamic_batching_prefix_caching_mamba_gb
+        if states is not None and states < 0:
+            yield f"--inference-dynamic-batching-prefix-caching-mamba-gb {states} is no size; give a number, or 0 for none"
         together = self.inference_max_requests * (1 + self.num_speculative_tokens)
         if self.inference_dynamic_batching_max_tokens < together:
             yield (
