@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -51,7 +51,7 @@ class LayerRow(Protocol):
 
     @property
     def mixer(self) -> str:
-        """attention or mla."""
+        """attention, mla, mamba, gated_delta_net or none."""
 
     @property
     def cross(self) -> bool:
@@ -59,7 +59,7 @@ class LayerRow(Protocol):
 
     @property
     def mlp(self) -> str:
-        """dense or moe."""
+        """dense, moe or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ class AdapterPlan:
 
 def linear_layers(model: ModelConfig, plan: LayerRow) -> dict[str, LinearShape]:
     """Every linear layer of a layer, by its path in it."""
-    result = _attention(model) if plan.mixer == "attention" else _latent_attention(model)
+    result = dict(_MIXERS[plan.mixer](model))
     hidden = model.hidden_size
     if plan.cross:
         result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_size),))
         result["cross_attention.linear_kv"] = LinearShape(hidden, (("k", model.key_size), ("v", model.key_size)))
         result["cross_attention.linear_proj"] = LinearShape(model.query_size, (("", hidden),))
-    widths = {"mlp": model.ffn_hidden_size}
+    widths = {} if plan.mlp == "none" else {"mlp": model.ffn_hidden_size}
     if plan.mlp == "moe":
         shared = model.moe.moe_shared_expert_intermediate_size
         widths = {"mlp.experts": model.moe.moe_ffn_hidden_size or model.ffn_hidden_size}
@@ -136,6 +136,38 @@ def _latent_attention(model: ModelConfig) -> dict[str, LinearShape]:
     return {
         f"self_attention.{name}": LinearShape(inputs, (("", outputs),)) for name, (inputs, outputs) in sizes.items()
     }
+
+
+def _mamba(model: ModelConfig) -> dict[str, LinearShape]:
+    hybrid = model.hybrid
+    heads = hybrid.mamba_num_heads or 0
+    inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
+    parts = (("z", inner), ("x", inner), ("B", shared), ("C", shared), ("dt", heads))
+    return _in_and_out(model, parts, inner)
+
+
+def _gated_delta_net(model: ModelConfig) -> dict[str, LinearShape]:
+    hybrid = model.hybrid
+    keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
+    values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
+    parts = (("q", keys), ("k", keys), ("v", values), ("z", values), ("b", heads), ("a", heads))
+    return _in_and_out(model, parts, values)
+
+
+def _in_and_out(model: ModelConfig, parts: tuple[tuple[str, int], ...], width: int) -> dict[str, LinearShape]:
+    return {
+        "self_attention.in_proj": LinearShape(model.hidden_size, parts),
+        "self_attention.out_proj": LinearShape(width, (("", model.hidden_size),)),
+    }
+
+
+_MIXERS: Mapping[str, Callable[[ModelConfig], dict[str, LinearShape]]] = {
+    "attention": _attention,
+    "mla": _latent_attention,
+    "mamba": _mamba,
+    "gated_delta_net": _gated_delta_net,
+    "none": lambda model: {},
+}
 
 
 def layer_name(model: ModelConfig, plan: LayerRow) -> str:

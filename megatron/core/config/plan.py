@@ -24,6 +24,7 @@ from typing import Literal
 from megatron.core.config.adapters import AdapterPlan, adapters_of
 from megatron.core.config.flags import refuse
 from megatron.core.config.layer_pattern import read_pattern
+from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.model import ModelConfig
 
 Placement = Literal["wrap", "v"]
@@ -39,8 +40,8 @@ def rank_and_chunk(stage: int, pp: int, placement: Placement = "wrap") -> tuple[
 class LayerPlan:
     """One layer.
 
-    mixer: attention or mla. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
-    mlp: dense or moe. adapters: of its linear layers.
+    mixer: attention, mla, mamba, gated_delta_net, or none. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
+    mlp: dense, moe, or none. adapters: of its linear layers.
     """
 
     index: int
@@ -86,17 +87,45 @@ def _bare_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """The rows without their adapters."""
     if model.architecture == "t5":
         return layer_plans(model.encoder_num_layers, causal=False) + layer_plans(model.decoder_num_layers, cross=True)
+    if model.hybrid.symbols:
+        return _symbol_rows(model)
     rows = layer_plans(model.num_layers, causal=model.architecture == "gpt")
     return tuple(
-        replace(
-            row,
-            mixer="mla" if model.mla.multi_latent_attention else "attention",
-            window=model.window if windowed else None,
-            rope=rope,
-            mlp="moe" if moe else "dense",
+        replace(row, mixer=mixer, window=model.window if windowed else None, rope=rope, mlp="moe" if moe else "dense")
+        for row, mixer, windowed, rope, moe in zip(
+            rows, _mixers(model), _windowed(model), _rotated(model), _with_experts(model), strict=True
         )
-        for row, windowed, rope, moe in zip(rows, _windowed(model), _rotated(model), _with_experts(model), strict=True)
     )
+
+
+def _symbol_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+    """The rows of a network whose layers are told by symbols. Windows and rotations are those of its attention layers, counted with all others."""
+    rows = []  # a number of layers that is not that of the symbols a rule refuses
+    for index, (symbol, windowed, rope) in enumerate(
+        zip(model.hybrid.symbols, _windowed(model), _rotated(model), strict=False)
+    ):
+        mixer, mlp = SYMBOLS.get(symbol, ("none", "none"))  # what is unknown a rule refuses
+        attends = mixer in ("attention", "mla")
+        rows.append(
+            LayerPlan(
+                index, mixer, window=model.window if windowed and attends else None, rope=rope and attends, mlp=mlp
+            )
+        )
+    return tuple(rows)
+
+
+def _mixers(model: ModelConfig) -> list[str]:
+    """The mixer of every layer: a variant in all but every n-th, counted from one, or where the list has a 1."""
+    usual = "mla" if model.mla.multi_latent_attention else "attention"
+    if model.hybrid.experimental_attention_variant is None:
+        return [usual] * model.num_layers
+    flags = _pattern(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
+    return [
+        "gated_delta_net"
+        if not flags or (bool(flags[i]) if not isinstance(flags, int) else (i + 1) % flags != 0)
+        else usual
+        for i in range(model.num_layers)
+    ]
 
 
 def _windowed(model: ModelConfig) -> list[bool]:

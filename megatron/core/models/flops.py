@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.core.config.adapters import linear_layers
 from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
@@ -63,9 +64,11 @@ class RankMemory:
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
     """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
     h, v, depths = model.hidden_size, model.padded_vocab_size, model.mtp.mtp_num_layers or 0
-    scores = [6 * sum(_head_widths(model)) * met for met in _mean_visible_keys(model, seq_length, count)]
     transform = h * h if model.architecture == "bert" else 0
-    layers = sum(6 * _layer_elements(model, mlp) for mlp in _mlp_kinds(model)) + sum(scores)
+    layers = sum(
+        _mixer_flops(model, plan, keys) + 6 * _mlp_elements_of(model, plan.mlp)
+        for plan, keys in zip(_rows(model), _mean_visible_keys(model, seq_length, count), strict=True)
+    )
     return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
 
 
@@ -205,14 +208,16 @@ def rank_memory(
     return tuple(stages_memory)
 
 
-def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: str = "dense") -> float:
+def layer_activation_bytes(
+    config: RunConfig, *, recomputes: bool = True, mlp: str = "dense", mixer: str = "attention"
+) -> float:
     """Return the bytes per token that the backward pass of one layer needs on a rank.
 
-    recomputes: False ignores full recomputation, as for layers that it does not cover. mlp: dense or moe, with even
-    expert loads.
+    recomputes: False ignores full recomputation, as for layers that it does not cover. mlp: dense, moe, with even
+    expert loads, or none. mixer: that of the layer.
     """
     model, t = config.model, config.parallel.tp
-    size, h, s = BYTES[config.precision.dtype], model.hidden_size, config.train.seq_length
+    size, h = BYTES[config.precision.dtype], model.hidden_size
     q, k, f = model.query_size // t, _key_size(model, t), model.ffn_hidden_size // t
     recompute = config.recompute
     sequence_shards = t if config.parallel.sequence_parallel else 1
@@ -222,12 +227,37 @@ def layer_activation_bytes(config: RunConfig, *, recomputes: bool = True, mlp: s
     layer_inputs = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
     layer_inputs += 0 if "layernorm" in recomputed else 2 * size * h  # their outputs: the inputs of both sublayers
     attention = _latent_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
-    if model.attention_backend in ("unfused", "local") and "core_attn" not in recomputed:
-        attention += model.num_attention_heads // t * s * (size + (size + 1 if model.attention_dropout > 0 else 0))
-    mlp_bytes: float = 0 if "mlp" in recomputed else size * f * (3 if model.gated else 2)
+    attention += _score_bytes(config)
+    mlp_bytes: float = 0 if mlp == "none" or "mlp" in recomputed else size * f * (3 if model.gated else 2)
     if mlp == "moe":
         mlp_bytes = size * _moe_activation_numbers(model, ShardCounts.of(config.parallel), recomputed)
-    return layer_inputs / sequence_shards + attention + mlp_bytes
+    halves = (mixer != "none") + (mlp != "none")  # each with its norm
+    if mixer not in ("attention", "mla"):
+        attention = _state_mixer_bytes(config, mixer)
+    return layer_inputs * halves / 2 / sequence_shards + attention + mlp_bytes
+
+
+def _score_bytes(config: RunConfig) -> float:
+    """Return the bytes per token of attention scores, which the plain formula keeps."""
+    model, size = config.model, BYTES[config.precision.dtype]
+    if model.attention_backend not in ("unfused", "local") or "core_attn" in _recomputed_modules(config):
+        return 0.0
+    heads = model.num_attention_heads // config.parallel.tp * config.train.seq_length
+    return heads * (size + (size + 1 if model.attention_dropout > 0 else 0))
+
+
+def _state_mixer_bytes(config: RunConfig, mixer: str) -> float:
+    """Return the bytes per token that the backward pass of a mixer with a state needs on a rank: what its projection makes, the inputs and outputs
+    of convolution and scan, and the states between chunks.
+    """
+    model, size = config.model, BYTES[config.precision.dtype]
+    if mixer == "none":
+        return 0.0
+    plan = replace(layer_rows(model)[0], mixer=mixer, mlp="none")
+    shapes = linear_layers(model, plan)
+    made, inner = shapes["self_attention.in_proj"].outputs, shapes["self_attention.out_proj"].inputs
+    channels, state = _conv_and_state(model, mixer)
+    return (size * (made + 2 * channels + 3 * inner) + 4 * state / 512) / config.parallel.tp
 
 
 def _recomputed_modules(config: RunConfig) -> frozenset[str]:
@@ -317,6 +347,8 @@ def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
 def _relative_activation_memory(config: RunConfig, plan: LayerPlan) -> float:
     """Activation memory of a layer in units of one dense layer of --seq-length tokens; cross attention counts 0.5."""
     train = config.train
+    if "none" in (plan.mixer, plan.mlp) or plan.mixer not in ("attention", "mla"):
+        return layer_activation_bytes(config, mlp=plan.mlp, mixer=plan.mixer) / layer_activation_bytes(config)
     if plan.mlp == "moe":
         return layer_activation_bytes(config, mlp="moe") / layer_activation_bytes(config)
     return 1.5 * (train.decoder_seq_length or train.seq_length) / train.seq_length if plan.cross else 1.0
@@ -337,10 +369,43 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 
 
-def _mlp_kinds(model: ModelConfig) -> list[str]:
-    """Return the kind of MLP of every layer, including multi-token prediction, whose layers are like the last."""
-    kinds = [plan.mlp for plan in layer_rows(model)]
-    return kinds + kinds[-1:] * (model.mtp.mtp_num_layers or 0)
+def _rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+    """Return the plan of every layer, including multi-token prediction, whose layers are like the last."""
+    rows = layer_rows(model)
+    return rows + rows[-1:] * (model.mtp.mtp_num_layers or 0)
+
+
+def _mixer_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
+    """Return the forward and backward FLOPs of a layer's mixer a token. keys: those that a query of attention sees on average.
+
+    A scan costs 7 a number of the state, and a convolution 2 a tap.
+    """
+    if plan.mixer == "none":
+        return 0.0
+    if plan.mixer in ("attention", "mla"):
+        return 6 * _attention_elements(model) + 6 * sum(_head_widths(model)) * keys
+    widths, state = _conv_and_state(model, plan.mixer)
+    taps = 4 if plan.mixer == "mamba" else model.hybrid.linear_conv_kernel_dim
+    elements = sum(shape.inputs * shape.outputs for shape in linear_layers(model, replace(plan, mlp="none")).values())
+    return 3 * (2 * elements + 2 * taps * widths + 7 * state)
+
+
+def _conv_and_state(model: ModelConfig, mixer: str) -> tuple[int, int]:
+    """Return the channels of a mixer's convolution, and the numbers of its state."""
+    hybrid = model.hybrid
+    if mixer == "mamba":
+        inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
+        return inner + 2 * hybrid.mamba_num_groups * hybrid.mamba_state_dim, inner * hybrid.mamba_state_dim
+    keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
+    values = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim
+    return 2 * keys + values, values * hybrid.linear_key_head_dim
+
+
+def _mlp_elements_of(model: ModelConfig, mlp: str) -> int:
+    """Return the number of elements of the matrices that a token passes in an MLP of a kind."""
+    if mlp == "none":
+        return 0
+    return active_moe_elements(model) if mlp == "moe" else _mlp_elements(model, model.ffn_hidden_size)
 
 
 def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:

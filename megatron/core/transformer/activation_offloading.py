@@ -20,7 +20,9 @@ from torch import nn
 
 from megatron.core.config.settings.run import OffloadConfig
 from megatron.core.parallel.offload import ActivationOffload, without_offload, wrap_forward
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.stack import Stack
 
@@ -51,16 +53,17 @@ def _begun(offload: ActivationOffload) -> AbstractContextManager[None]:
 
 def _parts(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a layer that have names, and those inside them whose activations are not theirs."""
-    mixer, experts = layer.self_attention, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
+    mixer = layer.self_attention if isinstance(layer.self_attention, (SelfAttention, MultiLatentAttention)) else None
+    experts = layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
     result: list[tuple[str, nn.Module | None]] = [
         ("attn_norm", layer.input_layernorm),
         ("core_attn", mixer),
         ("mlp_norm", layer.pre_mlp_layernorm),
-        ("attn_proj", mixer.get_submodule("linear_proj")),
+        ("attn_proj", None if mixer is None else mixer.get_submodule("linear_proj")),
     ]
     result += [
         ("qkv_linear", part)
-        for name, part in mixer.named_children()
+        for name, part in (() if mixer is None else mixer.named_children())
         if name.startswith("linear_") and name != "linear_proj"
     ]
     if experts is not None:

@@ -116,10 +116,12 @@ class Build:
         return xavier_uniform() if self.model.init_method_xavier_uniform else normal(self.model.init_method_std)
 
     def initial_output(self) -> Initial:
-        """Initial values of a matrix that writes to the residual stream: smaller by sqrt(2 layers) (GPT-2)."""
+        """Initial values of a matrix that writes to the residual stream: smaller by the root of the number of residual sums, two a layer (GPT-2)."""
         if self.model.init_method_xavier_uniform:
             return xavier_uniform()
-        return normal(self.model.init_method_std / math.sqrt(2.0 * self.model.num_layers))
+        return normal(
+            self.model.init_method_std / math.sqrt((1.0 if self.model.hybrid.symbols else 2.0) * self.model.num_layers)
+        )
 
     def initial_embedding(self) -> Initial:
         """Initial values of the embeddings."""

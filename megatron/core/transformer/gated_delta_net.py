@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import wide
@@ -34,6 +35,18 @@ class DeltaNetSizes:
     key_size: int = 128
     value_size: int = 128
     conv_width: int = 4
+
+    @staticmethod
+    def of(model: ModelConfig) -> DeltaNetSizes:
+        """The sizes that a network's settings give."""
+        hybrid = model.hybrid
+        return DeltaNetSizes(
+            hybrid.linear_num_key_heads,
+            hybrid.linear_num_value_heads,
+            hybrid.linear_key_head_dim,
+            hybrid.linear_value_head_dim,
+            hybrid.linear_conv_kernel_dim,
+        )
 
 
 class GatedDeltaNet(nn.Module):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import wide
@@ -43,6 +44,19 @@ class MambaSizes:
     def inner(self) -> int:
         """Width of all heads together."""
         return self.heads * self.head
+
+    @staticmethod
+    def of(model: ModelConfig) -> MambaSizes:
+        """The sizes that a network's settings give."""
+        hybrid = model.hybrid
+        low, high = hybrid.mamba_time_step_limit or (0.0, math.inf)
+        return MambaSizes(
+            hybrid.mamba_num_heads or 0,
+            hybrid.mamba_head_dim,
+            hybrid.mamba_num_groups,
+            hybrid.mamba_state_dim,
+            step_limits=(low, high),
+        )
 
 
 class MambaMixer(nn.Module):

@@ -225,13 +225,10 @@ LATER = (
                  "moe-routing-trace-max-training-iters"),
     FlagGroup("later", "this part of multi-token prediction is not built yet",
           switches="mtp-standalone mtp-hsm", values="mtp-hybrid-override-pattern"),
-    FlagGroup("later", "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet",
+    FlagGroup("later", "this part of Mamba, hybrid and linear-attention layers is not built yet",
           switches="is-hybrid-model disable-mamba-mem-eff-path gdp-cutedsl-kernel",
-          values="hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio=0 hybrid-mlp-ratio=0 "
-                 "mamba-state-dim=128 mamba-head-dim=64 mamba-num-groups=8 mamba-num-heads "
-                 "mamba-training-ssm-states-dtype experimental-attention-variant linear-attention-freq "
-                 "linear-conv-kernel-dim=4 linear-key-head-dim=128 linear-value-head-dim=128 linear-num-key-heads=16 "
-                 "linear-num-value-heads=32 gdp-num-householder gdp-num-chunk-states-to-recompute"),
+          values="hybrid-attention-ratio=0 hybrid-mlp-ratio=0 mamba-training-ssm-states-dtype gdp-num-householder "
+                 "gdp-num-chunk-states-to-recompute"),
     FlagGroup("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
                    "weights, gradients and the optimizer's state",
           switches="use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "

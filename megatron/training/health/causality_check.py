@@ -80,6 +80,8 @@ def kinds(build: Build, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
     types = build.cp_comm_type
     rows: dict[tuple, AttentionKind] = {}
     for plan in plans:
+        if plan.mixer not in ("attention", "mla"):
+            continue
         transport = types[plan.index % len(types)] if build.mesh.cp.size > 1 else ""
         key = (plan.causal, plan.window, transport)
         rows.setdefault(key, AttentionKind(plan.index, *key))

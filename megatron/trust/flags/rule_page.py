@@ -112,6 +112,8 @@ EXAMPLES: Mapping[str, Example] = {
     "faults": Example("--on-bad-step rollback"),
     "elastic": Example("--elastic"),
     "experts": Example("--moe-grouped-gemm"),
+    "hybrid-pattern": Example("--hybrid-layer-pattern *X"),
+    "states": Example("--experimental-attention-variant gdn --linear-num-key-heads 7"),
     "latent-attention": Example(f"{_MLA} --v-head-dim 0"),
     "multi-token-prediction": Example("--mtp-num-layers 32"),
     "batch-over-time": Example("--rampup-batch-size 3 4 1000"),

@@ -129,7 +129,7 @@ def test_an_ignored_flag_is_taken_out_with_its_values_and_its_reason(flag):
         ("--optimizer-cuda-graph", "records the layers"),
         ("--external-cuda-graph", "say --cuda-graph-impl local"),
         ("--delay-offload-until-cuda-graph", "CPU memory"),
-        ("--hybrid-layer-pattern M*M-", "Mamba"),
+        ("--mamba-training-ssm-states-dtype bf16", "Mamba"),
         ("--bert-load x", "BERT"),
         ("--inference-logging-step-interval 9", "generation"),
         ("--grpo-kl-beta 0.1", "reinforcement"),

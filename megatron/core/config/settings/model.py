@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError, flag, plain
 from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.vision import VisionConfig
@@ -263,6 +264,7 @@ class RequestedModel:
     mla: MLAConfig = MLAConfig()
     mtp: MTPConfig = MTPConfig()
     moe: MoEConfig = MoEConfig()
+    hybrid: HybridConfig = HybridConfig()
     kernels: KernelConfig = KernelConfig()
     adapter: AdapterConfig = AdapterConfig()
     vision: VisionConfig = VisionConfig()
@@ -301,19 +303,34 @@ class RequestedModel:
             values["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads and not self.group_query_attention:
             values["num_query_groups"] = self.num_attention_heads
-        if self.moe.num_experts and self.moe.moe_ffn_hidden_size is None:
-            width = values.get("ffn_hidden_size", self.ffn_hidden_size)
-            values["moe"] = dataclasses.replace(self.moe, moe_ffn_hidden_size=width)
+        values |= self._expert_width(values.get("ffn_hidden_size", self.ffn_hidden_size))
         stretched = self.rope.position_embedding_type == "yarn" or self.mla.multi_latent_attention
         values["rope"] = dataclasses.replace(
             self.rope, rope_type=self.rope.rope_type or ("yarn" if stretched else "rope")
         )
         values |= self._depths()
+        values |= self._hybrid_sizes()
         values["vision"] = self.vision.resolve(self.hidden_size, alone=self.architecture == "vit")
         if self.vision.frozen:
             patterns = dict.fromkeys((*self.adapter.freeze, *self.vision.frozen))
             values["adapter"] = dataclasses.replace(self.adapter, freeze=tuple(patterns))
         return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | values)
+
+    def _expert_width(self, width: int | None) -> dict[str, Any]:
+        """Experts as wide as MLPs, where no width is given."""
+        if not self.moe.num_experts or self.moe.moe_ffn_hidden_size is not None:
+            return {}
+        return {"moe": dataclasses.replace(self.moe, moe_ffn_hidden_size=width)}
+
+    def _hybrid_sizes(self) -> dict[str, Any]:
+        """The number of layers that symbols give, and of Mamba-2's heads."""
+        values: dict[str, Any] = {}
+        if self.hybrid.symbols and self.num_layers is None:
+            values["num_layers"] = len(self.hybrid.symbols)
+        if self.hidden_size and self.hybrid.mamba_num_heads is None and self.hybrid.mamba_head_dim > 0:
+            heads = 2 * self.hidden_size // self.hybrid.mamba_head_dim
+            values["hybrid"] = dataclasses.replace(self.hybrid, mamba_num_heads=heads)
+        return values
 
     def _depths(self) -> dict[str, int | None]:
         """Layers of a T5's halves, and of the network where its encoder's were given."""
@@ -416,12 +433,19 @@ class ModelConfig(RequestedModel):
             "permute": bool(self.moe.num_experts),
             "residual_norm": "residual_norm" in self.kernels.wishes,
             "low_linear": "low_linear" in self.kernels.wishes,
-            "causal_conv": False,  # of layers with a state, which no GPT has
-            "selective_scan": False,
-            "delta_rule_scan": False,
+            "causal_conv": bool(self.state_mixers),
+            "selective_scan": "mamba" in self.state_mixers,
+            "delta_rule_scan": "gated_delta_net" in self.state_mixers,
             "paged_attention": False,  # of decoding
         }
         return {op for op, is_used in used.items() if not is_used}
+
+    @property
+    def state_mixers(self) -> frozenset[str]:
+        """Kinds of mixers with a state that some layers may have."""
+        named = {"M": "mamba", "G": "gated_delta_net"}
+        mixers = {named[symbol] for symbol in self.hybrid.symbols if symbol in named}
+        return frozenset(mixers | ({"gated_delta_net"} if self.hybrid.experimental_attention_variant else set()))
 
     @property
     def ties_embeddings(self) -> bool:

@@ -8,11 +8,13 @@ format ask here, and none keeps a list of its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
 from megatron.core.config.flags import roles_of, to_values
 from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, RequestedModel
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.vision import VisionConfig
@@ -44,6 +46,13 @@ _YARN = (
 _RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _LATENT = tuple(field.name for field in fields(MLAConfig) if field.name != "multi_latent_attention")
 _EXPERTS = tuple(field.name for field in fields(MoEConfig) if field.name != "num_experts")
+_MAMBA = tuple(field.name for field in fields(HybridConfig) if field.name.startswith("mamba_"))
+_DELTA_NET = tuple(
+    field.name
+    for field in fields(HybridConfig)
+    if field.name.startswith("linear_") and field.name != "linear_attention_freq"
+)
+_ATTENTION = ("num_attention_heads", "kv_channels", "num_query_groups", "qk_layernorm", "softmax_scale")
 _VISION = tuple(name for name, role in roles_of(VisionConfig).items() if role in ("network", "adaptable"))
 _PROJECTION = tuple(
     name for name in _VISION if "projection" in name or "shuffle" in name or name == "disable_vision_class_token"
@@ -59,7 +68,7 @@ def network_fields() -> dict[str, str]:
 def unused(model: ModelConfig) -> frozenset[str]:
     """Settings of which this network makes no use, since others say so. model: resolved."""
     rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
-    latent = model.mla.multi_latent_attention
+    latent, mixers = model.mla.multi_latent_attention, {plan.mixer for plan in layer_rows(model)}
     without_effect: dict[tuple[str, ...], bool] = {
         _ROTARY: not model.rotates,
         _SCALING: not (model.rotates and rope.use_rope_scaling),
@@ -69,6 +78,10 @@ def unused(model: ModelConfig) -> frozenset[str]:
         ("max_position_embeddings",): rope.position_embedding_type != "learned_absolute",
         _LATENT: not latent,
         ("kv_channels", "num_query_groups", "rotary_interleaved"): latent,
+        _ATTENTION: not mixers & {"attention", "mla"},
+        _MAMBA: "mamba" not in mixers,
+        _DELTA_NET: "gated_delta_net" not in mixers,
+        ("linear_attention_freq",): model.hybrid.experimental_attention_variant is None,
         _EXPERTS: not moe.num_experts,
         _ADAPTERS: not model.adapter.has_adapters,
         ("ffn_hidden_size",): "dense" not in kinds,
@@ -106,6 +119,11 @@ def _canonical(model: ModelConfig) -> dict[str, Any]:
     values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     values["moe_layer_freq"] = [plan.mlp for plan in rows]
+    values["linear_attention_freq"] = [plan.mixer for plan in rows]
+    values["hybrid_layer_pattern"] = model.hybrid.symbols
+    variant = values["experimental_attention_variant"]
+    values["experimental_attention_variant"] = "gated_delta_net" if variant == "gdn" else variant
+    values["mamba_time_step_limit"] = values["mamba_time_step_limit"] or (0.0, math.inf)
     values["no_rope_freq"] = [plan.rope for plan in rows]
     values["window_attn_skip_freq"] = [plan.window is not None for plan in rows]
     window = model.window

@@ -1,0 +1,81 @@
+"""Networks of layers of several kinds: attention, states (Mamba-2, gated delta net), MLPs and experts, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.flags import flag
+
+# Symbol -> (mixer, MLP) of a layer, either of which may be none.
+SYMBOLS: dict[str, tuple[str, str]] = {
+    "M": ("mamba", "none"),
+    "G": ("gated_delta_net", "none"),
+    "*": ("attention", "none"),
+    "+": ("mla", "none"),
+    "-": ("none", "dense"),
+    "E": ("none", "moe"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """Hybrid networks.
+
+    Layers with a state in the place of keys and values: Mamba-2 (Dao and Gu, 2024), gated delta net (Yang et al., 2024).
+    """
+
+    hybrid_layer_pattern: str | None = flag(
+        None,
+        "layers by symbol, of one residual sum each: M Mamba-2, G gated delta net, * attention, + latent attention, - MLP, E experts; | begins the "
+        "next pipeline stage",
+        role="network",
+        also=("--hybrid-override-pattern",),
+    )
+    mamba_state_dim: int = flag(128, "Mamba-2: size of the state of each channel", role="network")
+    mamba_head_dim: int = flag(64, "Mamba-2: channels of a head", role="network")
+    mamba_num_groups: int = flag(8, "Mamba-2: groups of heads that share B and C", role="network")
+    mamba_num_heads: int | None = flag(
+        None, "Mamba-2: heads; left out: twice the hidden size in channels", role="network"
+    )
+    mamba_time_step_limit: tuple[float, ...] = flag(
+        (), "Mamba-2: smallest and largest time step; left out: any", role="network"
+    )
+    experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = flag(
+        None, "layers that are not left as attention by --linear-attention-freq have a gated delta net", role="network"
+    )
+    linear_attention_freq: str | None = flag(
+        None,
+        "--experimental-attention-variant: every n-th layer has attention, or a list such as [1]*3+[0] with 1 for the variant; left out: none has",
+        role="network",
+    )
+    linear_conv_kernel_dim: int = flag(4, "gated delta net: inputs that its convolution sees", role="network")
+    linear_key_head_dim: int = flag(128, "gated delta net: size of a query and key head", role="network")
+    linear_value_head_dim: int = flag(128, "gated delta net: size of a value head", role="network")
+    linear_num_key_heads: int = flag(16, "gated delta net: query and key heads", role="network")
+    linear_num_value_heads: int = flag(32, "gated delta net: value heads, a multiple of the key heads", role="network")
+
+    @property
+    def symbols(self) -> str:
+        """The symbols of all layers, without the ends of stages; empty without a pattern."""
+        return (self.hybrid_layer_pattern or "").replace("|", "")
+
+    @property
+    def layout(self) -> str | None:
+        """The cut into pipeline stages as --pipeline-model-parallel-layout says it, if the pattern has one."""
+        if "|" not in (self.hybrid_layer_pattern or ""):
+            return None
+        return "E" + "|".join("t" * len(stage) for stage in (self.hybrid_layer_pattern or "").split("|")) + "L"
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be read in the pattern."""
+        unknown = sorted(set(self.symbols) - set(SYMBOLS))
+        if self.hybrid_layer_pattern is not None and not self.symbols:
+            yield f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r} has no layers; give symbols of {' '.join(SYMBOLS)}"
+        if "/" in unknown:
+            yield "--hybrid-layer-pattern: / begins layers of multi-token prediction, which hybrids have none of yet; leave it and what follows out"
+        elif unknown:
+            yield f"--hybrid-layer-pattern: {' '.join(unknown)} means no layer; use {' '.join(SYMBOLS)} and |"
+        if "*" in self.symbols and "+" in self.symbols:
+            yield "--hybrid-layer-pattern: * and + are two kinds of attention; keep one"

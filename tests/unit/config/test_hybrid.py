@@ -1,0 +1,81 @@
+"""Layers of several kinds: what symbols and flags make of a network, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.rules.engine import broken
+from megatron.core.config.stages import stages_of
+from megatron.core.models.describe import layer_parameters
+from megatron.core.models.flops import flops_per_token
+from tests.helpers import tiny
+
+SMALL: dict[str, Any] = {"num_layers": None, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
+
+
+def problems(world_size: int = 1, **changes: Any) -> str:
+    return "; ".join(message for _, message in broken(tiny.config(world_size, **changes), world_size))
+
+
+def test_symbols_are_layers_of_one_half_each() -> None:
+    model = tiny.config(hybrid_layer_pattern="M-*|GE", num_experts=4, pipeline_model_parallel_size=1, **SMALL).model
+    assert [(row.mixer, row.mlp) for row in layer_rows(model)] == [
+        ("mamba", "none"), ("none", "dense"), ("attention", "none"), ("gated_delta_net", "none"), ("none", "moe"),
+    ]  # fmt: skip
+    assert model.num_layers == 5 and model.state_mixers == {"mamba", "gated_delta_net"}
+
+
+def test_bars_end_pipeline_stages() -> None:
+    config = tiny.config(4, hybrid_layer_pattern="M|M-*|-M|M", pipeline_model_parallel_size=2, **SMALL)
+    assert [len(stage.layers) for stage in stages_of(config)] == [1, 3, 2, 1]
+    assert [stage.rank for stage in stages_of(config)] == [0, 1, 0, 1]
+
+
+def test_every_nth_layer_is_left_as_attention() -> None:
+    delta = {"experimental_attention_variant": "gdn", "num_layers": 4}
+    mixers = [row.mixer for row in layer_rows(tiny.config(linear_attention_freq="2", **delta).model)]
+    assert mixers == ["gated_delta_net", "attention"] * 2
+    listed = [row.mixer for row in layer_rows(tiny.config(linear_attention_freq="[0]*1+[1]*3", **delta).model)]
+    assert listed == ["attention", *["gated_delta_net"] * 3]
+
+
+def test_flops_are_those_of_the_matrices_the_taps_and_the_state() -> None:
+    plain, more = (tiny.config(hybrid_layer_pattern=symbols, **SMALL).model for symbols in ("*-", "*-M"))
+    hidden, groups = plain.hidden_size, 2 * 6
+    inner = more.hybrid.mamba_num_heads * 8
+    elements = hidden * (2 * inner + 2 * groups + inner // 8) + inner * hidden
+    expected = 3 * (2 * elements + 2 * 4 * (inner + 2 * groups) + 7 * inner * 6)
+    assert flops_per_token(more, 64) - flops_per_token(plain, 64) == expected
+    vectors = (inner + 2 * groups) * 5 + 3 * inner // 8 + inner
+    norm = hidden if more.normalization == "RMSNorm" else 2 * hidden
+    assert layer_parameters(more, plan=layer_rows(more)[2]) == elements + vectors + norm
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hybrid_layer_pattern": "MX"}, "X means no layer"),
+        ({"hybrid_layer_pattern": "M/M"}, "begins layers of multi-token prediction"),
+        ({"hybrid_layer_pattern": "M--", "num_layers": 2}, "the 3 symbols of --hybrid-layer-pattern are two numbers"),
+        ({"hybrid_layer_pattern": "ME"}, "go together"),
+        ({"hybrid_layer_pattern": "M+"}, r"\+ in --hybrid-layer-pattern and --multi-latent-attention go together"),
+        ({"hybrid_layer_pattern": "M", "mamba_num_groups": 3}, "each group serves as many heads"),
+        ({"hybrid_layer_pattern": "M", "mamba_time_step_limit": (0.1, 0.01)}, "the smallest and the largest"),
+        ({"linear_attention_freq": "2", "num_layers": 2}, "for --experimental-attention-variant only"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((AssertionError, ConfigError), match=message):
+        raise AssertionError(problems(**{**SMALL, **changes}))
+
+
+def test_ranks_divide_heads_and_groups() -> None:
+    changes = {**SMALL, "hybrid_layer_pattern": "M", "mamba_num_heads": 8}
+    assert "cannot be divided over --tensor-model-parallel-size 4" in problems(
+        4, tensor_model_parallel_size=4, **changes
+    )
+    assert not problems(4, context_parallel_size=4, **changes)
