@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import results
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
 from megatron.core.kernels.mask import MaskSpec
@@ -166,6 +167,7 @@ def layers(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
             f"{speed[0] / speed[1]:.2f} of it",
             flush=True,
         )
+        results.keep("experts", name=name, dtype=str(dtype), ratio=speed[0] / speed[1])
 
 
 def travel(changes: dict[str, Any], ranks: int, dispatcher: str, tokens: int) -> tuple[float, float]:

@@ -5,8 +5,9 @@
     python benchmarks/kernels.py --compile             also what torch's compiler makes of the plain formula
     python benchmarks/kernels.py --hidden 4096 --ffn 14336 --heads 32 --groups 8 --length 4096 --micro-batch 4 --vocabulary 32000
 
-A row is forward and backward together, the median of the rounds, and a multiple of the kernel that a run takes unasked. Bytes are the least that must move: inputs, outputs and their gradients, once each;
-products and attention are counted in operations, attention over the causal half.
+A row is forward and backward together, the median of the rounds, and a multiple of the kernel that a run takes unasked. On a GPU a round is --calls calls behind one another
+between two events of the device, and the host's time until a call returns stands beside it: where that is the longer, a run waits for launches. On a CPU both are the clock's.
+Bytes are the least that must move: inputs, outputs and their gradients, once each; products and attention are counted in operations, attention over the causal half.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.gpu import results  # noqa: E402
+from benchmarks.gpu.timing import Timed, clock_of, one_round  # noqa: E402
 from megatron.core.kernels import reference  # noqa: E402
 from megatron.core.kernels.linear_loss import VocabularyShard  # noqa: E402
 from megatron.core.kernels.mask import MaskSpec  # noqa: E402
@@ -123,23 +125,18 @@ def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
     yield Job("permute", (draw(s * b, h),), lambda op, x: op(x, (order // 2)[:, None], places, False, False))
 
 
-def seconds(passes: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, float]:
+def seconds(passes: dict[str, Callable[[], None]], rounds: int, calls: int, device: str) -> dict[str, Timed]:
     """The median of each, in turn. The first rounds, in which kernels are compiled and tuned, do not count."""
-    times: dict[str, list[float]] = {name: [] for name in passes}
+    times: dict[str, list[Timed]] = {name: [] for name in passes}
     for turn in range(rounds + 2):
         for name, work in passes.items():
-            _wait(device)
-            began = time.perf_counter()
-            work()
-            _wait(device)
+            result = one_round(work, torch.device(device), calls)
             if turn >= 2:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(samples) for name, samples in times.items()}
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+                times[name].append(result)
+    return {
+        name: Timed(statistics.median(one.device for one in samples), statistics.median(one.host for one in samples))
+        for name, samples in times.items()
+    }
 
 
 def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
@@ -157,14 +154,14 @@ def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if reason:
             refused[name] = reason
-    times = seconds(passes, options.rounds, need.device)
+    times = seconds(passes, options.rounds, options.calls, need.device)
     unasked = next(one.name for one in CANDIDATES if one.op == job.op and not one.unfit(need) and not one.unasked(need))
-    for name, took in times.items():
+    for name, timed in times.items():
+        took, host = timed.device, f"  host {1e3 * timed.host:8.3f} ms" if need.device == "cuda" else ""
         rate = f"{job.flops / took / 1e12:8.2f} TFLOP/s" if job.flops else f"{job.bytes() / took / 1e9:8.1f} GB/s"
-        print(
-            f"  {job.op:16} {name:18} {1e3 * took:9.3f} ms  {rate:16}  {took / times[unasked]:5.2f} x {unasked}",
-            flush=True,
-        )
+        ratio = took / times[unasked].device
+        print(f"  {job.op:16} {name:18} {1e3 * took:9.3f} ms{host}  {rate:16}  {ratio:5.2f} x {unasked}", flush=True)
+        results.keep("kernel", op=job.op, kernel=name, ms=1e3 * took, host_ms=1e3 * timed.host, ratio=ratio)
     for name, reason in refused.items():
         print(f"  {job.op:16} {name:18} not here: {reason}", flush=True)
 
@@ -176,6 +173,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--groups", type=int, help="of keys and values; left out: as many as heads")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, help="of a round, one behind the other (20 on a GPU, 1 on a CPU)")
     parser.add_argument("--only", nargs="+", help="operations")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
@@ -183,11 +181,12 @@ def main() -> None:
     keep_freed_memory(torch.device(device))  # as initialize_megatron does
     for name, usual in zip(NAMES, SIZES[device], strict=True):
         setattr(options, name, getattr(options, name) or usual)
+    options.calls = options.calls or (20 if device == "cuda" else 1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     need = Need(device=device, dtype=dtype, head_sizes=(options.hidden // options.heads,) * 2)
     print(
         ", ".join(f"{name.replace('_', ' ')} {getattr(options, name)}" for name in NAMES)
-        + f"; {dtype} on {device}; forward and backward"
+        + f"; {dtype} on {device}; forward and backward, by {clock_of(torch.device(device))} around {options.calls} calls"
     )
     torch.manual_seed(0)
     for job in jobs(options, device, dtype):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training on one GPU: whole runs of pretrain_gpt.py beside a plain compiled loop of the same network, in one call under ten minutes.
+"""Training on one GPU: whole runs of pretrain_gpt.py beside a plain compiled loop of the same network, within --seconds in all.
 
     python benchmarks/train_gpu.py                      GPT 1.3B, Llama-8B's layers, the same in fp8, experts
     python benchmarks/train_gpu.py --only 1.3b --seconds 240
@@ -8,28 +8,45 @@
     python benchmarks/train_gpu.py --only tiny          the same on a CPU, to try the script
 
 First what the machine itself reaches: a product of 8192 x 8192 matrices of random numbers, and a copy. A run is bf16 on real
-text, with AdamW, clipping and a report a step; its figure is the median over the steps after the first three, of as many as its
-share of --seconds allows. Both ways to count MFU are given (attention over the causal half, and over the whole square); the causal
-one is to be quoted. Memory stands beside what tools/plan.py predicts.
+text, with AdamW, clipping and a report a step; its figure is the median over the steps after the first few. Both ways to count MFU are
+given (attention over the causal half, and over the whole square); the causal one is to be quoted. One step is profiled: launches, the
+share of it in which the GPU is busy, and the kernels that take longest. Memory stands beside what tools/plan.py predicts, which is
+computed meanwhile. --seconds holds for everything that is started: each run gets a share of what is left, start-up included, and is
+ended when it is over. Figures are printed and written (benchmarks/gpu/results.py) when they are there; a verdict comes last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.gpu import results
+from benchmarks.gpu.goals import verdict
+from benchmarks.gpu.roofline import PEAK
+from benchmarks.gpu.timing import timed
+
 WORK = ROOT / "runs" / "benchmarks" / "gpu"
-PEAK = 989.0  # TFLOP/s in bf16, H100 and H200
+FIRST = 4  # steps that do not count: kernels are compiled and captured in them, and one is profiled
+PROFILED = 2  # steps before the profiled one
+LEAST = {
+    True: 75.0,
+    False: 120.0,
+}  # seconds without which a run of ours, or the plain loop that is compiled first, shows little
 GPT2 = ROOT / "examples" / "data" / "gpt2"
 
 
@@ -86,24 +103,19 @@ def rates(device: torch.device) -> tuple[float, float]:
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(size * size * 8, device=device)
     target = torch.empty_like(source)
-    return 2 * size**3 / _fastest(lambda: a @ b, device) / 1e12, 2 * source.nbytes / _fastest(
-        lambda: target.copy_(source), device
-    ) / 1e12
+    product, copy = timed(lambda: a @ b, device), timed(lambda: target.copy_(source), device)
+    return 2 * size**3 / product.device / 1e12, 2 * source.nbytes / copy.device / 1e12
 
 
-def _fastest(work, device: torch.device) -> float:
-    """Median seconds of one call."""
-    times = []
-    for turn in range(30):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if turn >= 5:
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
+class Deadline:
+    """The moment at which everything has ended."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then."""
+        return self._end - time.monotonic()
 
 
 def data() -> Path:
@@ -121,7 +133,8 @@ def data() -> Path:
                 str(prefix),
                 *_tokenizer(),
                 "--append-eod",
-            ]
+            ],
+            120.0,
         )
     return Path(f"{prefix}_text_document")
 
@@ -167,32 +180,79 @@ def flags_of(job: Job, iterations: int, extra: list[str]) -> list[str]:
     ]
 
 
-def ours(job: Job, seconds: float, extra: list[str]) -> tuple[list[dict], float]:
-    """(reports of the steps after the first three, GB allocated at most) of a run that is asked to end after so many seconds."""
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """One step. launches: kernels; busy: seconds in which at least one ran; seconds: of the step; longest: (name, seconds, launches)."""
+
+    launches: int
+    busy: float
+    seconds: float
+    longest: Sequence[tuple[str, float, int]]
+
+    def table(self) -> str:
+        """The kernels that take longest."""
+        rows = (
+            f"    {100 * took / self.seconds:5.1f} %  {many:5} x  {name[:110]}" for name, took, many in self.longest
+        )
+        return "\n".join(rows)
+
+
+def profile_of(trace: Path) -> Profiled | None:
+    """What a trace of torch's profiler says of the GPU; None if it holds no kernels."""
+    try:
+        events = json.loads(trace.read_text())["traceEvents"]
+    except (OSError, ValueError, KeyError):
+        return None
+    kernels = sorted(
+        ((one["ts"], one["ts"] + one["dur"], one["name"]) for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    )  # fmt: skip
+    if not kernels:
+        return None
+    busy, end = 0.0, 0.0
+    took, many = Counter[str](), Counter[str]()
+    for start, stop, name in kernels:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+        took[name] += stop - start
+        many[name] += 1
+    longest = [(name, micro / 1e6, many[name]) for name, micro in took.most_common(12)]
+    return Profiled(len(kernels), busy / 1e6, (end - kernels[0][0]) / 1e6, longest)
+
+
+def ours(job: Job, seconds: float, extra: list[str]) -> tuple[list[dict], float, Profiled | None]:
+    """(reports of the steps that count, GB allocated at most, a profile) of a run that ends within so many seconds, start-up included."""
     journal, log = (WORK / f"{job.name.replace(' ', '_')}.{ending}" for ending in ("jsonl", "log"))
     journal.unlink(missing_ok=True)
+    folder = WORK / "profile"
+    trace = folder / f"profile_rank0_iterations{PROFILED}-{PROFILED + 1}.json"
+    trace.unlink(missing_ok=True)
+    window = ["--profile", "--profile-step-start", str(PROFILED), "--profile-step-end", str(PROFILED + 1)]
     command = [
         sys.executable,
         "pretrain_gpt.py",
         *flags_of(job, 10**4, extra),
         "--log-jsonl",
         str(journal),
-        "--exit-signal-handler",
+        *window,
+        "--tensorboard-dir",
+        str(folder),
     ]
+    stop = time.monotonic() + seconds
     with log.open("w") as log_file:
         run = subprocess.Popen(command, cwd=ROOT, stdout=log_file, stderr=subprocess.STDOUT)
-        began = None
-        while run.poll() is None and (began is None or time.perf_counter() - began < seconds):
+        while run.poll() is None and time.monotonic() < stop - 5:  # it has five seconds to end
             time.sleep(0.2)
-            if began is None and len(_reports(journal)) > 3:  # what is compiled or captured has been
-                began = time.perf_counter()
         run.terminate()
-        run.wait()
-    reports, text = _reports(journal)[3:], log.read_text()
+        try:
+            run.wait(timeout=max(1.0, stop - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.wait()
+    reports, text = _reports(journal)[FIRST:], log.read_text()
     if not reports:
-        sys.exit(f"{job.name}: the run did not come to its fourth step:\n{text[-4000:]}")
+        raise RuntimeError(f"the run did not come to its step {FIRST + 1} in {seconds:.0f} s:\n{text[-2000:]}")
     peak = re.findall(r"max allocated: ([0-9.]+)", text)
-    return reports, float(peak[-1]) * 2**20 / 1e9 if peak else float("nan")
+    return reports, float(peak[-1]) * 2**20 / 1e9 if peak else float("nan"), profile_of(trace)
 
 
 def _reports(journal: Path) -> list[dict]:
@@ -201,13 +261,14 @@ def _reports(journal: Path) -> list[dict]:
 
 
 def plain(job: Job, seconds: float) -> list[float]:
-    """Seconds of each step of the plain loop."""
-    output = _run([sys.executable, "benchmarks/plain_loop.py", *job.plain.split(), "--seconds", str(seconds)])
-    return json.loads(output.splitlines()[-1])["seconds"]
+    """Seconds of each step of the plain loop, which ends within so many, compilation included."""
+    measured = max(5.0, seconds - (15 if "--eager" in job.plain else 90))
+    command = [sys.executable, "benchmarks/plain_loop.py", *job.plain.split(), "--seconds", str(measured)]
+    return json.loads(_run(command, seconds).splitlines()[-1])["seconds"]
 
 
-def predicted(job: Job, extra: list[str]) -> float:
-    """GB that the dry run expects at the peak."""
+def plan(job: Job, extra: list[str]) -> subprocess.Popen[str]:
+    """Begin to compute what the dry run expects, beside the run itself."""
     command = [
         sys.executable,
         "tools/plan.py",
@@ -218,51 +279,105 @@ def predicted(job: Job, extra: list[str]) -> float:
         "h200",
         "--json",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def predicted(planning: subprocess.Popen[str]) -> float:
+    """GB that the dry run expects at the peak."""
     try:
-        return max(rank["peak"] for rank in json.loads(done.stdout)["ranks"]) / 1e9
-    except (ValueError, KeyError):
+        output, _ = planning.communicate(timeout=20)
+        return max(rank["peak"] for rank in json.loads(output)["ranks"]) / 1e9
+    except (ValueError, KeyError, subprocess.TimeoutExpired):
+        planning.kill()
         return float("nan")
 
 
-def measure(job: Job, seconds: float, variants: list[list[str]]) -> None:
-    """Run ours, with each of these flags, and the peer, and print what came out."""
-    share = seconds * (0.6 if job.plain else 1.0) / len(variants)
-    fastest = min(printed_step_seconds(job, share, extra) for extra in variants)
-    if job.plain:
-        peer = statistics.median(plain(job, seconds * 0.4))
-        print(
-            f"  {job.name:10} plain compiled loop: {peer:.3f} s a step; ours is {peer / fastest:.2f} x as fast",
-            flush=True,
-        )
-
-
-def printed_step_seconds(job: Job, seconds: float, extra: list[str]) -> float:
-    """Seconds of a step of ours, of which all is printed."""
-    if extra:
-        print(f"  {job.name:10} with {' '.join(extra)}", flush=True)
-    reports, peak = ours(job, seconds, extra)
+def measure(job: Job, extra: list[str], seconds: float, gpu: str) -> None:
+    """One run of ours: print and write what came out."""
+    flags, planning = " ".join(extra), plan(job, extra)
+    try:
+        reports, peak, profiled = ours(job, seconds, extra)
+    except RuntimeError as error:
+        print(f"  {job.name:10} {flags} failed: {error}", flush=True)
+        results.keep("train", network=job.name, flags=flags, failed=str(error)[:300])
+        planning.kill()
+        return
     times = [report["seconds_per_iteration"] for report in reports]
     step = statistics.median(times)
     middle = reports[times.index(min(times, key=lambda t: abs(t - step)))]["throughput"]
     causal, square = middle["causal_tflops"], middle["square_tflops"]
     print(
-        f"  {job.name:10} ours: {middle['tokens_per_second']:9.0f} tokens/s, {causal:6.1f} TFLOP/s causal = {100 * causal / PEAK:.1f} % of {PEAK:.0f} "
-        f"({square:.1f} = {100 * square / PEAK:.1f} % square), median of {len(times)} steps of {step:.3f} s "
-        f"({min(times):.3f} .. {max(times):.3f})",
+        f"  {job.name:10} ours{flags and f' with {flags}'}: {middle['tokens_per_second']:9.0f} tokens/s, {causal:6.1f} TFLOP/s causal = "
+        f"{100 * causal / PEAK:.1f} % of {PEAK:.0f} ({square:.1f} = {100 * square / PEAK:.1f} % square), median of {len(times)} steps of "
+        f"{step:.3f} s ({min(times):.3f} .. {max(times):.3f})",
         flush=True,
     )
-    print(f"  {job.name:10} memory: {peak:.2f} GB at the peak, predicted {predicted(job, extra):.2f}", flush=True)
-    return step
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(
-            f"{' '.join(command[:3])} ... failed with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    planned = predicted(planning)
+    print(f"  {job.name:10} memory: {peak:.2f} GB at the peak, predicted {planned:.2f}", flush=True)
+    figures = {"step_s": step, "tflops": causal, "mfu": 100 * causal / PEAK, "memory_gb": peak, "planned_gb": planned}
+    if profiled is not None:
+        busy = profiled.busy / profiled.seconds
+        print(
+            f"  {job.name:10} a profiled step: {profiled.launches} launches, the GPU busy for {100 * busy:.1f} % of it",
+            flush=True,
         )
+        print(profiled.table(), flush=True)
+        figures |= {"launches": profiled.launches, "busy": busy}
+    results.keep("train", network=job.name, flags=flags, gpu=gpu, **figures)
+
+
+def beside_plain(job: Job, seconds: float) -> None:
+    """The plain loop, and ours beside it by the fastest of its flags."""
+    lines = [line for line in results.read(results.path()) if line["section"] == "train" and "step_s" in line]
+    steps = [line["step_s"] for line in lines if line["network"] == job.name]
+    if not steps:
+        return
+    try:
+        peer = statistics.median(plain(job, seconds))
+    except RuntimeError as error:
+        print(f"  {job.name:10} plain compiled loop: {error}", flush=True)
+        results.keep("plain", network=job.name, failed=str(error)[:300])
+        return
+    ratio = peer / min(steps)
+    print(f"  {job.name:10} plain compiled loop: {peer:.3f} s a step; ours is {ratio:.2f} x as fast", flush=True)
+    results.keep("plain", network=job.name, step_s=peer, ratio=ratio)
+
+
+def _run(command: list[str], seconds: float) -> str:
+    """What a command prints. Raises `RuntimeError` if it fails or takes longer."""
+    name = " ".join(command[1:3])
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{name} took longer than {seconds:.0f} s") from None
+    if done.returncode:
+        raise RuntimeError(f"{name} failed with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
     return done.stdout + done.stderr
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One thing to measure. share: of the time; names: how its result is found again."""
+
+    job: Job
+    share: float
+    extra: list[str] | None  # flags of a run of ours; None: the plain loop
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an earlier call measured it."""
+        if self.extra is None:
+            return results.done("plain", network=self.job.name)
+        return results.done("train", network=self.job.name, flags=" ".join(self.extra))
+
+
+def works(jobs: Sequence[Job], variants: list[list[str]]) -> list[Work]:
+    """Everything, in order: runs with each of the flags, then the plain loop. Compiled layers do not go with fp8."""
+    result = []
+    for job in jobs:
+        result += [Work(job, 0.6 * job.share / len(variants), extra) for extra in variants]
+        result += [Work(job, 0.4 * job.share, None)] if job.plain else []
+    return [work for work in result if not work.is_done]
 
 
 def main() -> None:
@@ -274,24 +389,42 @@ def main() -> None:
         choices=[*(job.name for job in JOBS), "experts"],
         default=[*(job.name for job in JOBS if job.name != "tiny"), "experts"],
     )
-    parser.add_argument("--seconds", type=float, default=450.0, help="for all runs together")
+    parser.add_argument("--seconds", type=float, default=380.0, help="for all that is started together")
     parser.add_argument(
         "--flags", action="append", default=[], help="one more run of ours, with these flags, as in --flags=--compile"
     )
     options = parser.parse_args()
+    deadline = Deadline(options.seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if results.path() is None:  # called by itself: it measures all anew
+        file = WORK / results.FILE
+        file.unlink(missing_ok=True)
+        os.environ["BENCHMARK_RESULTS"] = str(file)
     product, copy = rates(device)
-    print(
-        f"  {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: product {product:.1f} TFLOP/s, copy {copy:.2f} TB/s, "
-        f"torch {torch.__version__}",
-        flush=True,
-    )
-    chosen = [job for job in JOBS if job.name in options.only]
-    total = sum(job.share for job in chosen)
-    if "experts" in options.only:
-        print(_run([sys.executable, "benchmarks/experts.py"]), end="", flush=True)
-    for job in chosen:
-        measure(job, options.seconds * job.share / total, [flags.split() for flags in ("", *options.flags)])
+    print(f"  {gpu}: product {product:.1f} TFLOP/s, copy {copy:.2f} TB/s, torch {torch.__version__}", flush=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the memory is the runs' now
+    left = works([job for job in JOBS if job.name in options.only], [flags.split() for flags in ("", *options.flags)])
+    while left:
+        work, total = left[0], sum(one.share for one in left)
+        least = LEAST[work.extra is not None] if device.type == "cuda" else 15.0
+        seconds = max(deadline.left() * work.share / total, least)
+        if seconds > deadline.left():
+            print(f"  {len(left)} runs are left out: {deadline.left():.0f} s remain. Call again to go on", flush=True)
+            break
+        left.pop(0)
+        if work.extra is None:
+            beside_plain(work.job, seconds)
+        else:
+            measure(work.job, work.extra, seconds, gpu)
+    if "experts" in options.only and deadline.left() > LEAST[True]:
+        try:
+            print(_run([sys.executable, "benchmarks/experts.py"], deadline.left()), end="", flush=True)
+        except RuntimeError as error:
+            print(f"  experts: {error}", flush=True)
+    if device.type == "cuda":
+        print(verdict(results.read(results.path())), flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def _selective(
     corner = (one.to(tl.int64) * heads + head) * SIZE * STATE
     square = corner + columns[None, :] * STATE + deep[:, None]
     held = inside[:, None] & inner[None, :]
-    step = batch.to(tl.int64) * heads * SIZE * STATE
+    step = tl.num_programs(0).to(tl.int64) * SIZE * STATE
     state = tl.zeros((WIDE, COLUMNS), dtype=tl.float32)
     if first is not None:
         state = tl.load(first + square, mask=held, other=0.0).to(tl.float32)
@@ -185,7 +185,7 @@ def _delta(
     corner = (one.to(tl.int64) * heads + head) * SIZE * KEY
     square = corner + deep[:, None] * SIZE + columns[None, :]
     held = inside[:, None] & inner[None, :]
-    step = batch.to(tl.int64) * heads * SIZE * KEY
+    step = tl.num_programs(0).to(tl.int64) * SIZE * KEY
     state = tl.zeros((WIDE, COLUMNS), dtype=tl.float32)
     if first is not None:
         state = tl.load(first + square, mask=held, other=0.0).to(tl.float32)
@@ -323,7 +323,7 @@ def _run_delta(
     per_group = heads // k.shape[2]
     _inverse[(batch * heads, chunks)](
         k, beta, segments, inverse, length, batch, heads, per_group,
-        KEY=deep, WIDE=wide, CHUNK=_CHUNK, PRECISION="ieee", num_warps=4,
+        KEY=deep, WIDE=wide, CHUNK=_CHUNK, PRECISION="ieee", num_warps=16,
     )  # fmt: skip
     _delta[(batch * heads, cdiv(size, columns))](
         q, k, v, g, beta, inverse, segments, first, y, states, length, batch, heads, per_group,
