@@ -50,6 +50,7 @@ from tests.parity.attention_defects import VARIANTS
 from tests.parity.context_defects import CONTEXT
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 from tests.parity.expert_defects import EXPERTS
+from tests.parity.hybrid_defects import HYBRIDS
 from tests.parity.latent_defects import LATENTS
 from tests.parity.rounding_defects import ROUNDING
 from tests.parity.routing_defects import ROUTING
@@ -660,6 +661,7 @@ DEFECTS: tuple[Defect, ...] = (
     *ROUTING,
     *UPDATES,
     *ADAPTERS,
+    *HYBRIDS,
     *VISION,
     *ROUNDING,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.parity import adapter_rows, rounding_rows, state_rows, vision_rows
+from tests.parity import adapter_rows, hybrid_rows, rounding_rows, state_rows, vision_rows
 
 Changes = dict[str, Any]
 
@@ -21,7 +21,7 @@ PRECISIONS: dict[str, Changes] = {"fp64": {"fp64": True, "adam_eps": 1e-6}, "fp3
 
 # What must not change any result: switches.
 LAYOUT_WORDS: dict[str, Changes] = {
-    "sp": {"sequence_parallel": True}, **rounding_rows.WORDS, **state_rows.WORDS, **vision_rows.WORDS,
+    "sp": {"sequence_parallel": True}, **rounding_rows.WORDS, **hybrid_rows.WORDS, **state_rows.WORDS, **vision_rows.WORDS,
     "gpipe": {"pipeline_schedule": "gpipe"},
     "zb": {"pipeline_schedule": "zb-h1"},
     "zbv": {"pipeline_schedule": "zb-v"},
@@ -117,7 +117,7 @@ _SHARED: Changes = {**_MOE, "moe_shared_expert_intermediate_size": 16}
 _MUON: Changes = {"optimizer": "muon", "muon_fp32_matmul_prec": "high", "lr": 3e-3, "min_lr": 1e-3}
 
 MODELS: dict[str, Changes] = {
-    "gpt": {}, **rounding_rows.MODELS, **state_rows.MODELS, **adapter_rows.MODELS, **vision_rows.MODELS,
+    "gpt": {}, **rounding_rows.MODELS, **hybrid_rows.MODELS, **state_rows.MODELS, **adapter_rows.MODELS, **vision_rows.MODELS,
     "gpt2": {"openai_gelu": True, "init_method_std": 0.15, "embedding_init_method_std": 0.05},
     "untied": {"untie_embeddings_and_output_weights": True},
     "llama": _LLAMA,
@@ -529,7 +529,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("cp2 ep2 alltoall", "moe-balanced"),
     ("cp2 ep2 dp2 average", "moe-shared"),
     ("cp2 tp2 sp ep2 zero alltoall", "moe-bias"),
-    *rounding_rows.ROWS, *state_rows.ROWS, *adapter_rows.ROWS, *vision_rows.ROWS,
+    *rounding_rows.ROWS, *hybrid_rows.ROWS, *state_rows.ROWS, *adapter_rows.ROWS, *vision_rows.ROWS,
     # encoders of pairs of texts
     ("tp2", "bert"),
     ("tp2 sp mb2", "bert"),

@@ -1,0 +1,160 @@
+"""Mistakes around layers with a state, for the table of `defects.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.context_parallel.heads import HeadExchange
+from megatron.core.distributed import finalize
+from megatron.core.distributed.buffers import Segment
+from megatron.core.parallel.spec import FusedSegment, Initial
+from megatron.core.tensor_parallel.linear import ColumnLinear
+from megatron.core.transformer import gated_delta_net, mamba
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
+from tests.parity.defect import Defect, sum_replicated_but
+
+_sizes_of, _log_uniform, _borders, _norm = MambaSizes.of, mamba.log_uniform, mamba.borders, GatedNorm.forward
+_share, _order, _mix, _mix_delta = HeadExchange.share, HeadExchange._order, MambaMixer._mix, GatedDeltaNet._mix
+
+
+def _in_one_piece(size: int, pieces: tuple[FusedSegment, ...], **settings: Any) -> ColumnLinear:
+    return ColumnLinear(size, (FusedSegment(sum(piece.size for piece in pieces)),), **settings)
+
+
+def _without_segments(mix: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """The mixer's convolution and scan, of which these kernels are not told where documents begin."""
+
+    def changed(self: Any, parts: Any, exchange: Any, segments: Any, state: Any) -> Any:
+        whole = self.build
+        kernels = {name: getattr(whole.kernels, name) for name in names}
+
+        def blind(call: Callable[..., Any]) -> Callable[..., Any]:
+            def of_one_text(*inputs: Any, **more: Any) -> Any:
+                known = (*inputs[:3], None, *inputs[4:]) if len(inputs) > 3 and "segments" not in more else inputs
+                return call(*known, **{**more, **({"segments": None} if "segments" in more else {})})
+
+            return of_one_text
+
+        self.build = replace(
+            whole, kernels=replace(whole.kernels, **{name: blind(call) for name, call in kernels.items()})
+        )
+        try:
+            return mix(self, parts, exchange, segments, state)
+        finally:
+            self.build = whole
+
+    return changed
+
+
+def _as_they_come(self: HeadExchange, device: torch.device) -> Tensor:
+    return torch.arange(len(_order(self, device)), device=device)
+
+
+def _first_group_for_all(self: GatedNorm, y: Tensor, z: Tensor) -> Tensor:
+    groups, self.groups = self.groups, 1
+    try:
+        return _norm(self, y, z)
+    finally:
+        self.groups = groups
+
+
+def _norm_before_the_gate(self: GatedNorm, y: Tensor, z: Tensor) -> Tensor:
+    return _norm(self, y, torch.full_like(z, 1.2784645)) * F.silu(z)  # SiLU of that number is 1
+
+
+def _without_limits(model: ModelConfig) -> MambaSizes:
+    return replace(_sizes_of(model), step_limits=(0.0, float("inf")))
+
+
+def _in_half_precision(low: float, high: float) -> Initial:
+    whole = _log_uniform(low, high)
+    return lambda shape, generator: whole(shape, generator).bfloat16().float()
+
+
+def _groups_in_turns(self: HeadExchange, x: Tensor, heads: int, copies: int = 1) -> Tensor:
+    if self.axis.size == 1 or copies == 1:
+        return _share(self, x, heads, copies)
+    by_head = x.unflatten(0, (heads, -1)).repeat(copies, *[1] * x.dim())
+    return by_head.chunk(self.axis.size)[self.axis.rank].flatten(0, 1)
+
+
+def _gradient_of_one_rank(self: HeadExchange, x: Tensor, heads: int, copies: int = 1) -> Tensor:
+    share = _share(self, x, heads, copies)
+    return share.detach() if self.axis.rank else share
+
+
+def _borders_of_pieces(mask: Any) -> Tensor | None:
+    segments = _borders(mask)
+    if segments is None:
+        return None
+    places = torch.arange(segments.shape[1], device=segments.device)
+    return segments + (places >= segments.shape[1] // 2)
+
+
+def _output_norms(segment: Segment) -> bool:
+    return "out_norm" in segment.spec.name
+
+
+HYBRIDS: tuple[Defect, ...] = (
+    Defect(
+        "z, x, B, C and dt are cut as one piece",
+        (("tp2", "hybrid"), ("tp2 sp", "hybrid")),
+        ((mamba, "ColumnLinear", _in_one_piece),),
+    ),
+    Defect(
+        "the convolution sees the document before",
+        (("tp2 sp", "hybrid-packed"), ("cp2", "hybrid-packed")),
+        ((MambaMixer, "_mix", _without_segments(_mix, "causal_conv")),),
+    ),
+    Defect(
+        "the state of a document goes on in the next",
+        (("tp2 sp", "hybrid-packed"), ("cp2", "hybrid-packed")),
+        ((MambaMixer, "_mix", _without_segments(_mix, "selective_scan")),),
+    ),
+    Defect(
+        "a delta net's state goes on in the next document",
+        (("tp2 sp", "hybrid-packed"),),
+        ((GatedDeltaNet, "_mix", _without_segments(_mix_delta, "delta_rule_scan")),),
+    ),
+    Defect(
+        "the scan sees positions in zigzag order",
+        (("cp2", "hybrid"), ("cp2", "delta")),
+        ((HeadExchange, "_order", _as_they_come),),
+    ),
+    Defect(
+        "the norm is over all groups of a rank", (("tp2", "hybrid"),), ((GatedNorm, "forward", _first_group_for_all),)
+    ),
+    Defect("the norm comes before the gate", (("tp2", "hybrid"),), ((GatedNorm, "forward", _norm_before_the_gate),)),
+    Defect(
+        "the limits of time steps are left out", (("tp2", "hybrid-limits"),), ((MambaSizes, "of", _without_limits),)
+    ),
+    Defect("decays are held in bf16", (("tp2", "hybrid"),), ((mamba, "log_uniform", _in_half_precision),)),
+    Defect(
+        "copies of groups stand beside the heads of others",
+        (("cp4", "hybrid-two-groups"),),
+        ((HeadExchange, "share", _groups_in_turns),),
+    ),
+    Defect(
+        "the gradient of the convolution is that of one context rank",
+        (("cp2", "hybrid"), ("cp2", "delta")),
+        ((HeadExchange, "share", _gradient_of_one_rank),),
+    ),
+    Defect(
+        "the gradient of a delta net's output norm is not summed over tensor ranks",
+        (("tp2", "delta"), ("tp4 sp", "delta")),
+        ((finalize, "sum_replicated", sum_replicated_but(_output_norms)),),
+    ),
+    Defect(
+        "every context rank begins a document of its own",
+        (("cp2", "hybrid-packed"),),
+        ((mamba, "borders", _borders_of_pieces), (gated_delta_net, "borders", _borders_of_pieces)),
+    ),
+)

@@ -1,0 +1,73 @@
+"""Rows of the table of layouts for networks of layers of several kinds: Mamba-2, gated delta net, attention, MLPs and experts.
+
+`hybrid` has as many groups as four tensor ranks need; `hybrid-two-groups` fewer than four context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_STATES: dict[str, Any] = {
+    "num_layers": None,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "mamba_head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 4,
+    "mamba_state_dim": 6,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+}
+_PACKED: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "hybrid": {**_STATES, "hybrid_layer_pattern": "M*-M"},
+    "hybrid-limits": {**_STATES, "hybrid_layer_pattern": "MM", "mamba_time_step_limit": (0.01, 0.05)},
+    "hybrid-two-groups": {**_STATES, "hybrid_layer_pattern": "MM-*", "mamba_num_groups": 2},
+    "hybrid-packed": {**_STATES, **_PACKED, "hybrid_layer_pattern": "M*-G"},
+    "hybrid-moe": {**_STATES, "hybrid_layer_pattern": "ME*E", "num_experts": 4, "moe_ffn_hidden_size": 24},
+    "delta": {**_STATES, "hybrid_layer_pattern": "G-G*"},
+    "delta-every-second": {
+        **_STATES,
+        "num_layers": 4,
+        "swiglu": True,
+        "ffn_hidden_size": 48,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": "2",
+    },
+}
+# What must not change any result: the ends of stages.
+WORDS: dict[str, dict[str, Any]] = {
+    "pattern-stages": {"hybrid_layer_pattern": "M*|-M"},
+    "pattern-chunks": {"hybrid_layer_pattern": "M|*|-|M"},
+}
+ROWS: tuple[tuple[str, str], ...] = (
+    ("tp2", "hybrid"),
+    ("tp2 sp", "hybrid"),
+    ("tp4 sp", "hybrid"),
+    ("pp2 pattern-stages", "hybrid"),
+    ("pp2 pattern-chunks", "hybrid"),
+    ("cp2", "hybrid"),
+    ("cp4 a2a", "hybrid"),
+    ("dp2 zero overlap-reduce mb2", "hybrid"),
+    ("dp2 fsdp", "hybrid"),
+    ("tp2 sp recompute-uniform", "hybrid"),
+    ("tp2 sp cp2 pp2", "hybrid"),
+    ("tp2", "hybrid-limits"),
+    ("cp2", "hybrid-two-groups"),
+    ("cp4", "hybrid-two-groups"),
+    ("tp2 sp", "hybrid-packed"),
+    ("cp2", "hybrid-packed"),
+    ("ep2 dp2", "hybrid-moe"),
+    ("tp2 sp ep2 dp2 alltoall", "hybrid-moe"),
+    ("tp2", "delta"),
+    ("tp4 sp", "delta"),
+    ("cp2", "delta"),
+    ("dp2 fsdp mb2", "delta"),
+    ("pp2 dp2 zero", "delta"),
+    ("tp2 sp", "delta-every-second"),
+    ("pp2 cp2", "delta-every-second"),
+    ("mb4", "delta-every-second"),
+)
