@@ -78,7 +78,7 @@ def main() -> None:
         "dropout, torch's alone": run(by_torch, plain, False, 0.1),
     }
     times = {name: milliseconds(call, inputs, args.repeats) for name, call in rows.items()}
-    with patch.object(fused, "_band", lambda *_: None):
+    with patch.object(fused, "_band_width", lambda *_: None):
         times["window, as a mask"] = milliseconds(rows["window, in blocks"], inputs, args.repeats)
     base = times["causal, fused"]
     print(f"{args.length} tokens, 8 heads of 64, 2 groups, window {args.window}, {dtype} on {device}")

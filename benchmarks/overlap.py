@@ -183,7 +183,7 @@ def tensor_here(delay: float) -> tuple[list[float], float]:
                 "collectives",
                 SimpleNamespace(**{**vars(collectives), "start_ring_shift": start_shift}),
             ),
-            patch.object(overlapped_matmul, "_multiply", lambda *_: time.sleep(STEP)),
+            patch.object(overlapped_matmul, "_matmul_into", lambda *_: time.sleep(STEP)),
         ):
             whole = overlapped_matmul.all_gather_matmul(x, matrix, None, axis)[0]
             overlapped_matmul.matmul_reduce_scatter(whole, matrix, axis)
@@ -286,7 +286,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
         )
 
     def go(layer: MoELayer, link: Link | None) -> None:
-        begin, shared = collectives.start_all_to_all, MoELayer._shared
+        begin, shared = collectives.start_all_to_all, MoELayer._shared_experts_output
 
         def start_exchange(tensor: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
             coming, work = begin(tensor, *sizes)
@@ -302,7 +302,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
         returning: list[bool] = []  # only the way to the experts is delayed: on the way back nothing is left to do
         with (
             patch.object(collectives, "start_all_to_all", start_exchange),
-            patch.object(MoELayer, "_shared", slept),
+            patch.object(MoELayer, "_shared_experts_output", slept),
             torch.no_grad(),
         ):
             layer(torch.ones(8, 1, 32), None, ForwardContext(MaskSpec()))

@@ -192,16 +192,16 @@ class MegatronLM(TemplateLM):
                 owners.append(number)
                 windows.append(Request(*map(tuple, make_disjoint_window(pair))))
         totals = [0.0] * len(requests)
-        for number, answer in zip(owners, self._answers(windows), strict=True):
+        for number, answer in zip(owners, self._loglikelihoods(windows), strict=True):
             totals[number] += answer[0]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of the texts that end it."""
         self._asked_alike(requests)
-        prompts = [self._prompt(number, *request.args) for number, request in enumerate(requests)]
+        prompts = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
         texts = continuations(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
-        return [cut(self._text(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
+        return [cut(self._generated_text(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as one text, by the tokenizer's template."""
@@ -235,9 +235,11 @@ class MegatronLM(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the likeliest) of ids after ids; the first of a request is its text."""
-        return self._answers([Request(tuple(context), tuple(continuation)) for _, context, continuation in requests])
+        return self._loglikelihoods(
+            [Request(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        )
 
-    def _answers(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+    def _loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         long = [len(request.continuation) for request in requests if len(request.continuation) > self.max_length]
         if long:
             raise ConfigError(
@@ -246,7 +248,7 @@ class MegatronLM(TemplateLM):
         answers = loglikelihoods(self.loaded, requests, max_length=self.max_length, size=self._size)
         return [(answer.loglikelihood, answer.greedy) for answer in answers]
 
-    def _prompt(self, number: int, context: str, given: Mapping[str, Any]) -> tuple[Prompt, list[str]]:
+    def _generation_request(self, number: int, context: str, given: Mapping[str, Any]) -> tuple[Prompt, list[str]]:
         """A request to continue, and the texts that end it."""
         until, num_tokens, sampling = generation(given, self.settings.max_gen_toks)
         room = self.max_length - num_tokens
@@ -256,10 +258,10 @@ class MegatronLM(TemplateLM):
                 "max_gen_toks, by --gen_kwargs or in --model_args"
             )
         ids: Ids = tuple((self.tok_encode(context) or [self.prefix_token_id])[-room:])
-        ended: Callable[[list[int]], bool] = lambda new: any(word in self._text(new) for word in until)
+        ended: Callable[[list[int]], bool] = lambda new: any(word in self._generated_text(new) for word in until)
         return Prompt(ids, num_tokens, ended, sampling, self.settings.seed + number), until
 
-    def _text(self, new: Sequence[int]) -> str:
+    def _generated_text(self, new: Sequence[int]) -> str:
         special = {*self.ids.special.values(), self.ids.eod}
         return self.ids.detokenize([token for token in new if token not in special])
 

@@ -116,7 +116,7 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
     mine = (
         batches[axis.rank :: axis.size]
         if loaded.config.parallel.expert_model_parallel_size == 1
-        else _alike(batches, axis)
+        else _equal_rounds(batches, axis)
     )
 
     def keep(microbatch: int, logits: Tensor) -> None:
@@ -126,19 +126,19 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
         results.update(
             zip(
                 numbers,
-                _judged(
+                _score_continuations(
                     loaded, logits, rows, [inputs[n] for n in numbers], [requests[n].continuation for n in numbers]
                 ),
             )
         )
 
     with _progress_bar(loaded, mine, "loglikelihoods") as bar:
-        _forward(loaded, mine, keep, bar)
-    gathered = _everywhere(loaded, results)
+        _forward_batches(loaded, mine, keep, bar)
+    gathered = _gather_results(loaded, results)
     return [gathered[number] for number in range(len(requests))]
 
 
-def _alike(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
+def _equal_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
     """This rank's batches where ranks share experts: all have equally many, and each round the same rows and length.
 
     What is missing is filled with the round's longest input, whose answer then comes more than once.
@@ -152,7 +152,7 @@ def _alike(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
     return mine
 
 
-def _judged(
+def _score_continuations(
     loaded: Network, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]
 ) -> list[Answer]:
     """logits: [s, b, v/tp], padded columns included; rows: each request's row of the batch. Only asked places are looked at."""
@@ -205,12 +205,12 @@ def continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: Ba
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
     mine = places[axis.rank :: axis.size]
     for batch in _progress_bar(loaded, mine, "continuations"):
-        texts.update(zip(batch, _continued(loaded, [prompts[number] for number in batch])))
-    gathered = _everywhere(loaded, texts)
+        texts.update(zip(batch, _generate_batch(loaded, [prompts[number] for number in batch])))
+    gathered = _gather_results(loaded, texts)
     return [gathered[number] for number in range(len(prompts))]
 
 
-def _continued(loaded: InferenceModel, prompts: Sequence[Prompt]) -> list[list[int]]:
+def _generate_batch(loaded: InferenceModel, prompts: Sequence[Prompt]) -> list[list[int]]:
     """The new ids of one batch; the same on every stage and tensor rank."""
     new: list[list[int]] = [[] for _ in prompts]
     draws = [torch.Generator(loaded.mesh.device).manual_seed(prompt.seed) for prompt in prompts]
@@ -225,7 +225,7 @@ def _continued(loaded: InferenceModel, prompts: Sequence[Prompt]) -> list[list[i
             for place, row in enumerate(active):
                 tokens[place] = draw(last[place : place + 1], prompts[row].sampling, draws[row])[0]
 
-        _forward(loaded, [texts], keep)
+        _forward_batches(loaded, [texts], keep)
         collectives.broadcast(tokens, loaded.mesh.pp, stages_of(loaded.config)[-1].rank)
         for row, token in zip(active, tokens.tolist()):
             new[row].append(token)
@@ -262,12 +262,12 @@ class _Pass:
         """The message of the stage before."""
         batch = self.batches[microbatch]
         chunk = self.loaded.stages[stage // self.loaded.mesh.pp.size]
-        return (chunk.message_shape(len(batch), self._length(batch)),) * chunk.states
+        return (chunk.message_shape(len(batch), self._padded_length(batch)),) * chunk.states
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one batch; rows are filled up to the length of the first, the longest."""
         chunk, batch = self.loaded.stages[stage // self.loaded.mesh.pp.size], self.batches[microbatch]
-        ids = torch.tensor([ids + (0,) * (self._length(batch) - len(ids)) for ids in batch], device=self.device)
+        ids = torch.tensor([ids + (0,) * (self._padded_length(batch) - len(ids)) for ids in batch], device=self.device)
         output = chunk(ids=ids, hidden=received[0] if received else None)
         if self.bar is not None and chunk is self.loaded.stages[0]:
             self.bar.update()
@@ -276,7 +276,7 @@ class _Pass:
         self.keep(microbatch, output)
         return ()
 
-    def _length(self, batch: Batch) -> int:
+    def _padded_length(self, batch: Batch) -> int:
         """Of the longest input, and such that tensor ranks can cut it where they do."""
         parallel = self.loaded.config.parallel
         piece = parallel.tp if parallel.sequence_parallel else 1
@@ -289,7 +289,7 @@ class _Pass:
         """Never asked."""
 
 
-def _forward(
+def _forward_batches(
     loaded: Network, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None
 ) -> None:
     """Run all batches through all stages."""
@@ -306,7 +306,7 @@ def _progress_bar(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 
 
-def _everywhere(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
+def _gather_results(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
     """What the ranks found, of all data ranks, on all ranks."""
     speaks = loaded.stages[-1].stage.has_output and loaded.mesh.tp.is_first
     everyone = collectives.gather_objects(local if speaks else {}, loaded.mesh.world)

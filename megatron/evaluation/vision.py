@@ -60,13 +60,13 @@ def vqa(answer: str, references: Sequence[str], *, leave_one_out: bool = True) -
 
 def relaxed(answer: str, reference: str) -> float:
     """1 for a number within 5 % of the reference, or an equal text; else 0. A percent sign is left out."""
-    numbers = [_number(text) for text in (answer, reference)]
+    numbers = [_parse_number(text) for text in (answer, reference)]
     if numbers[0] is not None and numbers[1]:
         return float(abs(numbers[0] - numbers[1]) <= 0.05 * abs(numbers[1]))
     return float(answer.strip().lower() == reference.strip().lower())
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text.strip().rstrip("%"))
     except ValueError:
@@ -111,7 +111,7 @@ def open_answer(answer: str, references: Sequence[str]) -> float:
     text = answer.lower().replace(",", "")
     numbers = {round(float(one), 2) for one in re.findall(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", text)}
     for reference in references:
-        number = _number(reference.replace(",", ""))
+        number = _parse_number(reference.replace(",", ""))
         if number is not None and round(number, 2) in numbers or number is None and reference.lower().strip() in text:
             return 1.0
     return 0.0
@@ -126,7 +126,7 @@ def caption_tokens(text: str) -> list[str]:
 Tokens = Sequence[str]
 
 
-def _ngrams(tokens: Tokens, longest: int = 4) -> Counter[tuple[str, ...]]:
+def _count_ngrams(tokens: Tokens, longest: int = 4) -> Counter[tuple[str, ...]]:
     return Counter(
         tuple(tokens[start : start + size]) for size in range(1, longest + 1) for start in range(len(tokens) - size + 1)
     )
@@ -137,7 +137,7 @@ def cider(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], *,
 
     The weight of an n-gram follows from the number of images among whose references it is, so a subset of the images has other weights.
     """
-    counted = [[_ngrams(reference) for reference in group] for group in references]
+    counted = [[_count_ngrams(reference) for reference in group] for group in references]
     images: Counter[tuple[str, ...]] = Counter(gram for group in counted for gram in set().union(*group))
     total = math.log(len(captions))
 
@@ -152,7 +152,7 @@ def cider(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], *,
 
     scores = []
     for caption, group in zip(captions, counted, strict=True):
-        mine = vector(_ngrams(caption))
+        mine = vector(_count_ngrams(caption))
         norm, score = lengths(mine), 0.0
         for counts in group:
             theirs = vector(counts)
@@ -161,7 +161,7 @@ def cider(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], *,
                 weight = theirs.get(gram, 0.0)
                 products[len(gram) - 1] += min(value, weight) * weight
             words = sum(count for gram, count in counts.items() if len(gram) == 2)
-            own = sum(count for gram, count in _ngrams(caption).items() if len(gram) == 2)
+            own = sum(count for gram, count in _count_ngrams(caption).items() if len(gram) == 2)
             penalty = math.exp(-((own - words) ** 2) / (2 * sigma**2))
             pairs = zip(products, norm, other, strict=True)
             score += sum((product / (a * b) if a and b else product) * penalty for product, a, b in pairs) / 4
@@ -175,8 +175,8 @@ def bleu(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], lon
     for caption, group in zip(captions, references, strict=True):
         best: Counter[tuple[str, ...]] = Counter()
         for reference in group:
-            best |= _ngrams(reference, longest)
-        counts = _ngrams(caption, longest)
+            best |= _count_ngrams(reference, longest)
+        counts = _count_ngrams(caption, longest)
         for gram, count in counts.items():
             right[len(gram) - 1] += min(count, best[gram])
             guessed[len(gram) - 1] += count
@@ -191,7 +191,7 @@ def rouge_l(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], 
     """Mean over captions of the F-measure of longest common subsequences, best precision and best recall of all references."""
     scores = []
     for caption, group in zip(captions, references, strict=True):
-        common = [_common(caption, reference) for reference in group]
+        common = [_longest_common_subsequence(caption, reference) for reference in group]
         precision = max((one / len(caption) for one in common), default=0.0) if caption else 0.0
         recall = max(one / max(1, len(reference)) for one, reference in zip(common, group, strict=True))
         both = precision and recall
@@ -199,7 +199,7 @@ def rouge_l(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], 
     return sum(scores) / len(scores)
 
 
-def _common(a: Tokens, b: Tokens) -> int:
+def _longest_common_subsequence(a: Tokens, b: Tokens) -> int:
     row = [0] * (len(b) + 1)
     for mine in a:
         before = 0

@@ -68,7 +68,7 @@ class ServedLinear(nn.Module):
 
     def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
         """x: the layer's input, [t, 1, in]; base: its output, without a bias where rows have lengths. Returns the adapted output."""
-        numbers, first, second, lengths = self._joined()
+        numbers, first, second, lengths = self._joined_factors()
         region = self.bank.build.region
         low = F.linear(x, first)
         if self._dim == 0:
@@ -85,7 +85,7 @@ class ServedLinear(nn.Module):
         """Return the weight (any shape) alone: an adapter of a layer that is multiplied by its weight is refused when it is loaded."""
         return weight
 
-    def _joined(self) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:
+    def _joined_factors(self) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:
         """The factors of the pass beside each other: A [sum of ranks, in], B [out, sum of ranks], lengths [1 + adapters, out]."""
         numbers = tuple(number for number in self.bank.active if number in self.factors)
         if self._last is None or self._last[0] != numbers:
@@ -121,7 +121,7 @@ class AdapterBank:
         """One where a token has the adapter that a column belongs to, [t or t/tp, 1, sum of ranks]. ranks: (number, rank) of each adapter."""
         if ranks not in self._masks:
             owners = [number for number, rank in ranks for _ in range(rank)]
-            same = self._tokens(low)[:, None] == torch.tensor(owners, device=low.device)
+            same = self._adapter_of_tokens(low)[:, None] == torch.tensor(owners, device=low.device)
             self._masks[ranks] = same[:, None].to(low.dtype)
         mask = self._masks[ranks]
         return mask if len(mask) == len(low) else self.build.region.scatter_to_sequence(mask)
@@ -130,21 +130,21 @@ class AdapterBank:
         """For each token 1 + the place of its adapter among these numbers, or 0, int64 [t or t/tp]."""
         if numbers not in self._places:
             known = torch.tensor(numbers, device=result.device)
-            same = self._tokens(result)[:, None] == known
+            same = self._adapter_of_tokens(result)[:, None] == known
             self._places[numbers] = (same * torch.arange(1, len(numbers) + 1, device=result.device)).sum(1)
         places = self._places[numbers]
         return places if len(places) == len(result) else self.build.region.scatter_to_sequence(places)
 
-    def _tokens(self, like: Tensor) -> Tensor:
+    def _adapter_of_tokens(self, like: Tensor) -> Tensor:
         assert self._of_token is not None, "a pass with adapters says whose tokens are whose"
         return self._of_token
 
     @property
     def is_taken(self) -> bool:
         """Whether another engine over the same stages has adapters beside them."""
-        return any(one.bank is not self and one.factors for one in self._served())
+        return any(one.bank is not self and one.factors for one in self._served_layers())
 
-    def _served(self) -> Iterator[ServedLinear]:
+    def _served_layers(self) -> Iterator[ServedLinear]:
         for _, layer in self._layers:
             for module in layer.modules():
                 if isinstance(module, ServedLinear):
@@ -155,7 +155,7 @@ class AdapterBank:
         """Add adapters under a number, or take those of the number out. All ranks that hold the network call this together."""
         model = self.build.model if adapters is None else replace(self.build.model, adapter=adapters.model.adapter)
         plans = {plan.index: plan for plan in layer_rows(model)}
-        for served in self._served():
+        for served in self._served_layers():
             served.put(number, None)
         for index, layer in self._layers:
             if adapters is not None:
@@ -171,14 +171,14 @@ class AdapterBank:
             assert isinstance(linear, AdaptedLinear), "adapters of experts are refused"
             names = [name for name, _ in shapes[path].parts]
             adapter = LinearAdapter(tuple(group), names, linear.weight, self.build.region, made)
-            _fill(adapter, f"model.{layer_name(model, plan)}.{path}.adapter", source, self.build)
+            _load_parameters(adapter, f"model.{layer_name(model, plan)}.{path}.adapter", source, self.build)
             if not (isinstance(linear.adapter, ServedLinear) and linear.adapter.bank is self):
                 linear.adapter = ServedLinear(self, linear)  # type: ignore[assignment]
             served: ServedLinear = linear.adapter  # type: ignore[assignment]
-            served.put(number, _factors(adapter, dense(linear.weight)))
+            served.put(number, _joint_factors(adapter, dense(linear.weight)))
 
 
-def _fill(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: Build) -> None:
+def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: Build) -> None:
     """Give the parameters of an adapter this rank's shards of a source."""
     for name, param in list(adapter.named_parameters()):
         spec = spec_of(param)
@@ -191,7 +191,7 @@ def _fill(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: Bui
         setattr(adapter.get_submodule(owner), last, filled)
 
 
-def _factors(adapter: LinearAdapter, weight: Tensor) -> _Factors:
+def _joint_factors(adapter: LinearAdapter, weight: Tensor) -> _Factors:
     """The factors of all parts of a layer as one pair, and what its rows are multiplied by."""
     pairs = adapter.named_pairs
     first = torch.cat([pair.lora_A for _, pair in pairs])

@@ -51,7 +51,7 @@ def beam_search(
     running: list[tuple[Ids, float]] = [((), 0.0)]
     ended: list[Beam] = []
     for length in range(1, num_tokens + 1):
-        scores = _scored(ask, prompt, [ids for ids, _ in running], 2 * width)
+        scores = _likeliest_next(ask, prompt, [ids for ids, _ in running], 2 * width)
         steps = sorted(
             (
                 (before + logprob, place, token)
@@ -68,19 +68,19 @@ def beam_search(
                 ended.append(Beam(running[parent][0], total, total / length**length_penalty))
         ended = sorted(ended, key=lambda beam: -beam.score)[:width]
         running = going[:width]
-        if not running or _over(ended, width, running[0][1], length, length_penalty):
+        if not running or _is_finished(ended, width, running[0][1], length, length_penalty):
             break
     else:
         ended += [Beam(ids, total, total / len(ids) ** length_penalty) for ids, total in running]
     return sorted(ended, key=lambda beam: -beam.score)[:width]
 
 
-def _over(ended: Sequence[Beam], width: int, best: float, length: int, penalty: float) -> bool:
+def _is_finished(ended: Sequence[Beam], width: int, best: float, length: int, penalty: float) -> bool:
     """Whether no text in the running would get among the best if it ended now."""
     return len(ended) == width and ended[-1].score >= best / length**penalty
 
 
-def _scored(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
+def _likeliest_next(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
     """(id, log-probability) of what is likeliest to follow each text."""
     replies = ask(
         [

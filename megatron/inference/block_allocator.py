@@ -65,7 +65,7 @@ class BlockAllocator:
         else:
             blank = open_.copy()
             blank[list(self._cached)] = False
-            run = _run(blank, count, self._last) or _run(open_, count, self._last)
+            run = _contiguous_free_run(blank, count, self._last) or _contiguous_free_run(open_, count, self._last)
             self._last = run.stop or self._last
         self._reserved[run.start : run.stop] = True
         return run
@@ -77,7 +77,7 @@ class BlockAllocator:
             wish = next(unreserved, _NOWHERE) or next(iter(self._free), _NOWHERE) or next(iter(self._cached))
         if wish in self._cached:
             del self._cached[wish]
-            self._evict(wish)
+            self._evict_block(wish)
         else:
             del self._free[wish]
         self._users[wish], self._unused[wish] = 1, False
@@ -105,7 +105,7 @@ class BlockAllocator:
         if not self.sharing:
             return blocks
         for start in range(0, len(ids) - self.size, self.size):
-            content = _mark(content, ids[start : start + self.size])
+            content = _prefix_hash(content, ids[start : start + self.size])
             block = self._by_content.get(content)
             if block is None:
                 break
@@ -118,7 +118,7 @@ class BlockAllocator:
         """What stands for each beginning of `ids` that ends with a block: as many as there are full blocks."""
         known = list[bytes]()
         for start in range(0, len(ids) - self.size + 1, self.size):
-            content = _mark(content, ids[start : start + self.size])
+            content = _prefix_hash(content, ids[start : start + self.size])
             known.append(content)
         return known
 
@@ -131,7 +131,7 @@ class BlockAllocator:
         if not self.sharing:
             return content
         for place in range(known, len(ids) // self.size):
-            content = _mark(content, ids[place * self.size : (place + 1) * self.size])
+            content = _prefix_hash(content, ids[place * self.size : (place + 1) * self.size])
             if content not in self._by_content and blocks[place] not in self._content:
                 self._by_content[content] = blocks[place]
                 self._content[blocks[place]] = content
@@ -144,11 +144,11 @@ class BlockAllocator:
         self._by_content.clear()
         self._content.clear()
 
-    def _evict(self, block: int) -> None:
+    def _evict_block(self, block: int) -> None:
         del self._by_content[self._content.pop(block)]
 
 
-def _run(open_: np.ndarray, count: int, start: int) -> range:
+def _contiguous_free_run(open_: np.ndarray, count: int, start: int) -> range:
     """The first run of `count` open blocks from `start` on, else from the beginning, else an empty range."""
     for skipped in (start, 0):
         edges = np.flatnonzero(np.diff(open_[skipped:], prepend=False, append=False)).reshape(-1, 2) + skipped
@@ -158,6 +158,6 @@ def _run(open_: np.ndarray, count: int, start: int) -> range:
     return range(0)
 
 
-def _mark(before: bytes, ids: Sequence[int]) -> bytes:
+def _prefix_hash(before: bytes, ids: Sequence[int]) -> bytes:
     """Hash of a block's ids and of everything before it."""
     return hashlib.blake2b(before + np.asarray(ids, np.int64).tobytes(), digest_size=16).digest()

@@ -199,8 +199,8 @@ class StepCache:
         places = [group.places for group, _ in groups]
         nowhere = [torch.zeros(filling, dtype=torch.int64, device=pool.device)] if filling else []
         new = [group.where.slots(at).reshape(-1) for (group, _), at in zip(groups, places, strict=True)]
-        self._new = _joined([*new, *nowhere])
-        self.positions = _joined([*(at.reshape(-1) for at in places), *nowhere])
+        self._new = _concat_outputs([*new, *nowhere])
+        self.positions = _concat_outputs([*(at.reshape(-1) for at in places), *nowhere])
 
     def states(self) -> Tensor:
         """What this pass's depth reads of its tokens, [t, 1, h]."""
@@ -214,7 +214,7 @@ class StepCache:
         if self._filling:
             like = outputs[0] if outputs else parts[0]
             outputs.append(like.new_zeros((self._filling, *like.shape[1:])))
-        return _joined(outputs)
+        return _concat_outputs(outputs)
 
     def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """Raise: a decoder without cross attention has no encoder output [s, b, h]."""
@@ -245,14 +245,14 @@ class StepCache:
                 pool.index_copy_(0, self._new, new[:, 0].flatten(1))
             paged = self._pool.paged
             outputs = [
-                _attend(group, stored, kernel, q, v, mask, scores)
+                _attend_group(group, stored, kernel, q, v, mask, scores)
                 if paged is None or isinstance(group, _View)
                 else _attend_paged(group, stored, paged, q, v, mask, scores)
                 for group in self._groups
             ]
             if self._filling:
                 outputs.append(v.new_zeros(self._filling, 1, q.shape[2] * v.shape[3]))
-            return _joined(outputs)
+            return _concat_outputs(outputs)
 
         return attend
 
@@ -289,7 +289,7 @@ def step_cache(
         group = CacheGroup(first, count, where, min(span.keys for span in spans) < longest)
         # Prompts that begin here are attention of a sequence to itself, which kernels for training do best.
         begins = count > 1 and all(span.start == 0 for span in spans)
-        views = _views(spans, block_size, first) if pool.paged is None or begins else []
+        views = _pool_views(spans, block_size, first) if pool.paged is None or begins else []
         copied = len(spans) * longest * pool.width if pool.device.type == "cpu" else 0
         few = len(views) == 1 or len(views) * _CALL < copied
         step_groups.append((group, views if few else ()))
@@ -299,7 +299,7 @@ def step_cache(
     )
 
 
-def _views(spans: Sequence[Span], block_size: int, first: int) -> list[_View]:
+def _pool_views(spans: Sequence[Span], block_size: int, first: int) -> list[_View]:
     """A group as views of the pool, as few as there can be in this order; none if the blocks of a text are scattered."""
     views: list[_View] = []
     for row, span in enumerate(spans):
@@ -315,7 +315,7 @@ def _views(spans: Sequence[Span], block_size: int, first: int) -> list[_View]:
     return views
 
 
-def _attend(
+def _attend_group(
     group: CacheGroup | _View,
     stored: Sequence[Tensor],
     kernel: Callable[..., Tensor],
@@ -362,5 +362,5 @@ def _attend_paged(
     return kernel(queries, k, values, group.where, window=window, scores=scores).view(group.rows * group.queries, 1, -1)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concat_outputs(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -87,7 +87,7 @@ class CapturedGraphs:
         self._kept: OrderedDict[GraphShape, _CapturedGraph] = OrderedDict()
         self.requested: OrderedDict[GraphShape, None] = OrderedDict()
         if pool.paged is not None:
-            self.requested.update(dict.fromkeys(self._shapes()))
+            self.requested.update(dict.fromkeys(self._capture_sizes()))
 
     @property
     def captured(self) -> int:
@@ -98,8 +98,8 @@ class CapturedGraphs:
         """The shape of a step of so many texts, of which the longest has so many keys."""
         whole = self._pool.paged is not None  # each row is read as long as it is, in tables as wide as there can be
         pieces = self._stage.build.region.whole_length(1)  # that tokens are cut into between matrices
-        rows = -(-_rounded(texts, 1) // pieces) * pieces
-        return rows, self._most_blocks * self._block_size if whole else _rounded(keys, _FEWEST_KEYS)
+        rows = -(-_next_power_of_two(texts, 1) // pieces) * pieces
+        return rows, self._most_blocks * self._block_size if whole else _next_power_of_two(keys, _FEWEST_KEYS)
 
     def find(self, shape: GraphShape, *, on_demand: bool) -> bool:
         """Whether a step of this shape can be repeated. on_demand: it is captured now, if it was not."""
@@ -153,7 +153,7 @@ class CapturedGraphs:
             repeat, logits = self._record(step)
         self._kept[shape] = _CapturedGraph(given, repeat, logits)
 
-    def _shapes(self) -> list[GraphShape]:
+    def _capture_sizes(self) -> list[GraphShape]:
         """Of steps of 1, 2, 4, ... rows, as many as are kept, the largest first."""
         sizes = [1 << power for power in range((self._most_rows - 1).bit_length() + 1)]
         return list(dict.fromkeys(self.shape(rows, 1) for rows in sizes[::-1]))[: self._count]
@@ -167,6 +167,6 @@ def fill_in(ids: Tensor, sampled: Tensor, places: Tensor, numbers: Tensor) -> No
         ids.index_copy_(0, places.to(torch.int64), tokens.to(ids.dtype))
 
 
-def _rounded(number: int, least: int) -> int:
+def _next_power_of_two(number: int, least: int) -> int:
     """The next power of two from `least` on."""
     return max(least, 1 << (number - 1).bit_length())

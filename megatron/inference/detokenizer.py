@@ -38,18 +38,18 @@ class Detokenizer:
     def add(self, ids: Sequence[int]) -> str:
         """Add new ids; returns the text that is now final. `ended` tells whether a stop word was found."""
         self._ids += ids
-        self._decode(finishing=False)
-        self._stop()
-        return self._say(len(self._text) if self.ended else len(self._text) - self._doubtful())
+        self._decode_complete(finishing=False)
+        self._cut_at_stop_word()
+        return self._emit_until(len(self._text) if self.ended else len(self._text) - self._possible_stop_length())
 
     def finish(self) -> str:
         """End the text; returns what was held back."""
         if not self.ended:
-            self._decode(finishing=True)
-            self._stop()
-        return self._say(len(self._text))
+            self._decode_complete(finishing=True)
+            self._cut_at_stop_word()
+        return self._emit_until(len(self._text))
 
-    def _decode(self, *, finishing: bool) -> None:
+    def _decode_complete(self, *, finishing: bool) -> None:
         """Decode all ids, without an incomplete character at the end."""
         context = self._tokenizer.detokenize(self._ids[self._first : self._settled])
         text = self._tokenizer.detokenize(self._ids[self._first :])[len(context) :]
@@ -59,7 +59,7 @@ class Detokenizer:
             self._before, self._settled = self._before + text, len(self._ids)
             self._first = max(self._first, self._settled - _CONTEXT)
 
-    def _stop(self) -> None:
+    def _cut_at_stop_word(self) -> None:
         """Cut the text at the first stop word, if there is one in what is new."""
         longest = max(map(len, self._stop_words), default=0)
         first = max(0, self._searched - longest + 1)
@@ -70,14 +70,14 @@ class Detokenizer:
             self._text = self._text[: place + length if self._keep_stop else place]
             self.ended = True
 
-    def _doubtful(self) -> int:
+    def _possible_stop_length(self) -> int:
         """Number of characters at the end that may begin a stop word."""
         return max(
             (size for word in self._stop_words for size in range(1, len(word)) if self._text.endswith(word[:size])),
             default=0,
         )
 
-    def _say(self, end: int) -> str:
+    def _emit_until(self, end: int) -> str:
         text = self._text[self._said : end] if end > self._said else ""
         self._said = max(self._said, end)
         return text

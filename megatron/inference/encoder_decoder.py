@@ -145,7 +145,7 @@ class EncoderDecoder:
             return False
         collectives.broadcast_object([request for _, request, _ in taken], self.mesh.world)
         for (ticket, _, listener), reply in zip(
-            taken, self._answered([request for _, request, _ in taken]), strict=True
+            taken, self._replies_of_all([request for _, request, _ in taken]), strict=True
         ):
             self._finished[reply.reason] += 1
             self._made += len(reply.tokens)
@@ -169,7 +169,7 @@ class EncoderDecoder:
     def follow(self) -> None:
         """On every rank but the first: take part in steps until the first closes."""
         while (requests := collectives.broadcast_object(None, self.mesh.world)) is not None:
-            self._answered(requests)
+            self._replies_of_all(requests)
 
     def close(self) -> None:
         """Let the other ranks go."""
@@ -184,14 +184,14 @@ class EncoderDecoder:
             tokens_per_second=self._throughput.now(),
         )
 
-    def _answered(self, requests: Sequence[Request]) -> list[Reply]:
+    def _replies_of_all(self, requests: Sequence[Request]) -> list[Reply]:
         """The replies to all requests, of which each copy of the network answers its share; on all ranks."""
         copies, mine = self.mesh.dp.size, self.mesh.dp.rank
-        replies = self._decode(requests[mine::copies]) if requests[mine::copies] else []
+        replies = self._decode_batch(requests[mine::copies]) if requests[mine::copies] else []
         gathered = dict(collectives.gather_objects((mine, replies), self.mesh.world))
         return [gathered[number % copies][number // copies] for number in range(len(requests))]
 
-    def _decode(self, requests: Sequence[Request]) -> list[Reply]:
+    def _decode_batch(self, requests: Sequence[Request]) -> list[Reply]:
         """The replies to requests that are decoded together."""
         replies: dict[int, Reply] = {}
 
@@ -211,10 +211,10 @@ class EncoderDecoder:
             for number, request in enumerate(requests)
         ]
         with torch.no_grad():
-            self._write(texts, [request.prompt for request in requests])
+            self._decode_loop(texts, [request.prompt for request in requests])
         return [replies[number] for number in range(len(requests))]
 
-    def _write(self, texts: Sequence[SequenceState], prompts: Sequence[Sequence[int]]) -> None:
+    def _decode_loop(self, texts: Sequence[SequenceState], prompts: Sequence[Sequence[int]]) -> None:
         """Decode texts until all have ended."""
         longest, device = max(map(len, prompts)), self.mesh.device
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)

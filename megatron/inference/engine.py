@@ -115,7 +115,7 @@ class Engine:
 
         Raises `ConfigError` for a request that can never be served, and `Busy` when too many wait.
         """
-        refuse(self._refusals(request))
+        refuse(self._request_problems(request))
         if (
             len(self._inbox) + len(self._waiting)
             >= self.config.inference_max_waiting_requests + self.config.inference_max_requests
@@ -162,11 +162,11 @@ class Engine:
         """
         if self._in_flight is None:
             self._take_in()
-            self._in_flight = self._launch()
+            self._in_flight = self._launch_step()
         current = self._in_flight
         if current is None:
             return False
-        self._in_flight = self._launch() if self._can_look_ahead() else None
+        self._in_flight = self._launch_step() if self._can_look_ahead() else None
         outputs = current.launched.collect()
         self._counts["steps"] += 1
         for blocks, *replica in zip(self.allocators, current.chosen, current.rows, outputs, strict=True):
@@ -179,7 +179,7 @@ class Engine:
         self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
         return True
 
-    def _launch(self) -> _Pass | None:
+    def _launch_step(self) -> _Pass | None:
         """Schedule and launch a pass; None when there is nothing to do."""
         chosen = self._schedule()
         if not any(chosen):
@@ -304,7 +304,7 @@ class Engine:
             },
         )
 
-    def _refusals(self, request: Request) -> list[str]:
+    def _request_problems(self, request: Request) -> list[str]:
         total = len(request.prompt) + request.num_tokens
         size = self.model.true_vocab_size
         images, sees = request.images, self.model.has_vision
@@ -348,7 +348,7 @@ class Engine:
                 self._waiting.append(one)
             else:
                 one.end("error", f"the adapter {one.request.adapter!r} was unloaded")
-                self._leave(one)
+                self._release(one)
                 one.emit()
         gone = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if gone:
@@ -358,7 +358,7 @@ class Engine:
         """Cancel these requests."""
         for one in those:
             one.end("cancelled")
-            self._leave(one)
+            self._release(one)
             one.emit()
         self._waiting = deque(one for one in self._waiting if one.reason is None)
 
@@ -371,22 +371,24 @@ class Engine:
             self._running, key=lambda one: (one.num_uncomputed > 1, one.ticket)
         ):  # who decodes goes first
             if one in self._running:  # and was not asked to wait again for one before
-                self._share(one, budget, scored, chosen)
+                self._schedule_sequence(one, budget, scored, chosen)
         while self._waiting and len(self._running) < self.config.inference_max_requests * len(self.allocators):
             one = self._waiting[0]
-            replica = max(range(len(self.allocators)), key=lambda replica: (budget[replica] > 0, -self._load(replica)))
-            if self._load(replica) >= self.config.inference_max_requests or not self._admit(
+            replica = max(
+                range(len(self.allocators)), key=lambda replica: (budget[replica] > 0, -self._replica_load(replica))
+            )
+            if self._replica_load(replica) >= self.config.inference_max_requests or not self._admit(
                 one, replica, budget[replica]
             ):
                 break
             self._waiting.popleft()
             self._running.append(one)
-            self._share(one, budget, scored, chosen)
+            self._schedule_sequence(one, budget, scored, chosen)
             if one not in self._running:  # it waits again at once: there is no room now
                 break
         return chosen
 
-    def _load(self, replica: int) -> int:
+    def _replica_load(self, replica: int) -> int:
         return sum(one.replica == replica for one in self._running)
 
     def _admit(self, one: SequenceState, replica: int, budget: int) -> bool:
@@ -400,11 +402,11 @@ class Engine:
             blocks.release(beginning[reached:])
             beginning, mark = beginning[:reached], marks[reached - 1] if reached else None
         # One block more for each that runs here, so that a new one does not push out an old one at once.
-        needed = blocks.needed(len(one.ids) + 1) - len(beginning) + self._load(replica)
+        needed = blocks.needed(len(one.ids) + 1) - len(beginning) + self._replica_load(replica)
         left = len(one.ids) - len(beginning) * blocks.size
         whole = self.config.enable_chunked_prefill or left <= budget
         # Alone it always gets in, since what could never fit was refused: else it might wait for ever.
-        if self._load(replica) and (budget < 1 or not whole or needed > blocks.available):
+        if self._replica_load(replica) and (budget < 1 or not whole or needed > blocks.available):
             blocks.release(beginning)
             return False
         one.admit(replica, beginning, blocks)
@@ -413,7 +415,7 @@ class Engine:
         self._counts["cached_tokens"] += one.computed
         return True
 
-    def _share(
+    def _schedule_sequence(
         self, one: SequenceState, budget: list[int], scored: list[int], chosen: list[list[tuple[SequenceState, int]]]
     ) -> None:
         """Put a request into the step with as many tokens as the budget allows."""
@@ -423,13 +425,13 @@ class Engine:
         if one.scores_prompt:
             count = min(count, scored[one.replica])
         guesses = one.max_drafts(self.config.num_speculative_tokens)
-        if count < 1 or not self._store(one, one.computed + count + guesses, chosen[one.replica]):
+        if count < 1 or not self._allocate_blocks(one, one.computed + count + guesses, chosen[one.replica]):
             return
         budget[one.replica] -= count + guesses
         scored[one.replica] -= count * one.scores_prompt
         chosen[one.replica].append((one, count))
 
-    def _store(self, one: SequenceState, tokens: int, chosen: list[tuple[SequenceState, int]]) -> bool:
+    def _allocate_blocks(self, one: SequenceState, tokens: int, chosen: list[tuple[SequenceState, int]]) -> bool:
         """Allocate blocks for so many tokens; preempts the last come if there are none, which may be the request itself."""
         blocks = self.allocators[one.replica]
         while len(one.blocks) < blocks.needed(tokens):
@@ -461,9 +463,9 @@ class Engine:
         if one.reason != "error":
             one.publish(blocks, one.stored if self._draft is None else one.drafted)
         if one.reason is not None:
-            self._leave(one)
+            self._release(one)
 
-    def _leave(self, one: SequenceState) -> None:
+    def _release(self, one: SequenceState) -> None:
         """Release the blocks of a request that has ended."""
         if one in self._running:
             self._running.remove(one)

@@ -76,10 +76,10 @@ def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
     An id that ends in the middle of a character has no text, and the one that completes the character has all of it.
     """
-    return list(_segments(tokenizer, ids))
+    return list(_token_texts(tokenizer, ids))
 
 
-def _segments(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+def _token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
     first, emitted = 0, 0  # ids from `first` on are decoded together; `said` characters of them have been given
     for place in range(len(ids)):
         text = tokenizer.detokenize(ids[first : place + 1])

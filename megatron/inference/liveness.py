@@ -78,7 +78,7 @@ def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
                 watching.join()
         else:
             port, secret = collectives.broadcast_object(None, axis)
-            stack.enter_context(_joined((address, port), secret, f"rank {axis.rank} of {axis.size}"))
+            stack.enter_context(_connect_to_first((address, port), secret, f"rank {axis.rank} of {axis.size}"))
             yield liveness
 
 
@@ -99,13 +99,13 @@ def gathered(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitSt
                     f"connect to port {door.getsockname()[1]} of its machine?"
                 ) from None
             stack.enter_context(connection)
-            words = _line(connection).split(" ", 1)
+            words = _first_line(connection).split(" ", 1)
             if secrets.compare_digest(words[0].encode(), secret.encode()) and len(words) == 2:  # and no stranger
                 ranks[connection] = words[1].strip()
     return ranks
 
 
-def _line(connection: socket.socket) -> str:
+def _first_line(connection: socket.socket) -> str:
     """The first line that a connection sends; "" after a time limit."""
     try:
         connection.settimeout(_HELLO_SECONDS)
@@ -117,7 +117,7 @@ def _line(connection: socket.socket) -> str:
         connection.settimeout(None)
 
 
-def _joined(address: tuple[str, int], secret: str, name: str) -> socket.socket:
+def _connect_to_first(address: tuple[str, int], secret: str, name: str) -> socket.socket:
     """On another rank: connect to the first."""
     try:
         connection = socket.create_connection(address, timeout=_JOIN_SECONDS)

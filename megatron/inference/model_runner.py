@@ -122,11 +122,11 @@ class CachedNetwork:
             first = sum(map(len, encoded))
             slots += [slot if slot < 0 else first + slot for slot in row.slots]
             if row.images is not None:
-                encoded.append(self._encoded(image_input, row.images))
+                encoded.append(self._encode_images(image_input, row.images))
         slots += [-1] * (ids.shape[1] - len(slots))
         return IdsWithImages(ids, torch.cat(encoded), torch.tensor([slots], device=self.mesh.device))
 
-    def _encoded(self, image_input: ImageInput, images: PromptImages) -> Tensor:
+    def _encode_images(self, image_input: ImageInput, images: PromptImages) -> Tensor:
         """The rows of a prompt's images, which are kept for its next pass and for prompts with the same images."""
         if images.digest not in self._image_rows:
             pixels = torch.from_numpy(images.images).to(self.mesh.device)
@@ -152,7 +152,7 @@ class CachedNetwork:
         else:
             parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
             shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
-            steps = [_Step(self, replicas[self.mesh.dp.rank], self._length(replicas)) for replicas in shared]
+            steps = [_Step(self, replicas[self.mesh.dp.rank], self._padded_length(replicas)) for replicas in shared]
             if parts not in self._scripts:
                 self._scripts[parts] = script(
                     forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
@@ -191,14 +191,14 @@ class CachedNetwork:
         if stage.mtp is None:
             assert not stage.stage.has_output, "the stage that predicts has what predicts ahead"
             return []
-        step = _Step(self, rows_of_all[self.mesh.dp.rank], self._length(rows_of_all), depth)
+        step = _Step(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
         self.adapters.choose(None)  # what is proposed is verified with them
         _, logits = stage.predict_depth(depth, step.cache.states(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
             step.sample(self, logits)
         return step.sampled.collect()
 
-    def _length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
+    def _padded_length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
         """Tokens of a pass with its padding. With experts all replicas pad to the same number, since they exchange tokens."""
         together = replicas if self.build.model.moe.num_experts else [replicas[self.mesh.dp.rank]]
         longest = max(1, *(sum(len(row.ids) for row in rows) for rows in together))
@@ -338,7 +338,7 @@ class ModelRunner:
         self.on_demand = True  # a shape of a step is captured when it is first met
 
     @contextmanager
-    def _mode(self) -> Iterator[None]:
+    def _grad_mode(self) -> Iterator[None]:
         """What a step runs in: prompts come in ever new lengths."""
         with self._without_gradients(), devices.without_attention_plans():
             yield
@@ -358,10 +358,10 @@ class ModelRunner:
         step = replace(step, on_demand=self.on_demand)
         collectives.broadcast_object(step, self.mesh.world)
         if self.mesh.world.size == 1 and not step.depth:
-            with self._mode():
+            with self._grad_mode():
                 (sampled,) = self.networks[step.network].launch(step.rows, on_demand=step.on_demand)
             return LaunchedStep(sampled.places(), lambda: [sampled.collect()])
-        outputs = self._execute(step)
+        outputs = self._run_step(step)
         return LaunchedStep([], lambda: outputs)
 
     def follow(self) -> None:
@@ -370,9 +370,9 @@ class ModelRunner:
             if isinstance(step, AdapterChange):
                 self.networks[0].adapters.put(step.number, step.adapters)
             elif step.capture is not None:
-                self._capture(step)
+                self._capture_graphs(step)
             elif step.rows:
-                self._execute(step)
+                self._run_step(step)
 
     def change(self, change: AdapterChange) -> None:
         """On the leader: give all ranks an adapter of the network, or take it from them."""
@@ -389,15 +389,15 @@ class ModelRunner:
             if network.captured_graphs is not None and network.captured_graphs.requested:
                 step = StepInput(number, (), capture=next(iter(network.captured_graphs.requested)))
                 collectives.broadcast_object(step, self.mesh.world)
-                self._capture(step)
+                self._capture_graphs(step)
                 return True
         return False
 
-    def _capture(self, step: StepInput) -> None:
+    def _capture_graphs(self, step: StepInput) -> None:
         graphs = self.networks[step.network].captured_graphs
         assert graphs is not None and step.capture is not None, "what is captured was asked for"
         self.networks[step.network].adapters.choose(None)
-        with self._mode():
+        with self._grad_mode():
             graphs.capture(step.capture)
 
     def heartbeat(self) -> None:
@@ -408,9 +408,9 @@ class ModelRunner:
         """On the leader: end `follow` on the other ranks."""
         collectives.broadcast_object(None, self.mesh.world)
 
-    def _execute(self, step: StepInput) -> list[list[SequenceOutput]]:
+    def _run_step(self, step: StepInput) -> list[list[SequenceOutput]]:
         network = self.networks[step.network]
-        with self._mode():
+        with self._grad_mode():
             outputs = (
                 network.look(step.rows, step.depth) if step.depth else network.run(step.rows, on_demand=step.on_demand)
             )

@@ -109,15 +109,17 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
         start += row.num_logits
     if not places:
         return torch.zeros(0, dtype=torch.int64, device=logits.device)
-    chosen = logits if len(places) == len(logits) else logits[_index(places, logits.device)]
+    chosen = logits if len(places) == len(logits) else logits[_upload_indices(places, logits.device)]
     if changed:
         chosen = chosen.index_copy(
-            0, _index([place for place, _ in changed], logits.device), torch.stack([scores for _, scores in changed])
+            0,
+            _upload_indices([place for place, _ in changed], logits.device),
+            torch.stack([scores for _, scores in changed]),
         )
     return pick(chosen, settings, numbers)
 
 
-def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
+def _upload_indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     return devices.upload([np.array(numbers, np.int64)], device)[0]
 
 
@@ -142,8 +144,8 @@ def _ids_at_positions(rows: Sequence[SequenceInput], tokens: Tensor) -> Tensor:
         return tokens
     known = [token for row in rows for token in (*row.targets, *[-1] * row.num_sampled)]
     sampled = [place for place, token in enumerate(known) if token < 0]
-    ids = _index(known, tokens.device).clone()
-    return ids.index_copy_(0, _index(sampled, tokens.device), tokens)
+    ids = _upload_indices(known, tokens.device).clone()
+    return ids.index_copy_(0, _upload_indices(sampled, tokens.device), tokens)
 
 
 def _scores_of(

@@ -47,7 +47,7 @@ def read_prompts(
     ]
     if not lines:
         raise ConfigError(f"--eval-generate {path} has no prompts; write one a line")
-    ids = [_ids(tokenizer, line, f"--eval-generate {path} line {place}") for place, line in lines]
+    ids = [_encode_prompt(tokenizer, line, f"--eval-generate {path} line {place}") for place, line in lines]
     refuse(
         f"--eval-generate {path} line {place}: {len(prompt)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
         "positions of the network; shorten the line or ask for fewer"
@@ -57,7 +57,7 @@ def read_prompts(
     return Prompts(tuple(line for _, line in lines), tuple(ids), num_tokens, Sampling(temperature), seed)
 
 
-def _ids(tokenizer: Tokenizer, text: str, where: str) -> Ids:
+def _encode_prompt(tokenizer: Tokenizer, text: str, where: str) -> Ids:
     try:
         return tuple(prompt_ids(tokenizer, text))
     except ValueError as error:

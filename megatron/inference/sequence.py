@@ -131,10 +131,10 @@ class SequenceState:
             self.request.sampling.temperature if self.request.after_temperature else 1.0,
             self.adapter,
             self.place if self.awaited else None,
-            self._images(len(ids)),
+            self._prompt_images(len(ids)),
         )
 
-    def _images(self, count: int) -> PromptImages | None:
+    def _prompt_images(self, count: int) -> PromptImages | None:
         """The images of the prompt, if a row of them stands at the next `count` tokens."""
         images = self.request.images
         if images is None or max(images.slots[self.computed : self.computed + count], default=-1) < 0:
@@ -200,14 +200,14 @@ class SequenceState:
         self.awaited = self.in_flight > 0 and self.awaited
         if self.states is not None and not drafts:
             self.states.taken(0)
-        tokens = [Token(token, *_scores(output, place)) for place, token in enumerate(output.ids)]
+        tokens = [Token(token, *_scores_at(output, place)) for place, token in enumerate(output.ids)]
         self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
         if row.start + count == len(self.ids):
             if self.request.num_tokens == 0:
                 self.end("length")
                 return 0
-            accepted = self._accept(tokens[len(row.targets) :], drafts, now)
+            accepted = self._accept_drafts(tokens[len(row.targets) :], drafts, now)
             self.computed += max(0, accepted - 1)
             if self.states is not None and drafts:
                 self.states.taken(max(0, accepted - 1))
@@ -230,9 +230,9 @@ class SequenceState:
         new, text = tuple(self._tokens[self._num_emitted :]), self._pending_text
         self._num_emitted, self._pending_text = len(self._tokens), ""
         if new or text or self.reason is not None:
-            self._listener(Event(self.ticket, new, text, None if self.reason is None else self._reply()))
+            self._listener(Event(self.ticket, new, text, None if self.reason is None else self._build_reply()))
 
-    def _accept(self, picked: Sequence[Token], drafts: Sequence[int], now: float) -> int:
+    def _accept_drafts(self, picked: Sequence[Token], drafts: Sequence[int], now: float) -> int:
         """Append tokens as long as the draft tokens agree, and one more; returns how many."""
         self._first = now if self._first is None else self._first
         for place, token in enumerate(picked):
@@ -254,7 +254,7 @@ class SequenceState:
                 return place + 1
         raise AssertionError("a pass picks one token more than it checks")
 
-    def _reply(self) -> Reply:
+    def _build_reply(self) -> Reply:
         assert self.reason is not None, "a reply is given at the end"
         now, request = time.monotonic(), self.request
         prompt = (Token(request.prompt[0]), *self._prompt_scores) if request.prompt_logprobs else ()
@@ -273,6 +273,6 @@ class SequenceState:
         )
 
 
-def _scores(output: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+def _scores_at(output: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
     """(log-probability, likeliest tokens) at a position, as far as they were requested."""
     return output.logprobs[place] if output.logprobs else None, output.top[place] if output.top else ()

@@ -48,7 +48,7 @@ class ServedAdapters:
 
     def load(self, name: str, adapters: AdapterSet) -> None:
         """Serve an adapter under a name, from now on. Raises one `CheckpointError` for one that does not fit, before any rank has it."""
-        problems = [*self._name_problems(name), *_problems(adapters, self._model, self._rank)]
+        problems = [*self._name_problems(name), *_adapter_problems(adapters, self._model, self._rank)]
         if self._runner.networks[0].adapters.is_taken:
             problems.append("another engine of this process has adapters beside this network")
         if problems:
@@ -81,7 +81,7 @@ class ServedAdapters:
             yield f"{loaded} adapters are loaded, and --max-loras is {self._most}; unload one first"
 
 
-def _problems(adapters: AdapterSet, model: ModelConfig, rank: int) -> Iterator[str]:
+def _adapter_problems(adapters: AdapterSet, model: ModelConfig, rank: int) -> Iterator[str]:
     """Why adapters cannot be served beside others of the same network."""
     if model.adapter.has_adapters:
         yield "the network that is served has adapters of its own"

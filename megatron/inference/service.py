@@ -85,7 +85,7 @@ class Service:
         self._news = threading.Event()
         self._calls: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._closing, self._ending, self._failure = "", False, ""
-        self._thread = threading.Thread(target=self._work, name="decoding", daemon=True)
+        self._thread = threading.Thread(target=self._engine_loop, name="decoding", daemon=True)
 
     def __enter__(self) -> Service:
         self.start()
@@ -173,7 +173,7 @@ class Service:
         self._news.set()
         self._thread.join(_STUCK_SECONDS if lost else None)
 
-    def _work(self) -> None:
+    def _engine_loop(self) -> None:
         set_current_device(self.engine.mesh.device)
         try:
             while not self._ending:

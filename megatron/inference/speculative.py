@@ -37,18 +37,18 @@ class DraftNetwork:
     def propose(self, chosen: Sequence[Shares]) -> int:
         """Propose tokens for each sequence that decodes in the next step, and process the prompt tokens of the others; number of proposals."""
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
-        self._pass(chosen, guesses, self._first)
+        self._draft_pass(chosen, guesses, self._draft_prefix)
         for step in range(1, self._most):
             going = [[(one, count) for one, count in shares if one.max_drafts(self._most) > step] for shares in chosen]
             if not any(going):
                 break
-            self._pass(going, guesses, self._next)
+            self._draft_pass(going, guesses, self._last_proposal)
         for shares in chosen:
             for one, _ in shares:
                 one.drafts = tuple(guesses[one.ticket])
         return sum(map(len, guesses.values()))
 
-    def _pass(
+    def _draft_pass(
         self,
         chosen: Sequence[Shares],
         guesses: dict[int, list[int]],
@@ -62,7 +62,7 @@ class DraftNetwork:
                     max(0, token) for token in what.ids
                 ]  # logits that are not finite give -1; any id will do
 
-    def _first(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
+    def _draft_prefix(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
         """The tokens that the network will have processed after the step, and the draft has not."""
         end = one.computed + count
         row = SequenceInput(tuple(one.ids[one.drafted : end]), one.drafted, tuple(one.blocks))
@@ -73,7 +73,7 @@ class DraftNetwork:
             else row
         )
 
-    def _next(self, one: SequenceState, _: int, guessed: list[int]) -> SequenceInput:
+    def _last_proposal(self, one: SequenceState, _: int, guessed: list[int]) -> SequenceInput:
         """The last proposal, as input for the next."""
         sampling_state = one.sampling_state(self._after)
         seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
@@ -99,7 +99,7 @@ class MTPDraft:
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
         for depth in range(1, self._most + 1):
             rows = [
-                [(one, row) for one, _ in shares if (row := self._row(one, depth, guesses[one.ticket])).ids]
+                [(one, row) for one, _ in shares if (row := self._depth_input(one, depth, guesses[one.ticket])).ids]
                 for shares in chosen
             ]
             if not any(rows):
@@ -113,7 +113,7 @@ class MTPDraft:
                 one.drafted, one.drafts = one.computed, tuple(guesses[one.ticket])
         return sum(map(len, guesses.values()))
 
-    def _row(self, one: SequenceState, depth: int, guessed: Sequence[int]) -> SequenceInput:
+    def _depth_input(self, one: SequenceState, depth: int, guessed: Sequence[int]) -> SequenceInput:
         """The tokens `depth` positions ahead of those that this depth has not processed, or has processed next to a proposal."""
         known = len(one.ids) + len(guessed)
         start, end = max(0, one.drafted - depth + 1), min(one.computed, known - depth)

@@ -55,7 +55,7 @@ class ReferencedBatches:
         """Read the next global batch and ask the reference; returns its number of microbatches."""
         batches = [next(self._inner) for _ in range(num_microbatches)]
         if self._config.has_reference:
-            scores = self._scores(batches)
+            scores = self._label_logprobs(batches)
             if scores:
                 batches = [
                     dataclasses.replace(batch, extras={**batch.extras, "reference": score})
@@ -72,7 +72,7 @@ class ReferencedBatches:
         """End the threads that read ahead."""
         self._inner.close()
 
-    def _scores(self, batches: list[Batch]) -> list[Tensor]:
+    def _label_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """Log-probabilities of the labels, [b, s] for each microbatch, on ranks of the last stage; nothing elsewhere."""
         trainer, mesh = self._trainer, self._trainer.run.mesh
         step = trainer.forward_step

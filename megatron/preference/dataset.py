@@ -90,7 +90,7 @@ class PreferenceDataset:
             for name in ("tokens", "labels", "position_ids", "document_ids", "preference")
         }
         mask, at = np.zeros(size, np.float32), 0
-        for document, ids in enumerate(self._documents(index)):
+        for document, ids in enumerate(self._pair_documents(index)):
             end = at + len(ids) - 1
             rows["tokens"][at:end], rows["labels"][at:end] = ids[:-1], ids[1:]
             rows["position_ids"][at:end] = np.arange(len(ids) - 1)
@@ -103,7 +103,7 @@ class PreferenceDataset:
             rows[name] = rows[name] ^ (rows[name] >> 63)
         return {**rows, "loss_mask": mask}
 
-    def _documents(self, index: int) -> list[np.ndarray]:
+    def _pair_documents(self, index: int) -> list[np.ndarray]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         pack = self._order[index]

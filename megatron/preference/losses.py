@@ -44,24 +44,24 @@ class AnswerScores:
         return self.logprob / self.tokens.clamp(min=1.0)
 
 
-def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
+def _label_smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:
     return -(1.0 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
 
-def _sigmoid(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    return _smoothed(options.beta * (chosen.ratio - rejected.ratio), options.smoothing)
+def _dpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    return _label_smoothed_loss(options.beta * (chosen.ratio - rejected.ratio), options.smoothing)
 
 
-def _robust(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _robust_dpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
     logits, e = options.beta * (chosen.ratio - rejected.ratio), options.smoothing
     return (-(1.0 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1.0 - 2.0 * e)
 
 
-def _hinge(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _hinge_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
     return (1.0 - options.beta * (chosen.ratio - rejected.ratio)).relu()
 
 
-def _ipo(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _ipo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
     means = (one.ratio / one.tokens.clamp(min=1.0) for one in (chosen, rejected))
     return (next(means) - next(means) - 1.0 / (2.0 * options.beta)).square()
 
@@ -70,11 +70,11 @@ def _apo_zero(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions
     return 1.0 - (options.beta * chosen.ratio).sigmoid() + (options.beta * rejected.ratio).sigmoid()
 
 
-def _simpo(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    return _smoothed(options.beta * (chosen.mean - rejected.mean) - options.gamma, options.smoothing)
+def _simpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+    return _label_smoothed_loss(options.beta * (chosen.mean - rejected.mean) - options.gamma, options.smoothing)
 
 
-def _orpo(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _orpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
     return -chosen.mean - options.beta * F.logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
 
 
@@ -86,12 +86,12 @@ def _log_odds(logprob: Tensor) -> Tensor:
 
 PAIR_LOSSES: Mapping[str, Callable[[AnswerScores, AnswerScores, LossOptions], Tensor]] = MappingProxyType(
     {
-        "sigmoid": _sigmoid,
-        "robust": _robust,
-        "hinge": _hinge,
-        "ipo": _ipo,
+        "sigmoid": _dpo_loss,
+        "robust": _robust_dpo_loss,
+        "hinge": _hinge_loss,
+        "ipo": _ipo_loss,
         "apo_zero": _apo_zero,
-        "simpo": _simpo,
-        "orpo": _orpo,
+        "simpo": _simpo_loss,
+        "orpo": _orpo_loss,
     }
 )

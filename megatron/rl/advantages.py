@@ -36,10 +36,10 @@ def advantages(rewards: Tensor, baseline: Baseline, *, unbiased: bool = False) -
         return centred
     if baseline == "batch-std":
         return centred / (centred.std(correction=int(unbiased)) + STD_EPSILON)
-    return centred / (_std(rewards, unbiased=unbiased) + STD_EPSILON)
+    return centred / (_group_std(rewards, unbiased=unbiased) + STD_EPSILON)
 
 
-def _std(rewards: Tensor, *, unbiased: bool) -> Tensor:
+def _group_std(rewards: Tensor, *, unbiased: bool) -> Tensor:
     """The standard deviation of each row, [groups, 1]; 0 for a single answer."""
     if rewards.shape[1] == 1:
         return torch.zeros_like(rewards)

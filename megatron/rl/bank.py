@@ -31,7 +31,7 @@ def write_bank(file: Path, trained: Sequence[TrainedRollout]) -> None:
 def read_bank(file: str | Path) -> list[TrainedRollout]:
     """Read the rollouts of a round. Raises `DataError` for a file that is damaged."""
     try:
-        return [_trained(values) for values in read_lines(file)]
+        return [_rollout_from_json(values) for values in read_lines(file)]
     except (KeyError, TypeError) as error:
         raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
 
@@ -55,7 +55,7 @@ def read_lines(file: str | Path) -> list[dict[str, Any]]:
         raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _trained(values: dict[str, Any]) -> TrainedRollout:
+def _rollout_from_json(values: dict[str, Any]) -> TrainedRollout:
     return TrainedRollout(**tuples(values) | {"rollout": Rollout(**tuples(values["rollout"]))})
 
 

@@ -95,7 +95,7 @@ def rows_of(
     rows |= {name: np.zeros((count, length), np.float64) for name in floats}
     rows["rl_place"] = np.arange(count * length, dtype=np.int64).reshape(count, length)
     rows["document_ids"][:] = -1
-    weights = _weights([trained.rollout.num_sampled for trained in rollouts], average, limit)
+    weights = _token_weights([trained.rollout.num_sampled for trained in rollouts], average, limit)
     for trained, slot, weight in zip(rollouts, slots, weights, strict=True):
         rollout = trained.rollout
         size = len(rollout.ids) - 1
@@ -113,7 +113,7 @@ def rows_of(
     return rows
 
 
-def _weights(lengths: Sequence[int], average: Average, limit: int) -> list[float]:
+def _token_weights(lengths: Sequence[int], average: Average, limit: int) -> list[float]:
     """Return the weight of each token of each answer. lengths: sampled tokens of each; the weights of all tokens sum to their number."""
     if average == "token":
         return [1.0] * len(lengths)

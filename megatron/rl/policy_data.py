@@ -121,7 +121,7 @@ class PolicyData(StepHooks):
         self._informative = any(one.advantage or any(one.advantages) for one in chosen) or bool(
             chosen and (self.rl.grpo_kl_beta or self.rl.grpo_entropy_term_weight)
         )
-        rows = self._rows(chosen)
+        rows = self._training_rows(chosen)
         self._batches = self._microbatches(rows)
         return len(rows["tokens"]) // (train.micro_batch_size * self.run.mesh.dp.size)
 
@@ -189,7 +189,9 @@ class PolicyData(StepHooks):
                 empty_cache(self.run.mesh.device)
         with self.run.timers("rollouts", 1), resting(self.trainer):
             trained = self._with_logprobs(
-                with_advantages(rollouts, self.rl, longest=min(self._limits.num_tokens, self._limits.length))
+                with_advantages(
+                    rollouts, self.rl, longest=min(self._generation_limits.num_tokens, self._generation_limits.length)
+                )
             )
         seconds = {
             "training": begun - self._since,
@@ -199,7 +201,7 @@ class PolicyData(StepHooks):
             "log-probabilities": time.monotonic() - sampled,
         }
         self._since = time.monotonic()
-        self._say(number, rollouts, seconds)
+        self._report_round(number, rollouts, seconds)
         if self.run.mesh.world.is_first and file is not None:
             self.queue.write(number)
             write_bank(file, trained)
@@ -218,7 +220,9 @@ class PolicyData(StepHooks):
     def _play(self, tasks: Sequence[Task], until: int | None) -> tuple[list[Rollout | Draft], PlayTimes]:
         """Play rollouts on all ranks, with the weights as they are."""
         version = self.run.progress.iteration
-        return play(self._stages, self.run.tokenizer, tasks, self._limits, version=version, until=until)
+        return play(
+            self._generation_stages, self.run.tokenizer, tasks, self._generation_limits, version=version, until=until
+        )
 
     def _shown_answers(self) -> list[tuple[str, str]]:
         """An answer to each of the first prompts of the round, with its reward."""
@@ -230,11 +234,11 @@ class PolicyData(StepHooks):
         ]
 
     @property
-    def _stages(self) -> list[GPTModel]:
+    def _generation_stages(self) -> list[GPTModel]:
         return list(self.trainer.stages if self._generator is None else self._generator.stages)  # type: ignore[arg-type]
 
     @property
-    def _limits(self) -> Limits:
+    def _generation_limits(self) -> Limits:
         rl, length = self.rl, self.run.config.train.seq_length
         sampling = Sampling(rl.rl_default_temperature, max(0, rl.rl_default_top_k), rl.rl_default_top_p)
         return Limits(
@@ -246,16 +250,16 @@ class PolicyData(StepHooks):
         train = self.run.config.train
         for start in range(0, len(trained), train.global_batch_size):
             chosen = trained[start : start + train.global_batch_size]
-            rows = self._rows([one for one in chosen if one.rollout.num_sampled])
+            rows = self._training_rows([one for one in chosen if one.rollout.num_sampled])
             names: dict[str, np.ndarray] = {}
             if self.step.has_old or self._has_critic:
-                scores = self._scores(self.trainer, rows)
+                scores = self._score_rows(self.trainer, rows)
                 names |= {"old": scores["logprobs"]} if self.step.has_old else {}
                 names |= {"values": scores["values"]} if self._has_critic else {}
             if self.rl.grpo_kl_beta:
                 base = self._reference
                 with nullcontext() if base is not None else without_adapters(*self.trainer.stages):
-                    names["reference"] = self._scores(base or self.trainer, rows)["logprobs"]
+                    names["reference"] = self._score_rows(base or self.trainer, rows)["logprobs"]
             kept = [place for place, one in enumerate(chosen) if one.rollout.num_sampled]
             for name, table in names.items():
                 packed = self.rl.rl_use_sequence_packing
@@ -270,13 +274,13 @@ class PolicyData(StepHooks):
     def _has_critic(self) -> bool:
         return ALGORITHMS[self.rl.rl_algorithm].has_critic
 
-    def _scores(self, trainer: Trainer, rows: Arrays) -> Mapping[str, np.ndarray]:
+    def _score_rows(self, trainer: Trainer, rows: Arrays) -> Mapping[str, np.ndarray]:
         """Log-probabilities and values of all labels that count, by a network's present weights; see `score`."""
         count = len(rows["tokens"]) // (self.run.config.train.micro_batch_size * self.run.mesh.dp.size)
         return score(trainer, self.step, self._microbatches(rows), count=count, size=rows["tokens"].size)
 
-    def _rows(self, trained: Sequence[TrainedRollout]) -> Arrays:
-        train, limits = self.run.config.train, self._limits
+    def _training_rows(self, trained: Sequence[TrainedRollout]) -> Arrays:
+        train, limits = self.run.config.train, self._generation_limits
         return batches.rows_of(
             trained,
             train.seq_length,
@@ -291,7 +295,7 @@ class PolicyData(StepHooks):
         train = self.run.config.train
         return batches.microbatches(rows, self.run.mesh, train.micro_batch_size, packed=self.rl.rl_use_sequence_packing)
 
-    def _say(self, number: int, rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> None:
+    def _report_round(self, number: int, rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> None:
         """One line about a round, and its figures for the run log. seconds: of each part of the time since the last round."""
         valid = [one for one in rollouts if not one.problem]
         lengths = [one.num_sampled for one in rollouts]
@@ -316,10 +320,10 @@ class PolicyData(StepHooks):
         """The rewards of held-out problems of each environment; on every rank."""
 
         def played(tasks: Sequence[Task], limits: Limits) -> list[Rollout]:
-            results, _ = play(self._stages, self.run.tokenizer, tasks, limits)
+            results, _ = play(self._generation_stages, self.run.tokenizer, tasks, limits)
             return [one for one in results if isinstance(one, Rollout)]
 
-        results = evaluate_held_out(self.rl, self.queue.environments, self._limits, played)
+        results = evaluate_held_out(self.rl, self.queue.environments, self._generation_limits, played)
         self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, results=results)
         self.run.say(f"held-out problems at iteration {self.run.progress.iteration}: {text_of(results)}")
         return results

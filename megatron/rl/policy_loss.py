@@ -41,7 +41,7 @@ class PolicyLoss:
         advantages, weight = (extras[name].to(token_losses.dtype) for name in ("rl_advantage", "rl_weight"))
         generation = extras["rl_generation"].to(token_losses.dtype)
         old = extras["rl_old"].to(token_losses.dtype) if self.has_old else logprobs.detach()
-        ratio = self._ratio(logprobs, old, mask, extras["rl_answer"])
+        ratio = self._importance_ratio(logprobs, old, mask, extras["rl_answer"])
         limits = {"lower": config.grpo_clamp_eps_lower, "upper": config.grpo_clamp_eps_upper}
         if self.algorithm.loss == "cispo":
             loss = losses.cispo_loss(logprobs, ratio, advantages, upper=limits["upper"])
@@ -81,7 +81,7 @@ class PolicyLoss:
             report["value clip fraction"] = mean((moved_far & (config.rl_value_clip > 0)).to(loss.dtype))
         return total, count, report
 
-    def _ratio(self, logprobs: Tensor, old: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
+    def _importance_ratio(self, logprobs: Tensor, old: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
         """The ratio of each token, or that of its whole answer, [b, s]. answers: number of each token's answer in its row."""
         if self.algorithm.sequence_ratio == "none":
             return losses.ratio_of(logprobs, old)

@@ -90,13 +90,13 @@ class Generator:
         target: Tree = {}
         for stage in self.stages:
             for param in stage.parameters():
-                param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _bytes(param)))
+                param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _num_bytes(param)))
                 add_to_tree(target, spec_of(param).name, sharded_parameter(param, self.mesh))
         if self._transfers is None:
-            self._transfers = _plan(source, target, world)
+            self._transfers = _plan_transfers(source, target, world)
         with torch.no_grad():
             for group in self._transfers:
-                _send(group, source, target, world, self.mesh.device)
+                _send_group(group, source, target, world, self.mesh.device)
         if self._verify:
             mine, theirs = tree_hash(source, world), tree_hash(target, world)
             if mine != theirs:
@@ -111,7 +111,7 @@ def tree_hash(tree: Tree, world: Axis) -> str:
     A sum over elements, modulo 2**64; a box that several ranks hold is counted by the first of them.
     """
     earlier: set[tuple[str, Box]] = set()
-    for boxes in collectives.gather_objects(_boxes(tree), world)[: world.rank]:
+    for boxes in collectives.gather_objects(_boxes_of(tree), world)[: world.rank]:
         earlier |= {(name, box) for name, held in boxes.items() for box in held}
     total = torch.zeros((), dtype=torch.int64)
     for name, placed in tree.items():
@@ -122,10 +122,10 @@ def tree_hash(tree: Tree, world: Axis) -> str:
     return f"{sum(collectives.gather_objects(int(total), world)) % 2**64:016x}"
 
 
-def _plan(source: Tree, target: Tree, world: Axis) -> list[list[Transfer]]:
+def _plan_transfers(source: Tree, target: Tree, world: Axis) -> list[list[Transfer]]:
     """Return the transfers of all ranks, in groups of about GROUP_BYTES; the same on every rank."""
     facts = {name: (placed.shape, placed.dtype) for name, placed in target.items()}
-    gathered = collectives.gather_objects((_boxes(source), _boxes(target), facts), world)
+    gathered = collectives.gather_objects((_boxes_of(source), _boxes_of(target), facts), world)
     sources, targets = [each[0] for each in gathered], [each[1] for each in gathered]
     formats: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for *_, known in gathered:
@@ -175,48 +175,48 @@ def without(box: Box, part: Box) -> list[Box]:
     for dim in range(len(box.shape)):
         start, stop = box.offset[dim], box.offset[dim] + box.shape[dim]
         low, high = common.offset[dim], common.offset[dim] + common.shape[dim]
-        rest += [_along(box, dim, a, b) for a, b in ((start, low), (high, stop)) if b > a]
-        box = _along(box, dim, low, high)
+        rest += [_replace_range(box, dim, a, b) for a, b in ((start, low), (high, stop)) if b > a]
+        box = _replace_range(box, dim, low, high)
     return rest
 
 
-def _along(box: Box, dim: int, start: int, stop: int) -> Box:
+def _replace_range(box: Box, dim: int, start: int, stop: int) -> Box:
     """A box with another range of one dimension."""
     offset, shape = list(box.offset), list(box.shape)
     offset[dim], shape[dim] = start, stop - start
     return Box(tuple(offset), tuple(shape))
 
 
-def _send(transfers: Sequence[Transfer], source: Tree, target: Tree, world: Axis, device: torch.device) -> None:
+def _send_group(transfers: Sequence[Transfer], source: Tree, target: Tree, world: Axis, device: torch.device) -> None:
     """Carry out a group of transfers, by one all-to-all of bytes."""
     outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(world.size)]
     for transfer in transfers:
         if transfer.source == world.rank:
-            values = _view(source[transfer.name], transfer.source_box, transfer.box).to(transfer.dtype)
+            values = _box_view(source[transfer.name], transfer.source_box, transfer.box).to(transfer.dtype)
             outgoing[transfer.target].append(values.contiguous().flatten().view(torch.uint8))
         if transfer.target == world.rank:
-            incoming[transfer.source].append(_view(target[transfer.name], transfer.target_box, transfer.box))
+            incoming[transfer.source].append(_box_view(target[transfer.name], transfer.target_box, transfer.box))
     sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *itertools.chain(*outgoing)])
     sizes = [[tensor.numel() for tensor in tensors] for tensors in outgoing]
     received = collectives.all_to_all(
-        sent, [sum(each) for each in sizes], [sum(map(_bytes, views)) for views in incoming], world
+        sent, [sum(each) for each in sizes], [sum(map(_num_bytes, views)) for views in incoming], world
     )
     start = 0
     for view in itertools.chain(*incoming):
-        view.copy_(received[start : start + _bytes(view)].view(view.dtype).view(view.shape))
-        start += _bytes(view)
+        view.copy_(received[start : start + _num_bytes(view)].view(view.dtype).view(view.shape))
+        start += _num_bytes(view)
 
 
-def _bytes(tensor: Tensor) -> int:
+def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _view(placed: ShardedTensor, index: int, box: Box) -> Tensor:
+def _box_view(placed: ShardedTensor, index: int, box: Box) -> Tensor:
     """The values of a box within a piece."""
     outer, values = placed.pieces[index]
     return values[box.shifted(tuple(-start for start in outer.offset)).slices()]
 
 
-def _boxes(tree: Tree) -> Boxes:
+def _boxes_of(tree: Tree) -> Boxes:
     return {name: [box for box, _ in placed.pieces] for name, placed in tree.items()}

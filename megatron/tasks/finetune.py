@@ -164,10 +164,10 @@ class Epochs:
 def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
     """Finetune and evaluate. Returns the metrics of the last epoch over all evaluation sets together."""
     with owning(run) if task.epochs else nullcontext() as lock:
-        return _finetuned(run, task, lock)
+        return _finetune_locked(run, task, lock)
 
 
-def _finetuned(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str, float]:
+def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str, float]:
     """The same. lock: of `--save`."""
     sets = read_sets(task, run)
     train = run.config.train
@@ -348,10 +348,10 @@ def measure(trainer: Trainer, task: TaskConfig, sets: Sets) -> tuple[dict[str, f
             trainer.run.say(f"{task.task} on {name}: no labels")
             continue
         together += pairs
-        trainer.run.say(f"{task.task} on {name}: {_words(task, pairs)}")
+        trainer.run.say(f"{task.task} on {name}: {_metrics_text(task, pairs)}")
     if together and len(rows) > 1:
-        trainer.run.say(f"{task.task} overall: {_words(task, together)}")
-    return _metrics(task, together) if together else {}, rows
+        trainer.run.say(f"{task.task} overall: {_metrics_text(task, together)}")
+    return _task_metrics(task, together) if together else {}, rows
 
 
 def write_predictions(task: TaskConfig, sets: Sets, rows: Sequence[Sequence[Judged]], run: Run) -> None:
@@ -364,11 +364,11 @@ def write_predictions(task: TaskConfig, sets: Sets, rows: Sequence[Sequence[Judg
     with made.open("w", encoding="utf-8") as file:
         for name, samples, judged_ in zip(sets.names, sets.valid, rows):
             for row in judged_:
-                file.write(json.dumps(_record(task, name, samples, row)) + "\n")
+                file.write(json.dumps(_sample_record(task, name, samples, row)) + "\n")
     os.replace(made, path)
 
 
-def _record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[str, object]:
+def _sample_record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[str, object]:
     """One sample's line: classes by their names, answers of RACE by their letters, numbers as they are."""
     if isinstance(samples, PairSamples) and not TASKS[str(task.task)].classes:
         numbers = {"prediction": round(row.predicted, 6), **({} if row.label is None else {"label": row.label})}
@@ -388,12 +388,12 @@ def _record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[
     return record if row.label is None else {**record, "label": classes[int(row.label)]}
 
 
-def _metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:
+def _task_metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:
     return {"accuracy": accuracy(pairs)} if task.task == "RACE" else measured(TASKS[str(task.task)], pairs)
 
 
-def _words(task: TaskConfig, pairs: Pairs) -> str:
-    numbers = " | ".join(f"{name}: {100 * value:.2f} %" for name, value in _metrics(task, pairs).items())
+def _metrics_text(task: TaskConfig, pairs: Pairs) -> str:
+    numbers = " | ".join(f"{name}: {100 * value:.2f} %" for name, value in _task_metrics(task, pairs).items())
     if task.task != "RACE" and not TASKS[str(task.task)].classes:
         return f"{numbers} ({len(pairs)} pairs)"
     return f"{numbers} ({sum(predicted == true for predicted, true in pairs)} of {len(pairs)} right)"

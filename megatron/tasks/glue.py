@@ -65,11 +65,11 @@ def pearson(pairs: Pairs) -> float:
 
 def spearman(pairs: Pairs) -> float:
     """Pearson's correlation of the ranks (Spearman, 1904); equal numbers share the mean of their ranks."""
-    predicted, true = (_ranks(side) for side in zip(*pairs))
+    predicted, true = (_ranks_of_values(side) for side in zip(*pairs))
     return pearson(list(zip(predicted.tolist(), true.tolist())))
 
 
-def _ranks(numbers: Sequence[float]) -> np.ndarray:
+def _ranks_of_values(numbers: Sequence[float]) -> np.ndarray:
     """The rank of each number, from 1. float64 [n]"""
     _, places, counts = np.unique(np.array(numbers, np.float64), return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[places]
@@ -132,15 +132,15 @@ _SHOWN = 20  # bad lines that an error lists
 def read_glue(name: str, path: str | Path) -> list[Text]:
     """The samples of one file of a task. `DataError` names every line that cannot be used, and what was expected."""
     task = TASKS[name]
-    lines = _lines(path)
-    header, first_line = _header(task, lines, path)
-    places = _columns(name, task, header, path)
+    lines = _read_lines(path)
+    header, first_line = _read_header(task, lines, path)
+    places = _column_positions(name, task, header, path)
     samples, problems = [], []
     for number, line in enumerate(lines[first_line - 1 :], first_line):
         if not line.strip():
             continue
         try:
-            samples.append(_sample(task, header, places, line, f"{path}:{number}"))
+            samples.append(_parse_sample(task, header, places, line, f"{path}:{number}"))
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if problems:
@@ -153,7 +153,7 @@ def read_glue(name: str, path: str | Path) -> list[Text]:
     return samples
 
 
-def _lines(path: str | Path) -> list[str]:
+def _read_lines(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
@@ -162,7 +162,7 @@ def _lines(path: str | Path) -> list[str]:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def _header(task: GlueTask, lines: Sequence[str], path: str | Path) -> tuple[list[str], int]:
+def _read_header(task: GlueTask, lines: Sequence[str], path: str | Path) -> tuple[list[str], int]:
     """The names of the columns, and the number of the first line after them."""
     first = lines[0].rstrip("\r").split("\t") if lines else []
     if task.header is not None and len(first) == len(task.header) and not set(task.header) & set(first):
@@ -170,7 +170,7 @@ def _header(task: GlueTask, lines: Sequence[str], path: str | Path) -> tuple[lis
     return first, 2
 
 
-def _columns(name: str, task: GlueTask, header: Sequence[str], path: str | Path) -> dict[str, int]:
+def _column_positions(name: str, task: GlueTask, header: Sequence[str], path: str | Path) -> dict[str, int]:
     """Where the columns are that the task needs; the label's, if the file has it."""
     places, missing = {}, []
     for number, spellings in enumerate(task.texts):
@@ -189,7 +189,7 @@ def _columns(name: str, task: GlueTask, header: Sequence[str], path: str | Path)
     return places
 
 
-def _sample(task: GlueTask, header: Sequence[str], places: Mapping[str, int], line: str, place: str) -> Text:
+def _parse_sample(task: GlueTask, header: Sequence[str], places: Mapping[str, int], line: str, place: str) -> Text:
     cells = line.rstrip("\r").split("\t")
     if len(cells) != len(header):
         raise ValueError(f"{len(cells)} columns, expected {len(header)} as in the header")

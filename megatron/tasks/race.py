@@ -48,7 +48,7 @@ def read_race(folder: str | Path) -> list[Question]:
             continue
         for number, line in enumerate(lines, 1):
             if line.strip():
-                of_line, wrong = _questions(line, f"{path}:{number}")
+                of_line, wrong = _parse_questions(line, f"{path}:{number}")
                 questions += of_line
                 problems += wrong
     if problems:
@@ -61,7 +61,7 @@ def read_race(folder: str | Path) -> list[Question]:
     return questions
 
 
-def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
+def _parse_questions(line: str, place: str) -> tuple[list[Question], list[str]]:
     """The questions of one passage, and what is wrong with it."""
     try:
         content = json.loads(line)
@@ -79,7 +79,7 @@ def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
         return [], [f"{place}: the article is empty"]
     questions, wrong = [], []
     for number, (question, options, answer) in enumerate(zip(*lists), 1):
-        problem = _problem(question, options, answer)
+        problem = _question_problem(question, options, answer)
         if problem:
             wrong.append(f"{place}, question {number}: {problem}")
             continue
@@ -96,7 +96,7 @@ def _questions(line: str, place: str) -> tuple[list[Question], list[str]]:
     return questions, wrong
 
 
-def _problem(question: Any, options: Any, answer: Any) -> str:
+def _question_problem(question: Any, options: Any, answer: Any) -> str:
     if not isinstance(question, str):
         return "it is no text"
     if (

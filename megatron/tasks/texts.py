@@ -88,7 +88,7 @@ class PairSamples:
             "tokens": ids,
             "types": types,
             "padding_mask": mask,
-            **_labelled(index, text.label, numbers=self._numbers),
+            **_label_arrays(index, text.label, numbers=self._numbers),
         }
 
 
@@ -133,11 +133,11 @@ class ChoiceSamples:
             "types": types,
             "padding_mask": mask,
             "choices": chances,
-            **_labelled(index, question.label),
+            **_label_arrays(index, question.label),
         }
 
 
-def _labelled(index: int, label: int | float | None, *, numbers: bool = False) -> Sample:
+def _label_arrays(index: int, label: int | float | None, *, numbers: bool = False) -> Sample:
     return {
         "labels": np.array([label or 0], np.float32 if numbers else np.int64),
         "index": np.array([index], np.int64),

@@ -66,10 +66,10 @@ class TokenWindows:
         window[: len(held)] = held
         mask = np.zeros(self.length, np.float32)
         mask[0 if index == 0 else self.length - self.stride : len(held) - 1] = 1.0
-        return _sample(window, mask)
+        return _window_sample(window, mask)
 
 
-def _sample(window: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+def _window_sample(window: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
     return {
         "tokens": window[:-1],
         "labels": window[1:].copy(),
@@ -102,7 +102,7 @@ def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, st
     for path in paths:
         for number, line in enumerate(_text_of(path).splitlines(), 1):
             try:
-                passages.append(_passage(line, tokenizer, strict=strict, length=length))
+                passages.append(_lambada_request(line, tokenizer, strict=strict, length=length))
             except ValueError as error:
                 problems.append(f"{path}:{number}: {error}")
     if problems or not passages:
@@ -110,7 +110,7 @@ def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, st
     return passages
 
 
-def _passage(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> Request:
+def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> Request:
     content = json.loads(line)
     text = content.get("text") if isinstance(content, dict) else None
     if not isinstance(text, str) or len(text.split()) < 2:

@@ -80,11 +80,11 @@ class Embedder:
     def vectors(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """float32 [len(rows), h]."""
         vectors = np.empty((len(rows), self.width), np.float32)
-        for batch in self._batches([len(row) for row in rows]):
-            vectors[batch] = self._batch([rows[number] for number in batch]).float().cpu().numpy()
+        for batch in self._batches_by_length([len(row) for row in rows]):
+            vectors[batch] = self._embed_batch([rows[number] for number in batch]).float().cpu().numpy()
         return vectors
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+    def _batches_by_length(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of rows that are computed together, the longest first."""
         batch: list[int] = []
         for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
@@ -96,7 +96,7 @@ class Embedder:
             yield batch
 
     @torch.no_grad()
-    def _batch(self, rows: Sequence[np.ndarray]) -> Tensor:
+    def _embed_batch(self, rows: Sequence[np.ndarray]) -> Tensor:
         """[b, h]; the sums of a mean are taken in fp32 or better."""
         ids = np.full((len(rows), len(rows[0])), self.tokenizer.pad, np.int64)
         for row, line in zip(ids, rows):
@@ -130,7 +130,7 @@ class Rows:
             self._file = self._made.open("wb")
         except OSError as error:
             raise ConfigError(f"--output {self.path} cannot be written: {error.strerror}") from None
-        self._file.write(self._header())
+        self._file.write(self._npy_header())
         return self
 
     def add(self, rows: np.ndarray) -> None:
@@ -143,13 +143,13 @@ class Rows:
     ) -> None:
         with self._file as file:
             file.seek(0)
-            file.write(self._header())
+            file.write(self._npy_header())
         if kind is None:
             self._made.replace(self.path)
         else:
             self._made.unlink()
 
-    def _header(self) -> bytes:
+    def _npy_header(self) -> bytes:
         """Version 1.0 of the format, filled up so that its size does not depend on the number of rows."""
         shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self.count}, {self.width}), }}"
         room = _HEADER_BYTES - 10

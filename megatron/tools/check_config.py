@@ -152,7 +152,7 @@ class Report:
             "why_not": self.why_not,
             "tried": answer.tried if answer else 0,
             "fewest": answer.fewest if answer else True,
-            "edits": None if answer and answer.edits is None else _edits(answer),
+            "edits": None if answer and answer.edits is None else _edits_json(answer),
         }
 
     def lines(self) -> list[str]:
@@ -170,7 +170,7 @@ class Report:
         return [*lines, *(_lines_of(self.built) if self.built else ())]
 
 
-def _edits(answer: RepairResult | None) -> list[dict[str, Any]]:
+def _edits_json(answer: RepairResult | None) -> list[dict[str, Any]]:
     return [
         {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
         for edit in (answer.edits if answer and answer.edits else ())
@@ -203,13 +203,13 @@ def main(argv: list[str] | None = None) -> None:
     if options.write_rules is not None:
         options.write_rules.write_text(page(), encoding="utf-8")
         return
-    report = _report(options, words)
+    report = _config_report(options, words)
     text = json.dumps(report.values(), indent=2) if options.json else "\n".join(report.lines())
     sys.stdout.write(text + "\n")
     raise SystemExit(2 if report.broken else 1 if report.built and report.built["problems"] else 0)
 
 
-def _report(options: argparse.Namespace, words: Sequence[str]) -> Report:
+def _config_report(options: argparse.Namespace, words: Sequence[str]) -> Report:
     """What is wrong with a command, what would mend it and, with --build, what the built network says."""
     first = checked_command(read_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = changed(words, options.why_not, options)

@@ -91,12 +91,12 @@ def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:
         "counts": counts,
         "tolerance": result.tolerance,
         "start": None if result.same or result.start is None else asdict(result.start),
-        "problems": [_plain(one) for one in result.problems],
-        "largest": [_plain(one) for one in result.largest()],
+        "problems": [_json_value(one) for one in result.problems],
+        "largest": [_json_value(one) for one in result.largest()],
     }
 
 
-def _plain(one: Any) -> dict[str, Any]:
+def _json_value(one: Any) -> dict[str, Any]:
     """A difference; JSON knows no infinity."""
     return {**asdict(one), "gap": one.gap if math.isfinite(one.gap) else None}
 
@@ -115,7 +115,7 @@ def layout_of(config: RunConfig, ranks: int) -> str:
     return f"{' x '.join(words) or 'no axis'} = {ranks} rank{'s' * (ranks > 1)}{experts}"
 
 
-def _differences(result: dict[str, Any]) -> list[str]:
+def _difference_lines(result: dict[str, Any]) -> list[str]:
     """Where the two runs begin to differ, what differs, and the largest differences."""
     lines: list[str] = []
     if result["start"] is not None:
@@ -156,7 +156,7 @@ def report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> 
             f"compared: {counts['loss']} losses, {counts['norm']} gradient norms, {counts['gradient']} gradients and "
             f"{counts['weight']} weights; {result['compared']} pieces of activations"
         )
-    lines += _differences(result)
+    lines += _difference_lines(result)
     smaller, lost = [one for one in small.changes if not one.lost], [one for one in small.changes if one.lost]
     lines += ["", "made smaller", *(f"    {one}" for one in smaller)] if smaller else []
     lines += ["", "not compared", *(f"    {one}" for one in lost)] if lost else []

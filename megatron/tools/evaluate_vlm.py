@@ -25,22 +25,22 @@ from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (answer, line of the references)
 
 
-def _mean(score: Callable[[str, Mapping[str, Any]], float]) -> Callable[[Rows], float]:
+def _mean_score(score: Callable[[str, Mapping[str, Any]], float]) -> Callable[[Rows], float]:
     return lambda rows: sum(score(answer, row) for answer, row in rows) / len(rows)
 
 
-def _exact(answer: str, row: Mapping[str, Any]) -> float:
+def _exact_match(answer: str, row: Mapping[str, Any]) -> float:
     return float(answer.strip().lower() in [reference.strip().lower() for reference in row["references"]])
 
 
-def _mmmu(answer: str, row: Mapping[str, Any]) -> float:
+def _mmmu_score(answer: str, row: Mapping[str, Any]) -> float:
     options = row.get("options")
     if not options:
         return vision.open_answer(answer, row["references"])
     return float(vision.chosen_option(answer, options) in row["references"])
 
 
-def _captions(score: Callable[..., float]) -> Callable[[Rows], float]:
+def _caption_score(score: Callable[..., float]) -> Callable[[Rows], float]:
     def of(rows: Rows) -> float:
         given = [vision.caption_tokens(answer.rstrip(".")) for answer, _ in rows]
         return score(given, [[vision.caption_tokens(one) for one in row["references"]] for _, row in rows])
@@ -49,22 +49,24 @@ def _captions(score: Callable[..., float]) -> Callable[[Rows], float]:
 
 
 VQA = {
-    "accuracy (official, nine of ten)": _mean(lambda answer, row: vision.vqa(answer, row["references"])),
-    "accuracy (all ten)": _mean(lambda answer, row: vision.vqa(answer, row["references"], leave_one_out=False)),
+    "accuracy (official, nine of ten)": _mean_score(lambda answer, row: vision.vqa(answer, row["references"])),
+    "accuracy (all ten)": _mean_score(lambda answer, row: vision.vqa(answer, row["references"], leave_one_out=False)),
 }
 TASKS: Mapping[str, Mapping[str, Callable[[Rows], float]]] = {
     "vqav2": VQA,
     "textvqa": VQA,
     "chartqa": {
-        "relaxed accuracy": _mean(lambda answer, row: max(vision.relaxed(answer, one) for one in row["references"]))
+        "relaxed accuracy": _mean_score(
+            lambda answer, row: max(vision.relaxed(answer, one) for one in row["references"])
+        )
     },
-    "docvqa": {"ANLS": _mean(lambda answer, row: vision.anls(answer, row["references"]))},
-    "mmmu": {"accuracy": _mean(_mmmu)},
-    "exact": {"accuracy": _mean(_exact)},
+    "docvqa": {"ANLS": _mean_score(lambda answer, row: vision.anls(answer, row["references"]))},
+    "mmmu": {"accuracy": _mean_score(_mmmu_score)},
+    "exact": {"accuracy": _mean_score(_exact_match)},
     "captions": {
-        "CIDEr": _captions(vision.cider),
-        "BLEU-4": _captions(vision.bleu),
-        "ROUGE-L": _captions(vision.rouge_l),
+        "CIDEr": _caption_score(vision.cider),
+        "BLEU-4": _caption_score(vision.bleu),
+        "ROUGE-L": _caption_score(vision.rouge_l),
     },
 }
 # What the official programs read: task -> the line of an answer.

@@ -72,20 +72,20 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
     """The lines to print."""
-    explanation, ranks = _explanation(options, flags)
+    explanation, ranks = _build_explanation(options, flags)
     if options.document is not None:
         prefix, _, number = options.document.rpartition(":")
         if not prefix or not number.isdecimal():
             raise ConfigError(f"--document {options.document} is not PREFIX:NUMBER")
         uses = explanation.sightings(options.set, prefix, int(number))
         uses = [use for use in uses if ranks is None or use.data_rank in ranks]
-        yield from map(_json, uses) if options.json else _sightings(uses, options)
+        yield from map(_entry_json, uses) if options.json else _sample_use_lines(uses, options)
     else:
         for microbatch in explanation.step(options.set, options.step, ranks):
-            yield from (_json(microbatch),) if options.json else _microbatch(microbatch, options)
+            yield from (_entry_json(microbatch),) if options.json else _microbatch_lines(microbatch, options)
 
 
-def _explanation(options: argparse.Namespace, flags: Sequence[str]) -> tuple[Explanation, list[int] | None]:
+def _build_explanation(options: argparse.Namespace, flags: Sequence[str]) -> tuple[Explanation, list[int] | None]:
     """The data of the run, and the data-parallel ranks to print, None for all."""
     defaults = ENTRIES[f"pretrain_{options.entry}.py"].defaults(())
     config = config_of(read_args(flags, defaults=defaults, world_size=options.world_size), options.world_size)
@@ -112,38 +112,38 @@ def _data_rank(options: argparse.Namespace, config: RunConfig) -> int:
     return next(line.index(options.rank) for line in groups["dp"] if options.rank in line)
 
 
-def _json(entry: Microbatch | SampleUse) -> str:
+def _entry_json(entry: Microbatch | SampleUse) -> str:
     return json.dumps(dataclasses.asdict(entry))
 
 
-def _sightings(uses: Sequence[SampleUse], options: argparse.Namespace) -> Iterator[str]:
+def _sample_use_lines(uses: Sequence[SampleUse], options: argparse.Namespace) -> Iterator[str]:
     yield f"{options.document} is seen {len(uses)} times in the {options.set} data of this run"
     for one in uses:
         yield f"  step {one.step}, microbatch {one.microbatch}, data-parallel rank {one.data_rank}: sample {one.sample}"
 
 
-def _microbatch(microbatch: Microbatch, options: argparse.Namespace) -> Iterator[str]:
+def _microbatch_lines(microbatch: Microbatch, options: argparse.Namespace) -> Iterator[str]:
     yield (
         f"{microbatch.split} step {microbatch.step}, microbatch {microbatch.microbatch}, data-parallel rank {microbatch.data_rank}: "
         f"samples {' '.join('-' if s.sample is None else str(s.sample) for s in microbatch.samples)}, hash {microbatch.hash}"
     )
     for sample in microbatch.samples:
-        yield from _sample(sample, options)
+        yield from _sample_lines(sample, options)
 
 
-def _sample(sample: SpanText, options: argparse.Namespace) -> Iterator[str]:
+def _sample_lines(sample: SpanText, options: argparse.Namespace) -> Iterator[str]:
     if sample.sample is None:
         yield "  (the data is over; a sample without loss fills the batch)"
         return
     yield f"  sample {sample.sample} = sample {sample.dataset_sample} of source {sample.dataset}"
     for piece in sample.pieces:
-        text = f": {_quoted(piece.text, options)}" if piece.text else ""
+        text = f": {_quote_text(piece.text, options)}" if piece.text else ""
         yield (
             f"    [{piece.start}, {piece.start + piece.length}) {piece.prefix} document {piece.document}, sequence "
             f"{piece.sequence}, tokens [{piece.offset}, {piece.offset + piece.length}){text}"
         )
     for key, text in sample.texts.items():
-        yield f"    {key} {_quoted(text, options)}"
+        yield f"    {key} {_quote_text(text, options)}"
     total = sum(last - first for first, last in sample.loss)
     spans = " ".join(f"[{first}, {last})" for first, last in sample.loss)
     yield f"    loss on {total} positions: {spans}"
@@ -152,7 +152,7 @@ def _sample(sample: SpanText, options: argparse.Namespace) -> Iterator[str]:
             yield f"    {what} restart at {' '.join(map(str, places))}"
 
 
-def _quoted(text: str, options: argparse.Namespace) -> str:
+def _quote_text(text: str, options: argparse.Namespace) -> str:
     quoted = json.dumps(text, ensure_ascii=False)
     whole = options.full_text or len(quoted) <= SHOWN_TEXT
     return quoted if whole else f"{quoted[:SHOWN_TEXT]}... ({len(text)} characters)"

@@ -232,10 +232,10 @@ def answer_of(line: str, reply: Reply) -> dict[str, Any]:
     if reply.reason == "error":
         return {**answer, "error": reply.problem}
     answer |= {"text": reply.text, "ids": list(reply.ids), "reason": reply.reason, "seed": reply.seed}
-    return {**answer, "logprobs": [_scores(token) for token in reply.tokens]} if "logprobs" in request else answer
+    return {**answer, "logprobs": [_token_scores(token) for token in reply.tokens]} if "logprobs" in request else answer
 
 
-def _scores(token: Token) -> dict[str, Any]:
+def _token_scores(token: Token) -> dict[str, Any]:
     return {"logprob": token.logprob, "top": [[number, score] for number, score in token.top]}
 
 
@@ -295,7 +295,7 @@ def done_before(output: Path, lines: Iterator[tuple[int, str]]) -> int:
             if not answer.endswith(b"\n"):
                 break
             _, line = next(lines, (number, ""))
-            if not _answers(line, answer):
+            if not _is_answer_to(line, answer):
                 raise ConfigError(
                     f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it"
                 )
@@ -306,7 +306,7 @@ def done_before(output: Path, lines: Iterator[tuple[int, str]]) -> int:
     return number
 
 
-def _answers(line: str, answer: bytes) -> bool:
+def _is_answer_to(line: str, answer: bytes) -> bool:
     try:
         request, answer_fields = json.loads(line), json.loads(answer)
     except ValueError:

@@ -223,13 +223,13 @@ def run(args: argparse.Namespace) -> bool:
         if args.verify:
             facts["problems"] = problems
         good = good and not problems
-        print(json.dumps(facts) if args.json else _text(facts, args.seq_length))
+        print(json.dumps(facts) if args.json else _facts_text(facts, args.seq_length))
     if args.plot and lengths_of:
         draw(lengths_of, args.seq_length, args.plot)
     return good
 
 
-def _text(facts: dict[str, Any], seq_length: int | None) -> str:
+def _facts_text(facts: dict[str, Any], seq_length: int | None) -> str:
     """The facts of one pair, its first documents and its problems, for people."""
     problems = facts.get("problems")
     lines = [facts["prefix"] if problems else report(facts, seq_length)]

@@ -11,19 +11,19 @@ class ToolParser(argparse.ArgumentParser):
 
     def format_usage(self) -> str:
         """The line, with its end."""
-        self.usage = self._line()
+        self.usage = self._usage_line()
         return super().format_usage()
 
     def format_help(self) -> str:
         """The line, the description and the groups of options."""
-        self.usage = self._line()
+        self.usage = self._usage_line()
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to look, and exit with 2."""
         self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n")
 
-    def _line(self) -> str:
+    def _usage_line(self) -> str:
         words = []
         for action in self._actions:
             name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()

@@ -48,7 +48,7 @@ def read_curves(path: Path, loss: str) -> Curves:
     valid: dict[int, float] = {}
     resumed: list[int] = []
     seen: set[str] = set()
-    for record in _records(path):
+    for record in _log_records(path):
         kind, losses = record.get("kind"), record.get("losses", {})
         seen.update(losses)
         if kind == "start":
@@ -66,7 +66,7 @@ def read_curves(path: Path, loss: str) -> Curves:
     return Curves(name, sorted(train.items()), sorted(valid.items()), resumed)
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _log_records(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a log, line by line."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:

@@ -88,7 +88,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--shard",
-        type=_shard,
+        type=_parse_shard,
         default=None,
         metavar="I/N",
         help="tokenize part I of N of the input only, counted from 0, into PREFIX-0000I-of-0000N; "
@@ -189,7 +189,7 @@ def _powers_to(limit: int) -> list[int]:
     return [2**power for power in range(limit.bit_length())]
 
 
-def _shard(word: str) -> tuple[int, int]:
+def _parse_shard(word: str) -> tuple[int, int]:
     index, slash, count = word.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"{word!r} is not I/N with I from 0 to N - 1, as in 0/8 to 7/8")
@@ -263,12 +263,12 @@ class Progress:
     def show(self, totals: Totals) -> None:
         """Bring what is shown up to date."""
         if not self._bar.disable:
-            self._bar.set_postfix_str(self._rates(totals), refresh=False)
+            self._bar.set_postfix_str(self._rates_text(totals), refresh=False)
             self._bar.update(totals.consumed - self._bar.n)
         elif totals.documents // self._interval > self._shown:
             self._shown = totals.documents // self._interval
             print(
-                f"Processed {totals.documents} documents ({self._rates(totals)}{self._left(totals)}).",
+                f"Processed {totals.documents} documents ({self._rates_text(totals)}{self._time_left_text(totals)}).",
                 file=sys.stderr,
                 flush=True,
             )
@@ -286,14 +286,14 @@ class Progress:
         """MB of text a second, in this run."""
         return (totals.num_bytes - self._before.num_bytes) / 1e6 / self.seconds
 
-    def _rates(self, totals: Totals) -> str:
+    def _rates_text(self, totals: Totals) -> str:
         documents, tokens = totals.documents - self._before.documents, totals.tokens - self._before.tokens
         return (
             f"{documents / self.seconds:.1f} docs/s, {tokens / self.seconds:.0f} tokens/s, "
             f"{self.speed(totals):.2f} MB/s"
         )
 
-    def _left(self, totals: Totals) -> str:
+    def _time_left_text(self, totals: Totals) -> str:
         done = totals.consumed - self._before.consumed
         if self._size is None or done <= 0:
             return ""

@@ -92,14 +92,14 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
         depths = model.mtp.mtp_num_layers or 0
         layers = " | ".join(
             ("E " if s.has_embedding else "")
-            + _span([p.index for p in s.layers])
+            + _range_text([p.index for p in s.layers])
             + (" " + "m" * depths if s.has_mtp and depths else "")
             + (" L" if s.has_output else "")
             for s in stages_of_rank
         )
         lines.append(
-            f"  {rank:<14}{layers:28}{held.parameters:>16,}{_gigabytes(held.weights_and_optimizer):>20}"
-            f"{_gigabytes(held.activations):>14}"
+            f"  {rank:<14}{layers:28}{held.parameters:>16,}{_bytes_text(held.weights_and_optimizer):>20}"
+            f"{_bytes_text(held.activations):>14}"
         )
     return lines
 
@@ -143,9 +143,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.write(f"drawn: {options.picture}\n")
 
 
-def _span(indices: list[int]) -> str:
+def _range_text(indices: list[int]) -> str:
     return "-" if not indices else str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
 
 
-def _gigabytes(count: float) -> str:
+def _bytes_text(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

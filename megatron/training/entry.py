@@ -49,7 +49,7 @@ class FailureReporter:
         self._over = threading.Event()
         self._board = RendezvousStore.connect(place)
         self._parent = os.getppid()
-        self._watching = threading.Thread(target=self._watch, name="first-failure", daemon=True)
+        self._watching = threading.Thread(target=self._watch_launcher, name="first-failure", daemon=True)
         if self._board is not None or place.is_launched:
             self._watching.start()
 
@@ -70,17 +70,19 @@ class FailureReporter:
         if self._watching.is_alive():
             self._watching.join(_GRACE)
 
-    def _watch(self) -> None:
+    def _watch_launcher(self) -> None:
         while not self._over.wait(_LOOK_EVERY):
             if gone := self._launcher_is_gone():
-                _say(f"{name_of_rank(self.place.rank)} ends: {gone}, and nobody would end this rank or start it again")
+                _write_stderr(
+                    f"{name_of_rank(self.place.rank)} ends: {gone}, and nobody would end this rank or start it again"
+                )
                 if not self._over.is_set():
                     os._exit(1)
                 return
             failed = None if self._board is None else self._board.read(FIRST_FAILURE)
             if failed is not None:
                 message = "\n  ".join(failed.splitlines()[:_SHOWN])
-                _say(f"{name_of_rank(self.place.rank)} ends, since this failed first: {message}")
+                _write_stderr(f"{name_of_rank(self.place.rank)} ends, since this failed first: {message}")
                 # Long enough for this rank's own error, if it has one, and for the launcher to see who was first.
                 if not self._over.wait(_GRACE):
                     os._exit(1)
@@ -100,7 +102,7 @@ class FailureReporter:
         return ""
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     """To standard error, which may have ended with the launcher."""
     try:
         sys.stderr.write(f"{text}\n")
@@ -109,7 +111,7 @@ def _say(text: str) -> None:
         pass
 
 
-def _patient(main: Callable[[], None]) -> Callable[[], None]:
+def _delayed_failure(main: Callable[[], None]) -> Callable[[], None]:
     """Let the rank that failed first be seen first: one that merely lost its connection waits before it fails too.
 
     The launcher notices a killed rank by looking now and then; without the wait, the complaint of a neighbour would
@@ -131,7 +133,7 @@ def _patient(main: Callable[[], None]) -> Callable[[], None]:
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Run `main` so that every error ends all ranks and is shown once. User errors are shown without a traceback."""
-    recorded = record(_patient(main))
+    recorded = record(_delayed_failure(main))
 
     @functools.wraps(main)
     def wrapped() -> None:

@@ -52,16 +52,16 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     Prints what is wrong and exits with code 2 when settings cannot be used; one rank speaks for all.
     """
     try:
-        config, tokenizer = _settings(args)
+        config, tokenizer = _resolve_settings(args)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
-    log = _logger(config)
+    log = _make_logger(config)
     device = pick_device()
     set_current_device(device)
     keep_freed_memory(device)
-    _deterministic(config)
+    _set_deterministic(config)
     mesh = join(config, device)
     kernels = select(kernel_need(config, device), config.model.kernel_wishes)
     streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
@@ -72,7 +72,7 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
         kernels=kernels,
         tokenizer=tokenizer,
         streams=streams,
-        timers=_timers(config, mesh),
+        timers=_make_timers(config, mesh),
         log=log,
         run_log=_run_log(config, mesh),
     )
@@ -80,7 +80,7 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     parallel_state.install(mesh)
     for message in (*getattr(args, "messages", ()), *filter(None, [lacks_board(launcher_place())])):
         run.say(message)
-    _describe(run)
+    _startup_table(run)
     return run
 
 
@@ -93,7 +93,7 @@ def shut_down() -> None:
         dist.destroy_process_group()
 
 
-def _settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
+def _resolve_settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """The checked config with its vocabulary, and the tokenizer."""
     checked = preflight(from_namespace(RequestedRun, args), world_size())
     refuse(line for _, line in checked.problems)
@@ -130,7 +130,7 @@ class Console(logging.StreamHandler):
             super().handleError(record)
 
 
-def _logger(config: RunConfig) -> logging.Logger:
+def _make_logger(config: RunConfig) -> logging.Logger:
     """Lines go to standard output as they are."""
     log = logging.getLogger("megatron")
     if not log.handlers:
@@ -144,7 +144,7 @@ def _logger(config: RunConfig) -> logging.Logger:
     return log
 
 
-def _deterministic(config: RunConfig) -> None:
+def _set_deterministic(config: RunConfig) -> None:
     if config.train.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -172,7 +172,7 @@ def _run_log(config: RunConfig, mesh: Mesh) -> RunLog:
     return RunLog(run_log_path(config.log, config.checkpoint.save) if mesh.world.is_first else None)
 
 
-def _timers(config: RunConfig, mesh: Mesh) -> Timers:
+def _make_timers(config: RunConfig, mesh: Mesh) -> Timers:
     return Timers(
         level=config.log.timing_log_level,
         option=config.log.timing_log_option,
@@ -183,7 +183,7 @@ def _timers(config: RunConfig, mesh: Mesh) -> Timers:
     )
 
 
-def _describe(run: Run) -> None:
+def _startup_table(run: Run) -> None:
     """The table of what was chosen, once."""
     mesh, config = run.mesh, run.config
     axes = " x ".join(

@@ -155,30 +155,30 @@ def microbatches(
 ) -> Batches:
     """This rank's microbatches, from the sample after `consumed_samples` on. Close it to end its threads."""
     if dataset is None or not reads:
-        return _nothing()
+        return _empty_batches()
     if run.config.data.dataloader_type == "external":
         assert isinstance(dataset, Iterable), "external data are read in their own order"
         samples = (dict(sample) for sample in dataset)
         arrays = ((None, arrays) for arrays in read_external(samples, run.config.train.micro_batch_size))
-        return _batches(run, arrays, split)
+        return _device_batches(run, arrays, split)
     assert is_numbered(dataset), "only external data are not numbered"
     regroups = run.config.parallel.hybrid_context_parallel
-    order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, **_readers(run, regroups))
-    batches = _batches(run, _read_ahead(run, dataset, order), split)
+    order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, **_reader_ranks(run, regroups))
+    batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
 def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Batches:
     """This rank's microbatches of an evaluation that sees every sample once; the last global batch is filled up."""
     if not reads:
-        return _nothing()
+        return _empty_batches()
     regroups = run.config.parallel.hybrid_context_parallel
-    order = once(run.config, len(dataset), full_batch=full_batch, **_readers(run, regroups))
-    batches = _batches(run, _read_ahead(run, dataset, order), split)
+    order = once(run.config, len(dataset), full_batch=full_batch, **_reader_ranks(run, regroups))
+    batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
-def _readers(run: Run, everything: bool) -> dict[str, int]:
+def _reader_ranks(run: Run, everything: bool) -> dict[str, int]:
     """Whose samples this rank reads: its own, or those of all data-parallel ranks."""
     return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
 
@@ -191,11 +191,11 @@ def take(batches: Iterator[Batch]) -> Batch:
         raise DataError("the data ended before the run did; train on fewer samples or give more data") from None
 
 
-def _nothing() -> Generator[Batch]:
+def _empty_batches() -> Generator[Batch]:
     yield from repeat(Batch())
 
 
-def _batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]], split: str) -> Generator[Batch]:
+def _device_batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]], split: str) -> Generator[Batch]:
     """Batches on the device. What is taken is logged, not what is read ahead."""
     data, log = run.config.data, None
     if data.log_samples:

@@ -132,7 +132,7 @@ class Session:
             train_iters=self.total,
             settings=to_values(self.config),
         )
-        self.work = _work(trainer)
+        self.work = _flops_per_sample(trainer)
         self.replica_check = ReplicaCheck(trainer)
         self.stragglers = Stragglers(self.mesh) if self.config.faults.log_straggler else None
         self.flops_at_start = trainer.progress.floating_point_operations
@@ -146,15 +146,15 @@ class Session:
 
     def run(self) -> None:
         """Train until there is a reason to stop; then evaluate and save."""
-        self._describe()
-        with closing(self.writers), self._watch() as watch:
+        self._log_sizes()
+        with closing(self.writers), self._exit_conditions() as watch:
             try:
-                reason = "" if self.config.train.skip_train else self._train(watch)
-                self._resolve(watch)
+                reason = "" if self.config.train.skip_train else self._train_loop(watch)
+                self._resolve_steps(watch)
             except ResultRejected:
                 if self.trainer.progress.iteration:  # the state before the step, to run it again from
-                    self._save(watch)
-                self._settle(self.checkpoint.finish())
+                    self._save_if_due(watch)
+                self._record_save(self.checkpoint.finish())
                 raise
             except (
                 NotFinite,
@@ -162,12 +162,12 @@ class Session:
                 RollBack,
                 ReplicasDiffer,
             ):  # of which all ranks know: they can still end a save together
-                self._settle(self.checkpoint.finish())
+                self._record_save(self.checkpoint.finish())
                 raise
             self._finish(reason, watch)
             self.trainer.run.run_log.add("end", reason=reason or "complete", iteration=self.trainer.progress.iteration)
 
-    def _train(self, watch: ExitConditions) -> str:
+    def _train_loop(self, watch: ExitConditions) -> str:
         """Iterate to the end, or until there is a reason to stop, which is returned."""
         progress, reason = self.trainer.progress, ""
         self.checkpoint.prepare()
@@ -184,7 +184,7 @@ class Session:
         before = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
         watch.before_step(progress.iteration)
         if (flag := self._skipped_by(progress.iteration + 1)) is not None:
-            self._skip(flag)
+            self._skip_iteration(flag)
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
             with nullcontext() if self.layers is None else self.layers.watching(progress.iteration + 1):
@@ -201,20 +201,20 @@ class Session:
     def _after_step(self, watch: ExitConditions, before: int) -> None:
         """What is due after this iteration: checks, log line, evaluation, checkpoint. before: its microbatches."""
         progress, train = self.trainer.progress, self.config.train
-        if self._due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
+        if self._is_due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
             self.replica_check.check()
         if train.empty_unused_memory_level:
             empty_cache(self.mesh.device)  # level 2 also does so between the backward pass and the update
-        if self._due(self.config.log.log_interval) or progress.iteration == 1:
-            self._report(watch)
-        if self._due(train.eval_interval) and self.data.valid is not None:
+        if self._is_due(self.config.log.log_interval) or progress.iteration == 1:
+            self._log_steps(watch)
+        if self._is_due(train.eval_interval) and self.data.valid is not None:
             self._evaluate(watch)
-        if self._due(train.eval_interval):
+        if self._is_due(train.eval_interval):
             self._show_samples()
         after = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
-        if self._due(self.config.checkpoint.save_interval) or (after != before and self.config.checkpoint.save):
-            self._save(watch)
-        self._settle(self.checkpoint.poll())
+        if self._is_due(self.config.checkpoint.save_interval) or (after != before and self.config.checkpoint.save):
+            self._save_if_due(watch)
+        self._record_save(self.checkpoint.poll())
 
     def _skipped_by(self, iteration: int) -> str | None:
         """The flag that lets the run pass over the data of an iteration, None where it is trained on."""
@@ -226,20 +226,20 @@ class Session:
             return "--result-rejected-tracker-filename"
         return None
 
-    def _due(self, interval: int | None) -> bool:
+    def _is_due(self, interval: int | None) -> bool:
         return interval is not None and interval > 0 and self.trainer.progress.iteration % interval == 0
 
     def _bad_step(self, watch: ExitConditions, samples: int) -> None:
         """What becomes of the run after a step without an update (`--on-bad-step`); raises unless it goes on."""
         progress = self.trainer.progress
         progress.skipped_train_samples += samples
-        self._resolve(watch)
+        self._resolve_steps(watch)
         self.trainer.run.run_log.add(
             "bad step", iteration=progress.iteration, samples=samples, reason=self.validator.problem
         )
         self.trainer.run.say(f"WARNING: {self.validator.decide(progress.iteration)}")
 
-    def _skip(self, reason: str) -> None:
+    def _skip_iteration(self, reason: str) -> None:
         """Pass over the data of one iteration; reason: the flag that asks for it."""
         size = self.trainer.batches.at(self.trainer.progress.consumed_train_samples)
         assert self.data.train is not None, "build_data refuses a run that trains without data"
@@ -253,15 +253,15 @@ class Session:
             "skip", iteration=progress.iteration, samples=size.global_batch_size, reason=reason
         )
 
-    def _resolve(self, watch: ExitConditions) -> None:
+    def _resolve_steps(self, watch: ExitConditions) -> None:
         steps = self.meter.resolve()
         self.writers.steps(steps)
         record_steps(self.trainer.run.run_log, steps)
         watch.demand_finite(steps)
 
-    def _report(self, watch: ExitConditions) -> None:
+    def _log_steps(self, watch: ExitConditions) -> None:
         """One log line for the steps since the last."""
-        self._resolve(watch)
+        self._resolve_steps(watch)
         if not self.steps_since:
             return
         progress, log = self.trainer.progress, self.config.log
@@ -279,7 +279,7 @@ class Session:
         )
         self.writers.report(report)
         self.writers.times(progress.iteration, times_text(times, log.timing_log_option), times_scalars(times))
-        if not self.reported_memory or self._due(log.log_memory_interval):
+        if not self.reported_memory or self._is_due(log.log_memory_interval):
             self.reported_memory = True
             memory = memory_report(self.mesh.device)
             self.writers.memory(progress.iteration, memory)
@@ -297,7 +297,7 @@ class Session:
         """The mean validation loss over --eval-iters global batches, or over all of the validation data."""
         progress = self.trainer.progress
         paused = time.perf_counter()
-        self._resolve(watch)
+        self._resolve_steps(watch)
         watch.around_evaluation()
         assert self.data.valid is not None, "only runs with validation data evaluate"
         with self.data.valid.next() as (batches, iterations):
@@ -321,20 +321,20 @@ class Session:
             self.writers.samples(samples, iteration=self.trainer.progress.iteration)
             self.since += time.perf_counter() - paused
 
-    def _save(self, watch: ExitConditions) -> None:
+    def _save_if_due(self, watch: ExitConditions) -> None:
         """Begin to save, if that is asked for and has not been done in this iteration."""
         iteration = self.trainer.progress.iteration
         if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
             paused = time.perf_counter()
-            self._resolve(watch)
+            self._resolve_steps(watch)
             self.mesh.flight_recorder.begin("save", iteration)
             ended = self.checkpoint.begin_save()
             self.notes[iteration] = self._progress_text("Saved checkpoint")
             for outcome in ended:
-                self._settle(outcome)
+                self._record_save(outcome)
             self.since += time.perf_counter() - paused
 
-    def _settle(self, outcome: SaveOutcome | None) -> None:
+    def _record_save(self, outcome: SaveOutcome | None) -> None:
         """Record how a save ended, if one did."""
         if outcome is None:
             return
@@ -379,9 +379,11 @@ class Session:
         """Save, and evaluate if the run came to its end."""
         progress, train = self.trainer.progress, self.config.train
         if not train.skip_train:
-            self._settle(self.checkpoint.finish())  # if it is of this very iteration and failed, here is another chance
-            self._save(watch)
-            self._settle(self.checkpoint.finish())
+            self._record_save(
+                self.checkpoint.finish()
+            )  # if it is of this very iteration and failed, here is another chance
+            self._save_if_due(watch)
+            self._record_save(self.checkpoint.finish())
         if reason:
             self.trainer.run.say(reason)
         else:
@@ -394,7 +396,7 @@ class Session:
     def _evaluate_at_end(self) -> None:
         """One evaluation of each split that is there."""
         progress, train = self.trainer.progress, self.config.train
-        if train.skip_train or not self._due(train.eval_interval):  # else it has just been done
+        if train.skip_train or not self._is_due(train.eval_interval):  # else it has just been done
             self._show_samples()
         for name, evaluations in (("validation", self.data.valid), ("test", self.data.test)):
             if evaluations is not None:
@@ -405,7 +407,7 @@ class Session:
                 )
                 self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses, final=name)
 
-    def _watch(self) -> ExitConditions:
+    def _exit_conditions(self) -> ExitConditions:
         config = self.config
         dynamic = config.precision.fp16 and config.precision.loss_scale is None
         profile = Profile.build(
@@ -441,7 +443,7 @@ class Session:
             + (f"its last checkpoint is that of iteration {last}" if last is not None else "it has no checkpoint")
         )
 
-    def _describe(self) -> None:
+    def _log_sizes(self) -> None:
         """Sizes, once: what each rank of the first replica holds, and the footprint that follows from the config."""
         count = sum(param.numel() for stage in self.trainer.stages for param in stage.parameters())
         rows = collectives.gather_objects(
@@ -468,7 +470,7 @@ def _total_iterations(trainer: Trainer) -> int:
     return trainer.batches.iterations(train.train_samples) if train.train_samples is not None else 0
 
 
-def _work(trainer: Trainer) -> FlopsPerSample:
+def _flops_per_sample(trainer: Trainer) -> FlopsPerSample:
     config: RunConfig = trainer.run.config
     length = config.train.seq_length
     peak = config.log.peak_tflops or known_peak(device_name(trainer.run.mesh.device), config.precision.dtype)

@@ -75,11 +75,11 @@ class Run:
             wgrad_store=self.mesh.overlap.wgrad_store if self.config.parallel.defers_weights else None,
             low_precision=self.config.precision.low,
             overlapped=self._overlapped_matmuls,
-            sums=self._sums,
+            sums=self._fuses_wgrad_accumulation,
         )
 
     @property
-    def _sums(self) -> bool:
+    def _fuses_wgrad_accumulation(self) -> bool:
         """Whether layers add the gradients of their weights themselves: a compiled or recorded layer gives them to autograd."""
         layer_wise = self.config.compilation.compile or self.config.graphs.cuda_graph_impl != "none"
         return self.config.parallel.gradient_accumulation_fusion and not layer_wise

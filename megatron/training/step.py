@@ -60,7 +60,7 @@ class StepWork:
             )
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
-        self.count = torch.zeros((), dtype=torch.float64 if _wide(trainer) else torch.float32, device=self.device)
+        self.count = torch.zeros((), dtype=torch.float64 if _uses_fp64(trainer) else torch.float32, device=self.device)
         self._scale = self._loss_scale()
 
     @property
@@ -78,7 +78,7 @@ class StepWork:
         activations [s, b, h] in and out; the last stage returns the scaled loss, a scalar.
         """
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
-        batch = replace(self._batch(microbatch), microbatch_context=self._context(microbatch))
+        batch = replace(self._microbatch(microbatch), microbatch_context=self._microbatch_context(microbatch))
         if received:
             batch = replace(batch, hidden=received[0], message=received)
         with self.trainer.run.timers("forward-compute", 2):
@@ -88,16 +88,16 @@ class StepWork:
         total, count, report = loss_function(output)
         self.reports.append(report)
         self.count += count.detach()
-        return (self._scaled(total, count),)
+        return (self._scale_loss(total, count),)
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         """Gradients of the stage's last backward pass are final as they come."""
         if last:
-            self._parallel(stage).before_last_backward()
+            self._parallel_of_stage(stage).before_last_backward()
 
     def reduce(self, stage: int) -> None:
         """Start to sum the stage's gradients."""
-        self._parallel(stage).start_reduction()
+        self._parallel_of_stage(stage).start_reduction()
 
     def report(self) -> dict[str, Tensor]:
         """[sum, count] of every loss: this rank's share, zero unless it has the loss and is first of its tensor group."""
@@ -135,9 +135,9 @@ class StepWork:
         mesh = self.trainer.run.mesh
         speaks = self.trainer.stages[-1].stage.has_output and mesh.tp.is_first
         count = collectives.all_reduce(self.count.clone() if speaks else torch.zeros_like(self.count), mesh.world)
-        return self._expected() / count.clamp(min=1.0)
+        return self._expected_tokens() / count.clamp(min=1.0)
 
-    def _expected(self) -> int:
+    def _expected_tokens(self) -> int:
         train = self.trainer.run.config.train
         return self.num_microbatches * train.micro_batch_size * self.trainer.run.mesh.dp.size * train.seq_length
 
@@ -146,20 +146,20 @@ class StepWork:
         averages = self.trainer.run.config.parallel.ddp_average_in_collective
         return self.trainer.optimizer.scaler.scale * (self.trainer.run.mesh.dp_cp.size if averages else 1)
 
-    def _scaled(self, total: Tensor, count: Tensor) -> Tensor:
+    def _scale_loss(self, total: Tensor, count: Tensor) -> Tensor:
         if self.trainer.run.config.train.calculate_per_token_loss:
-            return total * (self._scale / self._expected())
+            return total * (self._scale / self._expected_tokens())
         # Each context rank sees a piece of every sequence: its share of the sum, over the number of all.
         count = collectives.all_reduce(count.detach().clone(), self.trainer.run.mesh.cp)
         return total / count.clamp(min=1.0) * (self._scale / (self.num_microbatches * self.trainer.run.mesh.dp.size))
 
-    def _context(self, microbatch: int) -> MicrobatchContext:
+    def _microbatch_context(self, microbatch: int) -> MicrobatchContext:
         """What its layers say of a microbatch, in all chunks of this rank."""
         if microbatch not in self._contexts:
             train, dp = self.trainer.run.config.train, self.trainer.run.mesh.dp
             sample = (microbatch * dp.size + dp.rank) * train.micro_batch_size
             self._contexts[microbatch] = MicrobatchContext(
-                self._mean_weight(self._batch(microbatch)), training=self.training, sample=sample
+                self._mean_weight(self._microbatch(microbatch)), training=self.training, sample=sample
             )
         return self._contexts[microbatch]
 
@@ -171,10 +171,10 @@ class StepWork:
         if batch.loss_mask is None:
             return float("nan")  # `needs_text` gives one to every stage whose layers have losses
         return collectives.all_reduce(batch.loss_mask.sum().to(self.count.dtype), mesh.cp) * (
-            self._scale / self._expected()
+            self._scale / self._expected_tokens()
         )
 
-    def _batch(self, microbatch: int) -> Batch:
+    def _microbatch(self, microbatch: int) -> Batch:
         flight_recorder = self.trainer.run.mesh.flight_recorder
         while len(self._seen) <= microbatch:
             action = flight_recorder.action
@@ -184,11 +184,11 @@ class StepWork:
             flight_recorder.enter(action)
         return self._seen[microbatch]
 
-    def _parallel(self, stage: int) -> Parallel:
+    def _parallel_of_stage(self, stage: int) -> Parallel:
         return self.trainer.parallels[stage // self.trainer.run.mesh.pp.size]
 
 
-def _wide(trainer: Trainer) -> bool:
+def _uses_fp64(trainer: Trainer) -> bool:
     return trainer.run.config.precision.fp64
 
 
@@ -234,11 +234,11 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
         result = optimizer.step(
             multiplier=work.missing_factor(),
             count_zero_elements=config.log.log_num_zeros_in_grad,
-            row_factors=_clipped(trainer),
+            row_factors=_qk_clip_factors(trainer),
             accepts=lambda norm: all([hook.accept_update(work, losses, norm) for hook in trainer.hooks]),
         )
     norm = optimizer.weights_norm() if config.log.log_params_norm else None
-    loads = _loads(trainer)
+    loads = _expert_loads(trainer)
     for hook in trainer.hooks:
         hook.end_step(updated=result.stepped)
     progress.iteration += 1
@@ -262,7 +262,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     )
 
 
-def _loads(trainer: Trainer) -> ExpertLoads | None:
+def _expert_loads(trainer: Trainer) -> ExpertLoads | None:
     """What the experts of every layer had to do in this step, this rank's share."""
     model = trainer.run.config.model
     if not model.moe.num_experts:
@@ -277,7 +277,7 @@ def _loads(trainer: Trainer) -> ExpertLoads | None:
     return ExpertLoads(table, model.moe.moe_per_layer_logging)
 
 
-def _clipped(trainer: Trainer) -> dict[str, Tensor]:
+def _qk_clip_factors(trainer: Trainer) -> dict[str, Tensor]:
     """What --qk-clip multiplies rows of queries and keys by, after this step's update."""
     model = trainer.run.config.model
     if not model.qk_clip:

@@ -117,7 +117,7 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
         freeze(stage, config.model.adapter, mesh)
     for stage in stages:
         offload_activations(stage, config.offload, mesh.device)
-    parallels = [_wrap(run, stage) for stage in stages]
+    parallels = [_initialize_stage(run, stage) for stage in stages]
     sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
     optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded)
     if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
@@ -127,7 +127,7 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
 
 
-def _wrap(run: Run, stage: Network) -> Parallel:
+def _initialize_stage(run: Run, stage: Network) -> Parallel:
     """Give a stage its initial values, and its place among the data-parallel ranks."""
     parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype)
     seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None

@@ -107,7 +107,7 @@ def versions(subject: RunUnderTest) -> list[CheckResult]:
     }
     seen = _on_all(subject, lambda: mine)
     rows = [
-        _unlike(
+        _disagreement_row(
             subject,
             "versions",
             f"{name} differs",
@@ -216,7 +216,7 @@ def links(subject: RunUnderTest) -> list[CheckResult]:
         groups = {ranks for ranks in collectives.gather_objects(axis.ranks, mesh.world) if len(ranks) > 1}
         if groups and frozenset(groups) not in known:
             known.add(frozenset(groups))
-            rows.append(_link(subject, axis))
+            rows.append(_check_axis(subject, axis))
     return rows or [CheckResult("links", "OK", "one rank: nothing to send")]
 
 
@@ -259,7 +259,7 @@ def limits(subject: RunUnderTest) -> list[CheckResult]:
 
     seen = _on_all(subject, look)
     each = Counter(one[0] for _, one in seen)
-    files = 256 + 8 * mesh.world.size + 2 * len(_prefixes(subject.config))
+    files = 256 + 8 * mesh.world.size + 2 * len(_dataset_prefixes(subject.config))
     needs = (
         ("open files", 1, lambda one: files, "raise `ulimit -n`", str),
         (
@@ -267,14 +267,14 @@ def limits(subject: RunUnderTest) -> list[CheckResult]:
             2,
             lambda one: _LEAST_SHARED * each[one[0]],
             "give the container more (--shm-size), for NCCL's sake",
-            _size,
+            _bytes_text,
         ),
         (
             f"space in {tempfile.gettempdir()}",
             3,
             lambda one: _LEAST_TEMPORARY,
             "empty it, or let TMPDIR name another folder",
-            _size,
+            _bytes_text,
         ),
     )
     rows = []
@@ -294,7 +294,7 @@ def limits(subject: RunUnderTest) -> list[CheckResult]:
 
 def data(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank sees the same data files."""
-    prefixes = _prefixes(subject.config)
+    prefixes = _dataset_prefixes(subject.config)
     if not prefixes:
         return [CheckResult("data", "OK", "none asked for")]
 
@@ -327,7 +327,9 @@ def data(subject: RunUnderTest) -> list[CheckResult]:
             )
         elif len({size for _, size in sizes}) > 1:
             rows.append(
-                _unlike(subject, "data", f"bytes of {path} differ", sizes, "bring the same files to all machines")
+                _disagreement_row(
+                    subject, "data", f"bytes of {path} differ", sizes, "bring the same files to all machines"
+                )
             )
     return rows or [CheckResult("data", "OK", f"{len(seen[0][1])} files, on every rank")]
 
@@ -336,7 +338,7 @@ def tokenizer(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank reads the same tokenizer."""
     if not subject.whole:
         return []
-    return _agreed(
+    return _check_ranks_agree(
         subject,
         "tokenizer",
         lambda: fingerprint(build_tokenizer(subject.config.tokenizer))["hash"],
@@ -350,7 +352,7 @@ def checkpoints(subject: RunUnderTest) -> list[CheckResult]:
     requested, rows = subject.config.checkpoint, []
     load = requested.load
     if load:
-        rows = _agreed(
+        rows = _check_ranks_agree(
             subject,
             "checkpoints",
             lambda: newest_iteration(load),
@@ -361,7 +363,7 @@ def checkpoints(subject: RunUnderTest) -> list[CheckResult]:
             "mount the folder on all machines, under the same path",
         )
     if requested.save:
-        rows += _shared(subject, Path(requested.save))
+        rows += _check_shared_folder(subject, Path(requested.save))
     return rows
 
 
@@ -384,7 +386,7 @@ def disk(subject: RunUnderTest) -> list[CheckResult]:
             path.unlink(missing_ok=True)
 
     collectives.barrier(subject.mesh.world)
-    seen, problems = _tried(subject, write)
+    seen, problems = _try_on_all_ranks(subject, write)
     if problems:
         return [
             CheckResult(
@@ -396,13 +398,13 @@ def disk(subject: RunUnderTest) -> list[CheckResult]:
         ]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
-    result, mend = f"{_size(rate)}/s from {len(seen)} rank(s), {_size(free)} free in --save", ""
+    result, mend = f"{_bytes_text(rate)}/s from {len(seen)} rank(s), {_bytes_text(free)} free in --save", ""
     status: Literal["OK", "WARN", "FAIL"] = "OK"
     if subject.whole and subject.config.model.padded_vocab_size:
         size = count_parameters(subject.config.model).total * (
             state_bytes(subject.config) - BYTES[subject.config.precision.gradient_dtype]
         )
-        result += f"; a checkpoint takes about {_size(size)} and {size / rate:.0f} s"
+        result += f"; a checkpoint takes about {_bytes_text(size)} and {size / rate:.0f} s"
         if free < 2 * size:
             status, mend = (
                 ("FAIL" if free < size else "WARN"),
@@ -426,7 +428,9 @@ CHECKS: tuple[Callable[[RunUnderTest], list[CheckResult]], ...] = (
 )
 
 
-def _tried(subject: RunUnderTest, look: Callable[[], Any]) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
+def _try_on_all_ranks(
+    subject: RunUnderTest, look: Callable[[], Any]
+) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
     """What every rank sees, and what those say that cannot: (rank, value) and (rank, problem)."""
     value, problem = None, ""
     try:
@@ -441,29 +445,33 @@ def _tried(subject: RunUnderTest, look: Callable[[], Any]) -> tuple[list[tuple[i
 
 def _on_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, Any]]:
     """What every rank sees: (rank, value)."""
-    seen, problems = _tried(subject, look)
+    seen, problems = _try_on_all_ranks(subject, look)
     if problems:
         raise Unseen(f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}")
     return seen
 
 
-def _agreed(
+def _check_ranks_agree(
     subject: RunUnderTest, check: str, look: Callable[[], Any], describe: Callable[[Any], str], mend: str
 ) -> list[CheckResult]:
     """A row about something that all ranks must see alike."""
-    seen, problems = _tried(subject, look)
+    seen, problems = _try_on_all_ranks(subject, look)
     if problems:
         return [
             CheckResult(check, "FAIL", f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)
         ]
     if len({value for _, value in seen}) > 1:
         return [
-            _unlike(subject, check, "ranks see different ones", [(rank, describe(value)) for rank, value in seen], mend)
+            _disagreement_row(
+                subject, check, "ranks see different ones", [(rank, describe(value)) for rank, value in seen], mend
+            )
         ]
     return [CheckResult(check, "OK", describe(seen[0][1]))]
 
 
-def _unlike(subject: RunUnderTest, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str) -> CheckResult:
+def _disagreement_row(
+    subject: RunUnderTest, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str
+) -> CheckResult:
     """The row of something that differs: who sees what."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in values:
@@ -476,21 +484,21 @@ def _unlike(subject: RunUnderTest, check: str, what: str, values: Sequence[tuple
     )
 
 
-def _link(subject: RunUnderTest, axis: Axis) -> CheckResult:
+def _check_axis(subject: RunUnderTest, axis: Axis) -> CheckResult:
     """The row of one axis."""
     mesh, size = subject.mesh, axis.size
     word = torch.full((1,), float(axis.rank + 1), device=mesh.device)
     right = collectives.all_reduce(word.clone(), axis).item() == size * (size + 1) / 2
-    latency = _seconds(subject, axis, word, _SUMS)
+    latency = _all_reduce_seconds(subject, axis, word, _SUMS)
     block = torch.zeros(subject.megabytes * 2**18, device=mesh.device)
-    seconds = _seconds(subject, axis, block, 2)
+    seconds = _all_reduce_seconds(subject, axis, block, 2)
     answers = collectives.gather_objects((axis.ranks, right, latency, seconds), mesh.world)
     many = [answer for answer in answers if len(answer[0]) > 1]
     moved = block.numel() * 4 * 2 * (1 - 1 / max(len(answer[0]) for answer in many))  # by each rank, in a ring
     slowest, fastest = (choice(many, key=lambda answer: answer[3]) for choice in (max, min))
     result = (
         f"{axis.name}, {len(many[0][0])} ranks: {statistics.median(answer[2] for answer in many) * 1e6:.0f} us a sum, "
-        f"{_size(moved / slowest[3])}/s"
+        f"{_bytes_text(moved / slowest[3])}/s"
     )
     wrong = sorted({ranks for ranks, right, _, _ in many if not right})
     if wrong:
@@ -504,13 +512,13 @@ def _link(subject: RunUnderTest, axis: Axis) -> CheckResult:
         return CheckResult(
             "links",
             "WARN",
-            f"{result} among {subject.named(slowest[0])}, {_size(moved / fastest[3])}/s among {subject.named(fastest[0])}",
+            f"{result} among {subject.named(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.named(fastest[0])}",
             "look at the cables, switches and NCCL settings of the slow ones",
         )
     return CheckResult("links", "OK", result)
 
 
-def _seconds(subject: RunUnderTest, axis: Axis, tensor: torch.Tensor, times: int) -> float:
+def _all_reduce_seconds(subject: RunUnderTest, axis: Axis, tensor: torch.Tensor, times: int) -> float:
     """Seconds of one sum over the axis."""
     collectives.all_reduce(tensor.clone(), axis)
     target = tensor.clone()
@@ -523,7 +531,7 @@ def _seconds(subject: RunUnderTest, axis: Axis, tensor: torch.Tensor, times: int
     return (time.perf_counter() - since) / times
 
 
-def _shared(subject: RunUnderTest, folder: Path) -> list[CheckResult]:
+def _check_shared_folder(subject: RunUnderTest, folder: Path) -> list[CheckResult]:
     """Whether what one rank writes into the folder is seen by all."""
     mark = collectives.broadcast_object(folder / f"doctor-{uuid.uuid4().hex}", subject.mesh.world)
 
@@ -532,8 +540,8 @@ def _shared(subject: RunUnderTest, folder: Path) -> list[CheckResult]:
         if subject.mesh.world.is_first:
             mark.touch()
 
-    _, problems = _tried(subject, put)
-    seen, _ = _tried(subject, mark.exists)
+    _, problems = _try_on_all_ranks(subject, put)
+    seen, _ = _try_on_all_ranks(subject, mark.exists)
     collectives.barrier(subject.mesh.world)
     if subject.mesh.world.is_first:
         mark.unlink(missing_ok=True)
@@ -560,7 +568,7 @@ def _shared(subject: RunUnderTest, folder: Path) -> list[CheckResult]:
     return [CheckResult("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
 
 
-def _prefixes(config: RunConfig) -> list[str]:
+def _dataset_prefixes(config: RunConfig) -> list[str]:
     """The datasets that the run reads from files."""
     try:
         prefixes = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
@@ -569,7 +577,7 @@ def _prefixes(config: RunConfig) -> list[str]:
     return [prefix for prefix in prefixes if prefix != MOCK_PREFIX]
 
 
-def _size(count: float) -> str:
+def _bytes_text(count: float) -> str:
     """Bytes in a unit that fits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

@@ -49,8 +49,8 @@ class KernelTrial:
     def error(self, kernel: Op, device: torch.device, dtype: torch.dtype) -> float:
         """The largest relative difference between a kernel and the reference; infinite where a value is none."""
         rounded = [one.to(dtype) for one in self.inputs]
-        result = _outcome(self.call, kernel, [one.to(device) for one in rounded])
-        expected = _outcome(self.call, self.reference, [one.double() for one in rounded])
+        result = _result_and_gradients(self.call, kernel, [one.to(device) for one in rounded])
+        expected = _result_and_gradients(self.call, self.reference, [one.double() for one in rounded])
         worst = 0.0
         for mine, theirs in zip(result, expected, strict=True):
             gap = (mine.cpu().double() - theirs).abs().max().item() / max(theirs.abs().max().item(), 1e-30)
@@ -63,7 +63,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
     model, draw = config.model, _Draw(torch.Generator().manual_seed(0))
     width = min(model.hidden_size or WIDEST, WIDEST)
     length = min(config.train.seq_length or LONGEST, LONGEST)
-    yield _attention(config, need, draw, length)
+    yield _attention_trial(config, need, draw, length)
     rows = draw(8, 2, width)
     if model.normalization == "LayerNorm":
         yield KernelTrial(
@@ -81,7 +81,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
         yield KernelTrial(
             "residual_norm",
             (rows, draw(8, 2, width), 1 + draw(width), *shift),
-            partial(_both, epsilon=model.norm_epsilon),
+            partial(_concat_outputs, epsilon=model.norm_epsilon),
             reference.residual_norm,
         )
     if model.gated:
@@ -95,7 +95,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
     else:
         yield KernelTrial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
     if model.rotates:
-        yield _rotary(config, draw, length)
+        yield _rotary_trial(config, draw, length)
     yield _cross_entropy(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
@@ -106,7 +106,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
             lambda op, x, weight: op(x, weight, counts.to(x.device)),
             reference.grouped_linear,
         )
-        yield _permute(draw, width)
+        yield _permute_trial(draw, width)
 
 
 def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
@@ -114,7 +114,7 @@ def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device
     names = {field.name for field in fields(Kernels)}
     assert all(trial.op in names for trial in kernel_trials(config, need)), "a trial is of an op that has kernels"
     return {
-        trial.op: _error(trial, kernel, device, need)
+        trial.op: _trial_error(trial, kernel, device, need)
         for trial in kernel_trials(config, need)
         if (kernel := getattr(kernels, trial.op))
     }
@@ -123,14 +123,14 @@ def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device
 def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[tuple[str, str], float | str]:
     """(op, name) -> the error of every kernel that this machine can use for the run, chosen or not."""
     return {
-        (trial.op, candidate.name): _error(trial, call, device, need)
+        (trial.op, candidate.name): _trial_error(trial, call, device, need)
         for trial in kernel_trials(config, need)
         for candidate in CANDIDATES
         if candidate.op == trial.op and not candidate.unfit(need) and (call := candidate.call) is not None
     }
 
 
-def _error(trial: KernelTrial, kernel: Op, device: torch.device, need: Need) -> float | str:
+def _trial_error(trial: KernelTrial, kernel: Op, device: torch.device, need: Need) -> float | str:
     """The trial's error, or what the kernel said."""
     try:
         return trial.error(kernel, device, need.dtype)
@@ -157,7 +157,7 @@ def _heads_and_groups(model: ModelConfig) -> tuple[int, int]:
     return heads, groups if heads % groups == 0 else 1
 
 
-def _attention(config: RunConfig, need: Need, draw: _Draw, length: int) -> KernelTrial:
+def _attention_trial(config: RunConfig, need: Need, draw: _Draw, length: int) -> KernelTrial:
     model = config.model
     heads, groups = _heads_and_groups(model)
     keys, values = model.kv_channels or 64, model.kv_channels or 64
@@ -207,7 +207,7 @@ def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
 
-def _rotary(config: RunConfig, draw: _Draw, length: int) -> KernelTrial:
+def _rotary_trial(config: RunConfig, draw: _Draw, length: int) -> KernelTrial:
     rope, pairs, size = config.model.rope, config.model.rotates_pairs, config.model.rotary_size or 64
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
     angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (
@@ -222,7 +222,7 @@ def _rotary(config: RunConfig, draw: _Draw, length: int) -> KernelTrial:
     return KernelTrial("rotary", (draw(length, 2, 2, max(size, turned)),), call, reference.rotary)
 
 
-def _permute(draw: _Draw, width: int) -> KernelTrial:
+def _permute_trial(draw: _Draw, width: int) -> KernelTrial:
     """12 choices of 6 tokens, of which one is dropped, among 14 rows, of which three are empty."""
     rows = torch.tensor([12, 3, 0, 7, 5, 12, 1, 10, 8, 12, 2, 9, 6, 4])  # the choice that a row is
     places = torch.full((13,), 14).scatter(0, rows, torch.arange(14))[:-1].view(6, 2)
@@ -231,15 +231,15 @@ def _permute(draw: _Draw, width: int) -> KernelTrial:
         there, tokens = places.to(x.device), (rows // 2)[:, None].to(x.device)
         return op(op(x, tokens, there, True, True), there, tokens, True, True)
 
-    return KernelTrial("permute", (draw(6, width),), call, _picked)
+    return KernelTrial("permute", (draw(6, width),), call, _permute_reference)
 
 
-def _picked(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
+def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
     """What `kernels.permute` computes: sums of rows, of which the one past the end is zero."""
     return torch.cat((values, values.new_zeros(1, values.shape[1])))[places].sum(1)
 
 
-def _both(
+def _concat_outputs(
     op: Callable[..., tuple[Tensor, Tensor]],
     x: Tensor,
     update: Tensor,
@@ -251,7 +251,7 @@ def _both(
     return torch.cat(op(x, update, weight, bias, epsilon))
 
 
-def _outcome(call: Callable[..., Tensor], op: Op, inputs: list[Tensor]) -> list[Tensor]:
+def _result_and_gradients(call: Callable[..., Tensor], op: Op, inputs: list[Tensor]) -> list[Tensor]:
     """The result and the gradients of all inputs, for a made-up gradient of the result."""
     leaves = [one.detach().requires_grad_() for one in inputs]
     result = call(op, *leaves)

@@ -59,7 +59,7 @@ class Comparison:
         return not self.missing and not self.differences
 
 
-def _slot(slot: str, needed: Callable[[Settings], bool]) -> Callable[[Settings, int, list[str]], list[str]]:
+def _optimizer_slot(slot: str, needed: Callable[[Settings], bool]) -> Callable[[Settings, int, list[str]], list[str]]:
     return lambda settings, ranks, parameters: [
         f"optimizer.{slot}.{name}" for name in parameters if needed(settings) and not name.endswith(_UNTRAINED)
     ]
@@ -81,7 +81,7 @@ def _of_rule(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], lis
     def expected(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
         rule = settings["muon_scalar_optimizer"] if settings["optimizer"] == "muon" else settings["optimizer"]
         rest = [name for name in parameters if not _by_muon(settings, name)]
-        return _slot(slot, lambda settings: rule in rules)(settings, ranks, rest)
+        return _optimizer_slot(slot, lambda settings: rule in rules)(settings, ranks, rest)
 
     return expected
 
@@ -95,7 +95,7 @@ def _second_moments(settings: Settings, ranks: int, parameters: list[str]) -> li
     """Those of single elements, which Adafactor has of vectors."""
     if settings["optimizer"] != "adafactor":
         return _of_rule("exp_avg_sq", "adam")(settings, ranks, parameters)
-    return _slot("exp_avg_sq", lambda settings: True)(
+    return _optimizer_slot("exp_avg_sq", lambda settings: True)(
         settings, ranks, [name for name in parameters if not _is_factored(name)]
     )
 
@@ -109,7 +109,7 @@ def _of_rows_and_columns(settings: Settings, ranks: int, parameters: list[str]) 
     ]
 
 
-def _always(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
+def _always_present(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
     return lambda settings, ranks, parameters: list(names)
 
 
@@ -117,7 +117,7 @@ def _is_half(settings: Settings) -> bool:
     return bool(settings["bf16"] or settings["fp16"])
 
 
-def _streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _random_streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     tensor, pipeline = settings["tensor_model_parallel_size"], settings["pipeline_model_parallel_size"]
     return [
         f"run.random.{p}.{t}.{d}.{stream}"
@@ -128,7 +128,7 @@ def _streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]
     ]
 
 
-def _histories(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _amax_histories(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     if settings.get("fp8_format") is None or settings["fp8_recipe"] != "delayed":
         return []
     matches = [match for match in map(_ROUNDED.search, parameters) if match]
@@ -159,7 +159,7 @@ INVENTORY = (
         "fp32 master weights",
         ("optimizer.master.*",),
         ("trainer.optimizer.main_weights.*", "trainer.optimizer.rules.*.states.*.slots.master.*"),
-        _slot("master", _is_half),
+        _optimizer_slot("master", _is_half),
     ),
     Item(
         "first moments (Adam)",
@@ -187,7 +187,7 @@ INVENTORY = (
         "momentum (SGD)",
         ("optimizer.momentum_buffer.*",),
         ("trainer.optimizer.rules.*.state.*.momentum_buffer",),
-        _slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
+        _optimizer_slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
     ),
     Item(
         "momentum (Muon)",
@@ -201,24 +201,29 @@ INVENTORY = (
         "updates done",
         ("run.optimizer_steps",),
         ("trainer.optimizer.rules.*.state.*.step", "trainer.optimizer.rules.*.steps"),
-        _always("run.optimizer_steps"),
+        _always_present("run.optimizer_steps"),
     ),
-    Item("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _always("run.loss_scale")),
+    Item("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _always_present("run.loss_scale")),
     Item(
         "schedule of learning rate and weight decay",
         ("run.schedule",),
         ("trainer.schedule.*",),
-        _always("run.schedule"),
+        _always_present("run.schedule"),
     ),
-    Item("counters and position in the data", ("run.progress",), ("trainer.run.progress.*",), _always("run.progress")),
-    Item("random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch"), _streams),
+    Item(
+        "counters and position in the data",
+        ("run.progress",),
+        ("trainer.run.progress.*",),
+        _always_present("run.progress"),
+    ),
+    Item("random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch"), _random_streams),
     Item(
         "histories of delayed scales",
         ("run.amax.*",),
         ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
-        _histories,
+        _amax_histories,
     ),
-    Item("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _always("run.tokenizer")),
+    Item("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _always_present("run.tokenizer")),
 )
 
 # Patterns of places -> why what is there need not be saved.

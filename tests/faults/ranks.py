@@ -213,7 +213,7 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
 
     owners = {
         "data": (step, "take"),
-        "reduce": (ddp, "_start"),
+        "reduce": (ddp, "_start_reduction"),
         "optimizer": (optimizer, "finalize"),
         "save": (Checkpoint, "weights"),
     }

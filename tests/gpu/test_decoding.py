@@ -79,7 +79,7 @@ def test_a_step_is_launched_without_waiting_for_the_one_before() -> None:
     for shape, graph in graphs._kept.items():
         graphs._kept[shape] = replace(graph, repeat=partial(unnoticed, graph.repeat))
     with HostReads() as reads:
-        following = engine._launch()
+        following = engine._launch_step()
     assert following is not None and not reads.found, reads.found
 
 

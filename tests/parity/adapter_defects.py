@@ -22,7 +22,7 @@ from megatron.core.transformer import adapters
 from megatron.training import trainer
 from tests.parity.defect import Defect, nothing, sum_replicated_but
 
-_forward, _norm, _counted_ranges = (LinearAdapter.forward, LinearAdapter._norm, clip.counted_ranges)
+_forward, _norm, _counted_ranges = (LinearAdapter.forward, LinearAdapter._weight_row_norms, clip.counted_ranges)
 _FACTORS = ("lora_a", "lora_b")
 
 
@@ -101,12 +101,12 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "the lengths of rows are not taken as constants",
         (("tp2", "dora-fused"), ("tp2 sp pp2", "dora")),
-        ((LinearAdapter, "_norm", _norm.__wrapped__),),
+        ((LinearAdapter, "_weight_row_norms", _norm.__wrapped__),),
     ),
     Defect(
         "the lengths of rows are those of a rank's columns",
         (("tp2", "dora-fused"), ("tp2 sp", "lora-mla")),
-        ((LinearAdapter, "_norm", _own_rows_length),),
+        ((LinearAdapter, "_weight_row_norms", _own_rows_length),),
     ),
     Defect(
         "adapters are not in the norm of the gradient",

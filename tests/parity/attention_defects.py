@@ -24,7 +24,7 @@ from tests.parity.defect import Defect, collectives_with
 _stages_of, _recompute, _sink, _clip_rows = (
     stages.stages_of,
     attention.recompute,
-    SelfAttention._sink,
+    SelfAttention._attention_sink,
     SelfAttention.clip_rows,
 )
 _scale_rows, _publish, _logits, _sum_replicated = (
@@ -132,7 +132,7 @@ VARIANTS: tuple[Defect, ...] = (
     Defect(
         "tensor ranks use the sinks of the first rank's heads",
         (("tp2 mb4", "gpt-oss-dense"), ("tp4 sp mb4", "gpt-oss-dense")),
-        ((SelfAttention, "_sink", _sinks_of_the_first_rank),),
+        ((SelfAttention, "_attention_sink", _sinks_of_the_first_rank),),
     ),
     Defect(
         "gradients of sinks are summed over tensor ranks",

@@ -28,7 +28,7 @@ from tests.parity.defect import Defect, collectives_with
 # The ring.
 
 _merge, _forward, _backward = blockwise_attention.merge, blockwise_attention.forward, blockwise_attention.backward
-_kind, _pairs, _seen = ring._visibility, ring.chunk_pairs, RingSettings._seen
+_kind, _pairs, _seen = ring._chunk_visibility, ring.chunk_pairs, RingSettings._visible_mask
 
 
 def _merge_by_sums(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _count_every_context_rank(self: StepWork) -> float | Tensor:
     return _missing_factor(self) / self.trainer.run.mesh.cp.size
 
 
-_make_buckets, _made = ddp.make_buckets, regroup._made
+_make_buckets, _made = ddp.make_buckets, regroup._batch_of_rows
 
 
 def _one_document(rows: dict[str, Tensor]) -> Batch:
@@ -165,7 +165,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "a window is one place short across the border of two chunks",
         (("cp2 mb4", "windows"),),
-        ((RingSettings, "_seen", _window_short_across_the_border),),
+        ((RingSettings, "_visible_mask", _window_short_across_the_border),),
     ),
     Defect(
         "late chunks do not look at other ranks' keys", (("cp2", "gpt"),), ((ring, "chunk_pairs", _own_chunk_only),)
@@ -173,12 +173,12 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "chunks of other ranks are seen whatever their place",
         (("cp2", "gpt"),),
-        ((ring, "_visibility", _future_between_chunks),),
+        ((ring, "_chunk_visibility", _future_between_chunks),),
     ),
     Defect(
         "documents are those of the rank's own piece",
         (("cp2 mb2", "packed"), ("cp2 pp2 vpp2 mb2", "packed-rope")),
-        ((RingSettings, "_seen", _documents_of_the_own_piece),),
+        ((RingSettings, "_visible_mask", _documents_of_the_own_piece),),
     ),
     Defect(
         "gathered keys keep the gradient of one rank",
@@ -213,7 +213,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "a microbatch's mean is taken on every context rank",
         (("cp2 dp2", "mean"), ("cp4 allgather", "mean-llama")),
-        ((StepWork, "_scaled", _count_of_the_piece),),
+        ((StepWork, "_scale_loss", _count_of_the_piece),),
     ),
     Defect(
         "tokens are counted once for every context rank",
@@ -228,12 +228,12 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "documents that travel together see each other",
         (("hybrid dp4", "packed-rope"),),
-        ((regroup, "_made", _one_document),),
+        ((regroup, "_batch_of_rows", _one_document),),
     ),
     Defect(
         "positions count through the documents that travel together",
         (("hybrid dp4 a2a mb2", "packed"),),
-        ((regroup, "_made", _positions_of_the_share),),
+        ((regroup, "_batch_of_rows", _positions_of_the_share),),
     ),
     Defect(
         "QK-clip sees the scores of the rank's own keys",

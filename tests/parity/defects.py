@@ -84,7 +84,7 @@ def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None
 
 # The norm, and what it is used for.
 
-_counted_ranges, _global_norm, _update = clip.counted_ranges, clip.global_norm, Optimizer._update
+_counted_ranges, _global_norm, _update = clip.counted_ranges, clip.global_norm, Optimizer._apply_rules
 _group_of, _set_rates = rule.param_group_of, Optimizer.set_rates
 
 
@@ -118,7 +118,12 @@ def _one_rate_on_the_last_rank(
 
 # Initial values and what a stage holds.
 
-_materialize, _seed_of, _stages_of, _groups = gpt.materialize, rng.derive_seed, stages.stages_of, Stack._groups
+_materialize, _seed_of, _stages_of, _groups = (
+    gpt.materialize,
+    rng.derive_seed,
+    stages.stages_of,
+    Stack._recompute_groups,
+)
 
 
 def _second_home_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -> None:
@@ -223,7 +228,7 @@ def _forget_documents(self: GPTModel, *, documents: Tensor | None = None, **keyw
 
 # Encoders, and what travels with their messages.
 
-_bert, _t5, _bias_of = BERTModel.forward, T5Model.forward, T5Model._bias
+_bert, _t5, _bias_of = BERTModel.forward, T5Model.forward, T5Model._relative_bias
 
 
 def _forget_padding(self: BERTModel, *, padding: Tensor | None, **keywords: Any) -> Any:
@@ -257,9 +262,9 @@ def _recompute_first_input_only(
 
 _run_backward, _batch, _before_backward, _scaled = (
     _ScriptRunner._backward,
-    StepWork._batch,
+    StepWork._microbatch,
     StepWork.before_backward,
-    StepWork._scaled,
+    StepWork._scale_loss,
 )
 
 
@@ -289,7 +294,7 @@ def _mean_of_means(self: StepWork, total: Tensor, count: Tensor) -> Tensor:
 
 
 def _own_count(self: StepWork) -> Tensor:
-    return self._expected() / (self.count * self.trainer.run.mesh.dp.size)
+    return self._expected_tokens() / (self.count * self.trainer.run.mesh.dp.size)
 
 
 # Data parallelism.
@@ -336,9 +341,9 @@ def _forget_the_divisor(self: StepWork) -> float:
 
 
 def _rows_of_all_ranks(
-    param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._rows
+    param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._owned_rows
 ) -> tuple[int, int]:
-    """`fsdp._rows` as if every rank were a data-parallel one."""
+    """`fsdp._owned_rows` as if every rank were a data-parallel one."""
     return rows(param, dist.get_world_size(), dist.get_rank())
 
 
@@ -399,7 +404,9 @@ DEFECTS: tuple[Defect, ...] = (
         ((clip, "replicated_ranges", _count_copies),),
     ),
     Defect(
-        "gradients are clipped by each rank's own norm", (("tp2", "gpt"),), ((Optimizer, "_update", _clip_by_own_norm),)
+        "gradients are clipped by each rank's own norm",
+        (("tp2", "gpt"),),
+        ((Optimizer, "_apply_rules", _clip_by_own_norm),),
     ),
     Defect(
         "weight decay reaches norms and biases on one stage",
@@ -429,7 +436,7 @@ DEFECTS: tuple[Defect, ...] = (
         (("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"),),
         ((stages, "stages_of", _turn_the_way_back),),
     ),
-    Defect("a stage skips a layer", (("pp2", "gpt"),), ((Stack, "_groups", _skip_the_last_layer),)),
+    Defect("a stage skips a layer", (("pp2", "gpt"),), ((Stack, "_recompute_groups", _skip_the_last_layer),)),
     Defect(
         "queries, keys and values are cut as one matrix", (("tp2", "gpt"),), ((attention, "ColumnLinear", _one_part),)
     ),
@@ -530,12 +537,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "inputs that wait for their weights are pieces of the sequence",
         (("tp2 sp pp2 dp2 zb zero overlap-reduce overlap-gather bucket600", "gpt"),),
-        ((linear, "_later", _piece_of_the_input),),
+        ((linear, "_delayed_weight_gradients", _piece_of_the_input),),
     ),
     Defect(
         "the last stage reads another microbatch's labels",
         (("pp2", "gpt"),),
-        ((StepWork, "_batch", _another_batch_at_the_end),),
+        ((StepWork, "_microbatch", _another_batch_at_the_end),),
     ),
     Defect(
         "gradients are reduced one microbatch early",
@@ -545,7 +552,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the loss is a mean of means over uneven microbatches",
         (("mb2", "gpt"), ("dp2", "gpt")),
-        ((StepWork, "_scaled", _mean_of_means), (StepWork, "missing_factor", lambda self: 1.0)),
+        ((StepWork, "_scale_loss", _mean_of_means), (StepWork, "missing_factor", lambda self: 1.0)),
     ),
     Defect(
         "tokens are counted on each data-parallel rank alone",
@@ -602,7 +609,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "experts are cut over all data-parallel ranks",
         (("ep2 dp4 fsdp alltoall", "moe-no-aux"),),
-        ((fsdp, "_placement", nothing), (fsdp, "_rows", _rows_of_all_ranks)),
+        ((fsdp, "_row_placement", nothing), (fsdp, "_owned_rows", _rows_of_all_ranks)),
     ),
     Defect(
         "padding is left out on the first stage only",
@@ -632,7 +639,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "later stages take the encoder's bias for the decoder's",
         (("pp2 first-layers4", "t5-v1.1"),),
-        ((T5Model, "_bias", _tables_swapped),),
+        ((T5Model, "_relative_bias", _tables_swapped),),
     ),
     Defect(
         "recomputation loses the gradients of memory and bias",

@@ -35,11 +35,11 @@ from tests.parity.defect import Defect, collectives_with, sum_replicated_but
 _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
     clip.counted_ranges,
     ddp.make_buckets,
-    DataParallel._launch,
+    DataParallel._launch_reductions,
     dispatch.sort_by_expert,
     moe.Shard,
 )
-_forward, _collect, _act = GroupedLinear.forward, dispatch.unpermute_tokens, Experts._act
+_forward, _collect, _act = GroupedLinear.forward, dispatch.unpermute_tokens, Experts._activate
 _gathered, _sent, _start_async = AllGatherDispatcher.dispatch, AllToAllDispatcher.dispatch, collectives.start_async
 
 
@@ -68,7 +68,7 @@ def _divide_by_the_ranks_of_the_bucket(self: DataParallel) -> None:
     _launch(self)
 
 
-_draw = rng._draw
+_draw = rng._draw_initial_values
 
 
 def _draw_by_place(targets: Sequence[tuple[Box, Tensor]], spec: ParamSpec, seed: int, source: torch.device) -> None:
@@ -161,7 +161,7 @@ EXPERTS: tuple[Defect, ...] = (
             ("tp2 etp1 dp2 average", "moe-bias"),
             ("ep2 dp4 zero average overlap-reduce overlap-gather bucket900 alltoall", "moe-shared"),
         ),
-        ((DataParallel, "_launch", _divide_by_the_ranks_of_the_bucket),),
+        ((DataParallel, "_launch_reductions", _divide_by_the_ranks_of_the_bucket),),
     ),
     Defect(
         "router gradients are not summed over tensor ranks",
@@ -181,7 +181,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "experts are drawn by their place on the rank",
         (("ep2 dp2", "moe"), ("pp2 ep2 dp4 pp-before-dp zero", "moe")),
-        ((rng, "_draw", _draw_by_place),),
+        ((rng, "_draw_initial_values", _draw_by_place),),
     ),
     Defect(
         "gates and linear halves of experts are cut as one matrix",
@@ -226,7 +226,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "routing weights are applied twice",
         (("tp2", "moe-bias"), ("ep2 dp2", "moe")),
-        ((Experts, "_act", _weigh_twice),),
+        ((Experts, "_activate", _weigh_twice),),
     ),
     Defect(
         "every rank of a cut expert adds its bias",

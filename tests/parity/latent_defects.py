@@ -32,9 +32,9 @@ _counted_ranges, _materialize, _sum_replicated = clip.counted_ranges, gpt.materi
 _look, _cut, _message, _predict, _turn = (
     Batch.looking_ahead,
     Batch.over_context,
-    GPTModel._message,
+    GPTModel._with_mtp_states,
     MultiTokenPrediction.forward,
-    MultiLatentAttention._turn,
+    MultiLatentAttention._apply_rotary,
 )
 
 
@@ -170,7 +170,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "tensor ranks rotate the shared key by other positions",
         (("tp2 mb4", "mla"), ("tp2 sp mb4", "mla-packed")),
-        ((MultiLatentAttention, "_turn", _turn_from_the_rank),),
+        ((MultiLatentAttention, "_apply_rotary", _turn_from_the_rank),),
     ),
     Defect(
         "keys and values of all heads are cut as two parts",
@@ -235,6 +235,6 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "states of two depths change places on their way to the head",
         (("pp4 layout=E|ttt|tmm|L", "mtp2"),),
-        ((GPTModel, "_message", _depths_swapped),),
+        ((GPTModel, "_with_mtp_states", _depths_swapped),),
     ),
 )

@@ -21,8 +21,8 @@ from tests.parity.defect import Defect, collectives_with, nothing
 
 _largest, _whole, _later, _prepare = (
     Scaling.largest,
-    low_precision._gathered,
-    low_precision._later,
+    low_precision._gather_quantized,
+    low_precision._delayed_weight_gradients,
     LowPrecisionBucket.prepare,
 )
 
@@ -113,11 +113,11 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "gathered blocks take this rank's scales",
         (("tp2 sp", "fp8-mx"),),
-        ((low_precision, "_gathered", _scales_of_own_rows),),
+        ((low_precision, "_gather_quantized", _scales_of_own_rows),),
     ),
     Defect(
         "gradients of weights that wait see no tokens",
         (("pp2 zb tp2 sp", "fp8-tensorwise"),),
-        ((low_precision, "_later", _own_tokens_later),),
+        ((low_precision, "_delayed_weight_gradients", _own_tokens_later),),
     ),
 )

@@ -19,12 +19,12 @@ from megatron.core.parallel.offload import OffloadedBytes
 from megatron.core.parallel.spec import ParamSpec
 from tests.parity.defect import Defect
 
-_returned, _direction, _arrived = muon._returned, Muon._direction, OffloadedBytes.arrived
-_blocks, _sum = adafactor._blocks, Adafactor._sum
+_returned, _direction, _arrived = muon._order_by_receiver, Muon._momentum_direction, OffloadedBytes.arrived
+_blocks, _sum = adafactor._segment_rectangles, Adafactor._all_reduce_sums
 
 
 def _each_piece_for_a_matrix(self: Muon, x: Tensor, spec: ParamSpec) -> Tensor:
-    return self._scaled(orthogonalize(x, self.iteration), x.shape[1:])
+    return self._scale_update(orthogonalize(x, self.iteration), x.shape[1:])
 
 
 def _every_copy_counts(x: Tensor, how: Any, axis: Any, counted: Tensor | None = None) -> Tensor:
@@ -66,7 +66,7 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "a piece of a matrix is taken for the matrix",
         (("tp4 mb4", "muon"),),
-        ((Muon, "_matrices", _each_piece_for_a_matrix),),
+        ((Muon, "_sharded_update", _each_piece_for_a_matrix),),
     ),
     Defect(
         "copies of key heads count twice where tensor ranks share Muon's work",
@@ -76,32 +76,32 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "owners send updates back one element off",
         (("dp4 zero bucket600 mb2", "muon"),),
-        ((muon, "_returned", _back_to_the_rank_beside),),
+        ((muon, "_order_by_receiver", _back_to_the_rank_beside),),
     ),
     Defect(
         "an owner hears of the first data rank's momentum only",
         (("tp2 dp2 fsdp mb2", "muon-joined"),),
-        ((Muon, "_direction", _direction_in_the_owners_part_only),),
+        ((Muon, "_momentum_direction", _direction_in_the_owners_part_only),),
     ),
     Defect(
         "rows and columns are those of a tensor rank's piece",
         (("tp4 mb4", "adafactor-gqa"),),
-        ((Adafactor, "_sum", _own_sums_alone("tp")),),
+        ((Adafactor, "_all_reduce_sums", _own_sums_alone("tp")),),
     ),
     Defect(
         "rows and columns are those of what a data rank owns",
         (("pp2 dp2 zero bucket600 overlap-gather mb2", "adafactor"), ("tp2 dp2 fsdp mb2", "adafactor")),
-        ((Adafactor, "_sum", _own_sums_alone("dp_cp")),),
+        ((Adafactor, "_all_reduce_sums", _own_sums_alone("dp_cp")),),
     ),
     Defect(
         "rows and columns are those of a piece of an expert",
         (("tp2 sp ep2 etp2 dp4 zero mb2", "adafactor-moe"),),
-        ((Adafactor, "_sum", _own_sums_alone("etp")),),
+        ((Adafactor, "_all_reduce_sums", _own_sums_alone("etp")),),
     ),
     Defect(
         "squares of copied key heads count twice",
         (("tp4 mb4", "adafactor-gqa"),),
-        ((adafactor, "_blocks", _every_block_counts),),
+        ((adafactor, "_segment_rectangles", _every_block_counts),),
     ),
     Defect(
         "activations are used before they have come back",

@@ -87,11 +87,11 @@ def test_a_parameter_that_no_network_here_has_ends_the_tool_with_an_error(strang
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_so_does_one_in_the_distributed_format(stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, entries = unpack("deepseek", tmp_path), torch_dist._entries
+    folder, entries = unpack("deepseek", tmp_path), torch_dist._index_entries
 
     def with_stranger(index: Any, place: Path) -> Any:
         tensors, texts = entries(index, place)
         return {**tensors, stranger: Stored(stranger, (4, 4), torch.float32, ())}, texts
 
-    monkeypatch.setattr(torch_dist, "_entries", with_stranger)
+    monkeypatch.setattr(torch_dist, "_index_entries", with_stranger)
     assert f"{stranger}: no parameter of this network" in refused(folder, tmp_path / "ours")

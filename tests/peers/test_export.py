@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.families.megatron.pickles import read_torch_file
-from megatron.core.families.megatron.torch_dist import _entries, _read_index
+from megatron.core.families.megatron.torch_dist import _index_entries, _read_index
 from megatron.tools.checkpoint import convert
 from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
@@ -59,7 +59,8 @@ def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_asks_for
     folder = unpack(name, tmp_path)
     written = write_torch_dist(open_megatron(folder / "checkpoints"), tmp_path / "out", fused_norms=False)
     (ours, _), (theirs, _) = (
-        _entries(_read_index(place / ".metadata"), place) for place in (written, folder / "checkpoints/iter_0000003")
+        _index_entries(_read_index(place / ".metadata"), place)
+        for place in (written, folder / "checkpoints/iter_0000003")
     )
     shapes = {key: stored.shape for key, stored in theirs.items() if not key.startswith("optimizer.")}
     stacked = [key for key in shapes if key.startswith("decoder.layers.") and not key[len("decoder.layers.")].isdigit()]
@@ -72,7 +73,9 @@ def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_asks_for
 @pytest.mark.parametrize("name", ENGINE)
 def test_norms_have_the_names_of_transformer_engines_layers(name: str, tmp_path: Path) -> None:
     written = write_torch_dist(open_megatron(unpack(name, tmp_path) / "checkpoints"), tmp_path / "out")
-    keys = {key.removeprefix("decoder.layers.1.") for key in _entries(_read_index(written / ".metadata"), written)[0]}
+    keys = {
+        key.removeprefix("decoder.layers.1.") for key in _index_entries(_read_index(written / ".metadata"), written)[0]
+    }
     assert {key for key in keys if "norm" in key and not key.startswith(("decoder.", "mtp."))} == ENGINE[name]
 
 

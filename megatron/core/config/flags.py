@@ -71,7 +71,7 @@ def plain(default: Any, *, role: Role) -> Any:
 @cache
 def roles_of(config_class: type) -> Mapping[str, Role | None]:
     """Field name -> role, of a config class and of the parts it holds; None where a field was not given one."""
-    hints = _types(config_class)
+    hints = _field_types(config_class)
     roles: dict[str, Role | None] = {}
     for field in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -88,7 +88,7 @@ def spelling(name: str) -> str:
 
 def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
     """All flags of a config class and of the parts it holds, with their types."""
-    hints = _types(config_class)
+    hints = _field_types(config_class)
     fields: list[tuple[dataclasses.Field, Any]] = []
     for field in dataclasses.fields(config_class):
         kind = hints[field.name]
@@ -116,7 +116,7 @@ def known_flags(config_class: type) -> set[str]:
 
 def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add one help group for the class's own flags, then the groups of the parts it holds."""
-    hints = _types(config_class)
+    hints = _field_types(config_class)
     own = [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
     if own:
         title, _, rest = (config_class.__doc__ or config_class.__name__).strip().partition("\n")
@@ -149,8 +149,8 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
             help=argparse.SUPPRESS,
         )
         return
-    element, many, choices = _describe(kind)
-    default = "" if field.default is None or field.default == () else f" (default: {_show(field.default)})"
+    element, many, choices = _word_format(kind)
+    default = "" if field.default is None or field.default == () else f" (default: {_format_value(field.default)})"
     group.add_argument(
         *names,
         dest=field.name,
@@ -163,17 +163,17 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
     )
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return " ".join(str(v) for v in value) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _describe(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
+def _word_format(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
     """(how to read one word, whether several words are taken, the allowed values)."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return _describe(next(a for a in arguments if a is not type(None)))
+        return _word_format(next(a for a in arguments if a is not type(None)))
     if origin is tuple:
-        element, _, choices = _describe(arguments[0])
+        element, _, choices = _word_format(arguments[0])
         return element, True, choices
     if origin is Literal:
         return type(arguments[0]), False, list(arguments)
@@ -182,14 +182,14 @@ def _describe(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
 
 
 @cache
-def _types(config_class: Hashable) -> dict[str, Any]:
+def _field_types(config_class: Hashable) -> dict[str, Any]:
     """The type of each field: `get_type_hints` compiles the text of every annotation."""
     return typing.get_type_hints(typing.cast(type, config_class))
 
 
 def from_values(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     """Build the frozen config from a mapping of field names; fields that it lacks keep their defaults."""
-    hints = _types(typing.cast(Hashable, config_class))
+    hints = _field_types(typing.cast(Hashable, config_class))
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
         kind = hints[field.name]

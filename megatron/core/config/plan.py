@@ -93,7 +93,12 @@ def _bare_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     return tuple(
         replace(row, mixer=mixer, window=model.window if windowed else None, rope=rope, mlp="moe" if moe else "dense")
         for row, mixer, windowed, rope, moe in zip(
-            rows, _mixers(model), _windowed(model), _rotated(model), _with_experts(model), strict=True
+            rows,
+            _mixers(model),
+            _sliding_window_layers(model),
+            _rotary_layers(model),
+            _with_experts(model),
+            strict=True,
         )
     )
 
@@ -102,7 +107,7 @@ def _symbol_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """The rows of a network whose layers are told by symbols. Windows and rotations are those of its attention layers, counted with all others."""
     rows = []  # a number of layers that is not that of the symbols a rule refuses
     for index, (symbol, windowed, rope) in enumerate(
-        zip(model.hybrid.symbols, _windowed(model), _rotated(model), strict=False)
+        zip(model.hybrid.symbols, _sliding_window_layers(model), _rotary_layers(model), strict=False)
     ):
         mixer, mlp = SYMBOLS.get(symbol, ("none", "none"))  # what is unknown a rule refuses
         attends = mixer in ("attention", "mla")
@@ -119,7 +124,7 @@ def _mixers(model: ModelConfig) -> list[str]:
     usual = "mla" if model.mla.multi_latent_attention else "attention"
     if model.hybrid.experimental_attention_variant is None:
         return [usual] * model.num_layers
-    flags = _pattern(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
+    flags = _read_layer_pattern(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
     return [
         "gated_delta_net"
         if not flags or (bool(flags[i]) if not isinstance(flags, int) else (i + 1) % flags != 0)
@@ -128,9 +133,9 @@ def _mixers(model: ModelConfig) -> list[str]:
     ]
 
 
-def _windowed(model: ModelConfig) -> list[bool]:
+def _sliding_window_layers(model: ModelConfig) -> list[bool]:
     """Layers that see a window: all but every n-th, counted from one, or those with a 1 in the list."""
-    flags = _pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
+    flags = _read_layer_pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
     if model.window_size is None:
         return [False] * model.num_layers
     return [
@@ -139,9 +144,9 @@ def _windowed(model: ModelConfig) -> list[bool]:
     ]
 
 
-def _rotated(model: ModelConfig) -> list[bool]:
+def _rotary_layers(model: ModelConfig) -> list[bool]:
     """Layers whose queries and keys are rotated: all but every n-th, counted from one, or those with a 0 in the list."""
-    flags = _pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
+    flags = _read_layer_pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
     return [
         not flags or not flags[i] if not isinstance(flags, int) else (i + 1) % flags != 0
         for i in range(model.num_layers)
@@ -152,11 +157,11 @@ def _with_experts(model: ModelConfig) -> list[bool]:
     """Layers with experts: every n-th from the first on, or those with a 1 in the list."""
     if not model.moe.num_experts:
         return [False] * model.num_layers
-    flags = _pattern(model, model.moe.moe_layer_freq, "--moe-layer-freq")
+    flags = _read_layer_pattern(model, model.moe.moe_layer_freq, "--moe-layer-freq")
     return [i % flags == 0 if isinstance(flags, int) else bool(flags[i]) for i in range(model.num_layers)]
 
 
-def _pattern(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
+def _read_layer_pattern(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
     return () if text is None else read_pattern(text, model.num_layers, flag)
 
 
@@ -191,9 +196,9 @@ def partition(
         problems, counts = _layout_problems(stages, len(layers), pp, vpp), [stage.count("t") for stage in stages]
         problems += _ahead_problems(stages, pp, placement)
     elif uneven:
-        problems, counts = _uneven(len(layers), pp, vpp, ends, placement)
+        problems, counts = _uneven_layer_counts(len(layers), pp, vpp, ends, placement)
     else:
-        problems, counts = _even(len(layers), pp, vpp, counted)
+        problems, counts = _even_layer_counts(len(layers), pp, vpp, counted)
         counts[0] -= account_for_embedding
         counts[-1] -= account_for_loss
     refuse(problems)
@@ -239,9 +244,9 @@ def virtual_size(
         if (num_layers + counted) % (pp * layers_per_chunk):
             refuse(
                 [
-                    f"{_layers(num_layers, counted)} cannot be cut into chunks of "
+                    f"{_num_layers_text(num_layers, counted)} cannot be cut into chunks of "
                     f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} over --pipeline-model-parallel-size "
-                    f"{pp}; choose {_near(num_layers, pp * layers_per_chunk, -counted)} layers"
+                    f"{pp}; choose {_nearest_multiples(num_layers, pp * layers_per_chunk, -counted)} layers"
                 ]
             )
         return (num_layers + counted) // (pp * layers_per_chunk)
@@ -273,19 +278,19 @@ def read_layout(layout: str) -> tuple[str, ...]:
     return tuple("".join(groups[0]).split("|"))
 
 
-def _even(num_layers: int, pp: int, vpp: int, counted: int) -> tuple[list[str], list[int]]:
+def _even_layer_counts(num_layers: int, pp: int, vpp: int, counted: int) -> tuple[list[str], list[int]]:
     """The same count for every stage; `counted` places of it go to the embedding and the loss."""
     problems = []
     if (num_layers + counted) % (pp * vpp):
         problems.append(
-            f"{_layers(num_layers, counted)} cannot be divided over {_ranks(pp, vpp)}; choose "
-            f"{_near(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
+            f"{_num_layers_text(num_layers, counted)} cannot be divided over {_pipeline_ranks_text(pp, vpp)}; choose "
+            f"{_nearest_multiples(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
             "--pipeline-model-parallel-layout"
         )
     return problems, [(num_layers + counted) // (pp * vpp)] * (pp * vpp)
 
 
-def _uneven(
+def _uneven_layer_counts(
     num_layers: int, pp: int, vpp: int, given: tuple[int | None, int | None], placement: Placement
 ) -> tuple[list[str], list[int]]:
     """The counts given for the first and the last rank, each over its chunks; the others share the rest."""
@@ -299,7 +304,7 @@ def _uneven(
         if value is not None
     }
     problems = [
-        f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose {_near(value, vpp)}"
+        f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose {_nearest_multiples(value, vpp)}"
         for flag, value in ends.items()
         if value < 1 or value % vpp
     ]
@@ -325,7 +330,7 @@ def _uneven_rest(num_layers: int, pp: int, vpp: int, ends: Mapping[str, int]) ->
     if ranks and (rest < 1 or rest % (ranks * vpp)):
         return [
             f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
-            f"{_ranks(ranks, vpp)}; choose --num-layers {_near(num_layers, ranks * vpp, num_layers - rest)}"
+            f"{_pipeline_ranks_text(ranks, vpp)}; choose --num-layers {_nearest_multiples(num_layers, ranks * vpp, num_layers - rest)}"
         ]
     return []
 
@@ -342,7 +347,7 @@ def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int
     problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in sections]
     if len(stages) != pp * vpp:
         problems += _multiple_problem(len(stages), pp) or [
-            f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_ranks(pp, vpp)} make {pp * vpp}"
+            f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_pipeline_ranks_text(pp, vpp)} make {pp * vpp}"
         ]
     return problems
 
@@ -371,7 +376,7 @@ def _multiple_problem(stages: int, pp: int) -> list[str]:
         return []
     return [
         f"--pipeline-model-parallel-layout has {stages} stages, which is not a multiple of "
-        f"--pipeline-model-parallel-size {pp}; write {_near(stages, pp)} stages"
+        f"--pipeline-model-parallel-size {pp}; write {_nearest_multiples(stages, pp)} stages"
     ]
 
 
@@ -406,16 +411,16 @@ def _stages(
     return tuple(specs)
 
 
-def _layers(num_layers: int, counted: int) -> str:
+def _num_layers_text(num_layers: int, counted: int) -> str:
     extra = f" and {counted} for the embedding or the loss, {num_layers + counted} in all," if counted else ""
     return f"--num-layers {num_layers}{extra}"
 
 
-def _ranks(ranks: int, vpp: int) -> str:
+def _pipeline_ranks_text(ranks: int, vpp: int) -> str:
     return f"{ranks} pipeline ranks" + (f" with {vpp} chunks each" if vpp > 1 else "")
 
 
-def _near(value: int, step: int, offset: int = 0) -> str:
+def _nearest_multiples(value: int, step: int, offset: int = 0) -> str:
     """The closest positive offset + k * step, k >= 1, on both sides of `value`, as words: `28 or 32`."""
     below = max(1, (value - offset) // step)
     return " or ".join(str(number) for k in (below, below + 1) if (number := offset + k * step) > 0)

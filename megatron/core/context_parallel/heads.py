@@ -41,7 +41,7 @@ class HeadExchange:
         joined = torch.cat([share.flatten(3) for share in shares], dim=-1).movedim(2, 0)
         sent = [joined.shape[1]] * size
         whole = collectives.all_to_all(joined.flatten(0, 1), sent, self.cut.counts(), self.axis)[
-            self._order(joined.device)
+            self._sequence_permutation(joined.device)
         ]
         pieces = whole.split([share.shape[3] * share.shape[4] for share in shares], dim=-1)
         return tuple(piece.unflatten(2, share.shape[3:]) for piece, share in zip(pieces, shares, strict=True))
@@ -52,7 +52,9 @@ class HeadExchange:
         if size == 1:
             return x
         own = counts[self.axis.rank]
-        places = collectives.all_to_all(x[self._order(x.device).argsort()], counts, [own] * size, self.axis)
+        places = collectives.all_to_all(
+            x[self._sequence_permutation(x.device).argsort()], counts, [own] * size, self.axis
+        )
         return places.unflatten(0, (size, own)).movedim(0, 2).flatten(2, 3)
 
     def share(self, x: Tensor, heads: int, copies: int = 1) -> Tensor:
@@ -62,7 +64,7 @@ class HeadExchange:
         by_head = x.unflatten(0, (heads, -1)).repeat_interleave(copies, dim=0)
         return by_head.chunk(self.axis.size)[self.axis.rank].flatten(0, 1)
 
-    def _order(self, device: torch.device) -> Tensor:
+    def _sequence_permutation(self, device: torch.device) -> Tensor:
         """The permutation that brings the ranks' shards, one behind the other, to true order."""
         return self.cut.in_order(range(self.axis.size), device)
 

@@ -62,9 +62,9 @@ class RingSettings:
         rank = self.axis.rank
         for number, pair in enumerate(chunk_pairs(self.cut.chunks(rank), self.cut.chunks(source), self.mask)):
             block = Block(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
-            rows, columns = _length(pair.queries), _length(pair.keys)
+            rows, columns = _slice_length(pair.queries), _slice_length(pair.keys)
             if pair.kind == "some":
-                block = replace(block, seen=self._seen(source, pair, q.device))
+                block = replace(block, seen=self._visible_mask(source, pair, q.device))
             if self.dropout:
                 generator = torch.Generator(q.device).manual_seed((self.seed + 4 * source + number) % 2**62)
                 drawn = torch.rand(
@@ -73,7 +73,7 @@ class RingSettings:
                 block = replace(block, kept=(drawn >= self.dropout) / (1 - self.dropout))
             yield pair.queries, pair.keys, block
 
-    def _seen(self, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
+    def _visible_mask(self, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
         queries = self.cut.places(self.axis.rank, device)[pair.queries]
         keys = self.cut.places(source, device)[pair.keys]
         documents, padding = self.mask.documents, self.mask.padding
@@ -102,7 +102,7 @@ def chunk_pairs(queries: tuple[range, range], keys: tuple[range, range], mask: M
     for query_chunk, query_slice in zip(queries, _slices(queries), strict=True):
         row: list[ChunkPair] = []
         for key_chunk, key_slice in zip(keys, _slices(keys), strict=True):
-            kind = _visibility(query_chunk, key_chunk, mask)
+            kind = _chunk_visibility(query_chunk, key_chunk, mask)
             if row and kind == row[-1].kind != "causal":
                 row[-1] = ChunkPair(query_slice, slice(row[-1].keys.start, key_slice.stop), kind)
             elif kind != "none":
@@ -115,7 +115,7 @@ def chunk_pairs(queries: tuple[range, range], keys: tuple[range, range], mask: M
     return first + second
 
 
-def _visibility(queries: range, keys: range, mask: MaskSpec) -> str:
+def _chunk_visibility(queries: range, keys: range, mask: MaskSpec) -> str:
     """Return how much of these keys the mask shows to these queries: all, causal, some or none."""
     if not queries or not keys:
         return "none"
@@ -138,7 +138,7 @@ def _slices(chunks: tuple[range, range]) -> tuple[slice, slice]:
     return slice(0, first), slice(first, both)
 
 
-def _length(part: slice) -> int:
+def _slice_length(part: slice) -> int:
     return part.stop - part.start
 
 
@@ -217,14 +217,14 @@ class _Ring(Function):
                 dq[:, :, query_slice] += gradients[0]
                 dk[:, :, key_slice] += gradients[1]
                 dv[:, :, key_slice] += gradients[2]
-            _wait(works)
+            _wait_all(works)
             if received is not None:  # gradients of these keys from the previous ranks
                 flat += received
             sent = flat  # must not change until the message is complete
             next_count = counts[(ring.axis.rank - step - 1) % ring.axis.size]
             received = packed.empty(k, next_count, lse.dtype)
             works = collectives.start_ring_shift(received, sent, ring.axis)
-        _wait(works)
+        _wait_all(works)
         assert received is not None, "a ring has at least one rank"
         dk, dv = packed.open(received, k.shape[2])
         dsink = None
@@ -246,10 +246,10 @@ def _ring_steps(k: Tensor, v: Tensor, ring: RingSettings) -> Iterator[tuple[int,
             received = packed.empty(k, counts[next_source], k.dtype)
             works = collectives.start_ring_shift(received, flat, axis)
         yield source, *packed.open(flat, counts[source])
-        _wait(works)
+        _wait_all(works)
         flat = received
 
 
-def _wait(works: list[Any]) -> None:
+def _wait_all(works: list[Any]) -> None:
     while works:  # a completed work still references its tensors
         collectives.wait(works.pop())

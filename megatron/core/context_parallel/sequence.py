@@ -27,7 +27,7 @@ class Zigzag:
 
     def chunks(self, rank: int) -> tuple[range, range]:
         """Return the two ranges of positions that a rank holds, in its order."""
-        return self._chunk(rank), self._chunk(2 * self.size - 1 - rank)
+        return self._chunk_range(rank), self._chunk_range(2 * self.size - 1 - rank)
 
     def count(self, rank: int) -> int:
         """Return the number of positions that a rank holds."""
@@ -58,6 +58,6 @@ class Zigzag:
         """
         return torch.cat([self.places(rank, device) for rank in ranks]).argsort()
 
-    def _chunk(self, number: int) -> range:
+    def _chunk_range(self, number: int) -> range:
         chunks = 2 * self.size
         return range(number * self.length // chunks, (number + 1) * self.length // chunks)

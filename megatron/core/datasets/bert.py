@@ -84,8 +84,8 @@ class BERTDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
-        options, (random, texts, is_random, target) = self.options, self._texts(index)
-        parts = [self._ids(text) for text in texts]
+        options, (random, texts, is_random, target) = self.options, self._text_pair(index)
+        parts = [self._token_ids(text) for text in texts]
         truncated = any(text.high - text.low < text.length for text in texts)
         ids = [options.cls, *parts[0], options.sep]
         first_length = len(ids)
@@ -124,7 +124,7 @@ class BERTDataset:
 
     def sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from, before words were hidden."""
-        _, texts, _, _ = self._texts(index)
+        _, texts, _, _ = self._text_pair(index)
         result, start = [], 1
         for text in texts:
             result += self.map.spans(text.first, text.last, text.low, text.high, start)
@@ -135,31 +135,31 @@ class BERTDataset:
         """The samples whose row is of this document, in rising order. int64 [samples]"""
         return self.map.holding(document)
 
-    def _texts(self, index: int) -> tuple[np.random.RandomState, list[_TextRange], bool, int]:
+    def _text_pair(self, index: int) -> tuple[np.random.RandomState, list[_TextRange], bool, int]:
         """The sample's generator, its one or two texts as cut to the target length, whether they are a wrong pair, and that
         length.
         """
         first, last, target = self.map.row(index)
         random = np.random.RandomState((self.seed + index) % 2**32)
         if self.options.pairs is None:
-            texts, is_random = [self._text(first, last)], False
+            texts, is_random = [self._sentence_range(first, last)], False
         else:
             pivot = first + (int(random.randint(1, last - first)) if last - first >= 3 else 1)
-            texts = [self._text(first, pivot), self._text(pivot, last)]
+            texts = [self._sentence_range(first, pivot), self._sentence_range(pivot, last)]
             is_random = bool(random.random_sample() < 0.5)
             if is_random and self.options.pairs == "sentence-order":
                 texts.reverse()
             elif is_random:
                 other, end, _ = self.map.row(int(random.randint(0, len(self.map))))
-                texts[1] = self._text(int(random.randint(other, end)), end)
-        _shorten(texts, target, random)
+                texts[1] = self._sentence_range(int(random.randint(other, end)), end)
+        _truncate_pair(texts, target, random)
         return random, texts, is_random, target
 
-    def _text(self, first: int, last: int) -> _TextRange:
+    def _sentence_range(self, first: int, last: int) -> _TextRange:
         length = int(self.map.source.sequence_lengths[first:last].sum(dtype=np.int64))
         return _TextRange(first, last, length, 0, length)
 
-    def _ids(self, text: _TextRange) -> list[int]:
+    def _token_ids(self, text: _TextRange) -> list[int]:
         ids = self.map.ids(text.first, text.last)[text.low : text.high]
         check_ids(ids, len(self.options.continues), self.prefix)
         return ids
@@ -176,7 +176,7 @@ class _TextRange:
     high: int
 
 
-def _shorten(texts: list[_TextRange], target: int, random: np.random.RandomState) -> None:
+def _truncate_pair(texts: list[_TextRange], target: int, random: np.random.RandomState) -> None:
     """Take tokens away one by one, from the longer text (the last of equals), at its front or its back, until all fit."""
     excess = sum(text.length for text in texts) - target
     for draw in random.random_sample(max(0, excess)):

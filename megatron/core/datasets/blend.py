@@ -138,7 +138,7 @@ def build_splits(config: DataConfig, kind: DatasetKind, samples: Samples) -> Spl
         built = [builder.build(*job) if job is not None else None for job in requested]
     for dataset, job in zip(built, requested):
         if dataset is not None and job is not None:
-            _report(dataset, *job, most_epochs=config.warn_epochs)
+            _report_sources(dataset, *job, most_epochs=config.warn_epochs)
     train, valid, test = built
     return train, valid, test
 
@@ -172,7 +172,9 @@ def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[Pref
     ]
 
 
-def _report(dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int | None, *, most_epochs: float) -> None:
+def _report_sources(
+    dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int | None, *, most_epochs: float
+) -> None:
     """A table of what the run draws from each source, and a warning about those that it goes through very often."""
     uses = usage(dataset, samples)
     total = sum(use.samples for use in uses)
@@ -226,7 +228,7 @@ class _Builder:
             )
             return None
         if weights is None and len(prefixes) == 1:
-            return self._single(plan, prefixes[0], samples)
+            return self._build_single(plan, prefixes[0], samples)
         if weights is None:
             return self._once_each(plan, samples)
         if samples is None:
@@ -234,9 +236,11 @@ class _Builder:
         targets = [math.ceil(samples * weight) for weight in weights]
         prepared = [math.ceil(target * (1 + self.config.mid_level_dataset_surplus)) for target in targets]
         for _ in range(2):
-            datasets = list(self.each(lambda prefix, count: self._single(plan, prefix, count), prefixes, prepared))
+            datasets = list(
+                self.each(lambda prefix, count: self._build_single(plan, prefix, count), prefixes, prepared)
+            )
             # Normalised twice, as Megatron does: the last bit of a weight can decide a tie.
-            blended = self._blended(plan, datasets, normalize(weights), sum(targets))
+            blended = self._build_blended(plan, datasets, normalize(weights), sum(targets))
             drawn = blended.drawn.tolist()
             if all(count <= len(dataset) for count, dataset in zip(drawn, datasets)):
                 return blended
@@ -245,7 +249,7 @@ class _Builder:
         raise AssertionError("datasets of as many samples as are drawn are large enough")
 
     def _once_each(self, plan: SplitPlan, samples: int | None) -> BlendedDataset:
-        datasets = list(self.each(lambda prefix: self._single(plan, prefix, None), plan.blend.prefixes))
+        datasets = list(self.each(lambda prefix: self._build_single(plan, prefix, None), plan.blend.prefixes))
         sizes = [len(dataset) for dataset in datasets]
         size = sum(sizes)
         if samples is not None and samples > size and self.config.dataloader_type == "single":
@@ -254,27 +258,27 @@ class _Builder:
                 f"through its {len(sizes)} datasets once and has {size}; give weights, which repeat "
                 "datasets as needed, or ask for fewer samples"
             )
-        return self._blended(plan, datasets, normalize(sizes), size if samples is None else min(samples, size))
+        return self._build_blended(plan, datasets, normalize(sizes), size if samples is None else min(samples, size))
 
-    def _part(self, plan: SplitPlan, prefix: str) -> range:
+    def _split_share(self, plan: SplitPlan, prefix: str) -> range:
         """The split's share of what the source counts."""
         count = self.kind.count(self.sources[prefix])
         return range(*(round(end * float(count)) for end in plan.share))
 
     def _is_empty(self, plan: SplitPlan, prefix: str) -> bool:
         """Whether a split is too small for a single sample."""
-        return not self.kind.fits(self.sources[prefix], self._part(plan, prefix))
+        return not self.kind.fits(self.sources[prefix], self._split_share(plan, prefix))
 
-    def _single(self, plan: SplitPlan, prefix: str, samples: int | None) -> SampleSet:
+    def _build_single(self, plan: SplitPlan, prefix: str, samples: int | None) -> SampleSet:
         return self.kind.build(
             self.sources[prefix],
-            self._part(plan, prefix),
+            self._split_share(plan, prefix),
             num_samples=samples,
             split=plan.name,
-            cache=self._cache(prefix),
+            cache=self._index_cache(prefix),
         )
 
-    def _blended(
+    def _build_blended(
         self, plan: SplitPlan, datasets: Sequence[SampleSet], weights: Sequence[float], size: int
     ) -> BlendedDataset:
         chosen = self.config.data_cache_path
@@ -283,7 +287,7 @@ class _Builder:
             datasets, weights, size=size, split=plan.name, exact=self.config.blend_order == "exact", cache=cache
         )
 
-    def _cache(self, prefix: str) -> IndexCache:
+    def _index_cache(self, prefix: str) -> IndexCache:
         if self.config.data_cache_path:
             return IndexCache(Path(self.config.data_cache_path))
         beside = (

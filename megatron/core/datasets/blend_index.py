@@ -35,7 +35,7 @@ def blend_order(weights: np.ndarray, size: int, *, exact: bool = False) -> tuple
     weights: double [datasets], summing to 1. With weights in proportion to the datasets' sizes and `size` their sum,
     every sample of every dataset comes exactly once. exact: after any number of samples, less than one from the shares.
     """
-    datasets = _draw(np.asarray(weights, np.float64), size, _first_due if exact else _furthest_behind)
+    datasets = _draw_sources(np.asarray(weights, np.float64), size, _first_due if exact else _furthest_behind)
     by_dataset = np.argsort(datasets, kind="stable")
     counts = np.bincount(datasets, minlength=len(weights))
     numbers = np.arange(size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -57,7 +57,7 @@ def _first_due(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np
     return due.argmin(axis=0)
 
 
-def _draw(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
+def _draw_sources(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
     lanes = max(1, min(MOST_LANES, size // SHORTEST_LANE))
     steps = -(-size // lanes)
     times = np.arange(lanes, dtype=np.int64) * steps

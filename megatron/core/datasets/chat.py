@@ -121,7 +121,7 @@ class ChatDataset:
         tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
         starts: list[int] = []
         at = 0
-        for conversation in self._pack(index):
+        for conversation in self._packed_conversations(index):
             ids = self.source.get(conversation, 0, size + 1)
             starts.append(at)
             end = at + len(ids) - 1
@@ -145,7 +145,7 @@ class ChatDataset:
         """Which conversations stand in the index-th sample; the last token of each is a label only, and not counted."""
         spans: list[Span] = []
         at = 0
-        for conversation in self._pack(index):
+        for conversation in self._packed_conversations(index):
             document = int(np.searchsorted(self.source.document_indices, conversation, side="right")) - 1
             size = min(int(self.source.sequence_lengths[conversation]) - 1, self.sequence_length)
             spans.append(Span(self.prefix, document, conversation, 0, size, at))
@@ -159,7 +159,7 @@ class ChatDataset:
         packs = np.searchsorted(self._packs, local, side="right") - 1
         return np.flatnonzero(np.isin(self._order, packs))
 
-    def _pack(self, index: int) -> Sequence[int]:
+    def _packed_conversations(self, index: int) -> Sequence[int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         pack = self._order[index]
@@ -181,7 +181,7 @@ class ChatKind:
         """The ids of a file's conversations, or made-up ones."""
         if self.encoder is None:
             return MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
-        return open_conversations(prefix, self.encoder, self._cache(prefix))
+        return open_conversations(prefix, self.encoder, self._cache_path(prefix))
 
     def count(self, source: TokenSource) -> int:
         """The number of lines."""
@@ -202,10 +202,10 @@ class ChatKind:
             num_samples=num_samples,
             seed=self.seed,
             split=split,
-            cache=cache if self.encoder is None else self._cache(source.prefix),
+            cache=cache if self.encoder is None else self._cache_path(source.prefix),
         )
 
-    def _cache(self, path: str) -> IndexCache:
+    def _cache_path(self, path: str) -> IndexCache:
         """Where the ids and the plan are kept: beside the file, whose name a folder cannot have."""
         chosen = self.config.data_cache_path
         return (

@@ -91,9 +91,9 @@ class Encoder:
         spans = zip((ends - lengths + before).tolist(), (ends - after).tolist())
         ids = np.asarray(flat).astype(np.int32)
         encoded = (ids[first:last] for first, last in spans)
-        return [self._joined(conversation, encoded) for conversation in conversations]
+        return [self._join_segments(conversation, encoded) for conversation in conversations]
 
-    def _joined(self, conversation: Sequence[TemplateSegment], encoded: Iterator[np.ndarray]) -> np.ndarray:
+    def _join_segments(self, conversation: Sequence[TemplateSegment], encoded: Iterator[np.ndarray]) -> np.ndarray:
         parts: list[np.ndarray] = []
         before: np.ndarray | None = None  # ids of the text just before, by itself
         for piece in conversation:
@@ -163,11 +163,11 @@ def open_conversations(path: str, encoder: Encoder, cache: IndexCache) -> Conver
         raise DataError(f"{path} is compressed; --sft reads plain JSONL")
     description = {**encoder.identity, "file": os.path.abspath(path), "bytes": state.st_size, "time": state.st_mtime_ns}
     return Conversations(
-        path, load_or_build(cache, "Conversations", description, SHAPES, lambda: _tokenize(path, encoder))
+        path, load_or_build(cache, "Conversations", description, SHAPES, lambda: _tokenize_file(path, encoder))
     )
 
 
-def _tokenize(path: str, encoder: Encoder) -> Arrays:
+def _tokenize_file(path: str, encoder: Encoder) -> Arrays:
     """ids: all conversations end to end; starts: of each and, last, the end; lines: the first of each line and, last, the end."""
     # Machine integers, not Python's.
     ids, starts, lines = array.array("i"), array.array("q", [0]), array.array("q", [0])
@@ -184,7 +184,7 @@ def _tokenize(path: str, encoder: Encoder) -> Arrays:
                 except DataError as error:
                     bad.append((number, str(error)))
                     result.append([])
-            for (number, _), sequences in zip(rows, _encoded(encoder, result)):
+            for (number, _), sequences in zip(rows, _encode_lines(encoder, result)):
                 if isinstance(sequences, str):
                     bad.append((number, sequences))
                     continue
@@ -204,14 +204,16 @@ def _tokenize(path: str, encoder: Encoder) -> Arrays:
     }
 
 
-def _encoded(encoder: Encoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]) -> list[list[np.ndarray] | str]:
+def _encode_lines(
+    encoder: Encoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]
+) -> list[list[np.ndarray] | str]:
     """The sequences of each line, or what is wrong with its text."""
     try:
         ids = iter(encoder.encode(list(chain.from_iterable(lines))))
     except ValueError as error:
         if len(lines) == 1:  # half of a surrogate pair, say
             return [f"text that the tokenizer does not take: {error}"]
-        return [result for line in lines for result in _encoded(encoder, [line])]
+        return [result for line in lines for result in _encode_lines(encoder, [line])]
     result: list[list[np.ndarray] | str] = []
     for line in lines:
         sequences = list(islice(ids, len(line)))

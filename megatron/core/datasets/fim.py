@@ -59,24 +59,26 @@ class FillInTheMiddle:
     def __call__(self, ids: np.ndarray, index: int) -> np.ndarray:
         """The ids of sample `index` with some of its documents rearranged. [t] -> [any length]"""
         random = np.random.default_rng((self.seed, index))
-        return _each_part(ids, self.marks.eod, lambda part: self._document(part, random))
+        return _each_part(ids, self.marks.eod, lambda part: self._rearrange_document(part, random))
 
-    def _document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _rearrange_document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if random.random() >= self.rate:
             return ids
         split = self.marks.split
         if split is None or not (ids == split).any():
-            return self._rearranged(ids, random)
+            return self._rearrange_part(ids, random)
         return _each_part(
-            ids, split, lambda part: self._rearranged(part, random) if random.random() < self.fragment_rate else part
+            ids,
+            split,
+            lambda part: self._rearrange_part(part, random) if random.random() < self.fragment_rate else part,
         )
 
-    def _rearranged(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _rearrange_part(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         text = self._whole_characters(ids)
         if self.spared is not None and text.startswith(self.spared):
             return ids
         first, last = np.sort(random.integers(0, len(text) + 1, size=2)).tolist()
-        prefix, middle, suffix = self._ids([text[:first], text[first:last], text[last:]])
+        prefix, middle, suffix = self._encode_texts([text[:first], text[first:last], text[last:]])
         marks = self.marks
         if random.random() < self.spm_rate:
             parts = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
@@ -84,7 +86,7 @@ class FillInTheMiddle:
             parts = [marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
         return np.array(parts, np.int64)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
         before, after = self.frame
         ids, lengths = self.tokenizer.encode_flat(texts)
         return [part[before : len(part) - after].tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]

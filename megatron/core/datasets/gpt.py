@@ -131,7 +131,7 @@ class GPTDataset:
         """The index-th sample in shuffled order."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        options, window = self.options, self._window(int(self.shuffle_index[index]), index)
+        options, window = self.options, self._token_window(int(self.shuffle_index[index]), index)
         tokens, labels = window[:-1], window[1:].copy()
         loss_mask = np.ones(options.sequence_length, np.float32)
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": self._positions}
@@ -189,7 +189,7 @@ class GPTDataset:
         if options.reset_attention_mask:
             sample["document_ids"] = np.cumsum(ends, dtype=np.int64) - ends
 
-    def _window(self, place: int, index: int) -> np.ndarray:
+    def _token_window(self, place: int, index: int) -> np.ndarray:
         """The L + 1 ids from where sample `place` begins, rearranged as those of sample `index`. int64 [L + 1]"""
         (first, offset), (last, end) = self.sample_index[place].tolist(), self.sample_index[place + 1].tolist()
         window = np.empty(self.options.sequence_length + 1, np.int64)

@@ -121,7 +121,7 @@ class ImageFolderKind:
             for file in sorted(os.listdir(os.path.join(prefix, name)))
         ]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            problems = list(pool.map(lambda file: self._problem(file[0]), files))
+            problems = list(pool.map(lambda file: self._folder_problem(file[0]), files))
         bad = [(path, problem) for (path, _), problem in zip(files, problems, strict=True) if problem]
         if bad:
             listed = "\n".join(f"  {path}: {problem}" for path, problem in bad[:MOST_TOLD])
@@ -130,7 +130,7 @@ class ImageFolderKind:
         usable = tuple(file for file, problem in zip(files, problems, strict=True) if not problem)
         return ImageFolder(prefix, usable, classes)
 
-    def _problem(self, path: str) -> str:
+    def _folder_problem(self, path: str) -> str:
         try:
             upright_size(read_bytes(path, self.options), self.options)
         except ImageError as error:

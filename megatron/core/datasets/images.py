@@ -75,7 +75,7 @@ def read_bytes(path: str | Path, options: ImageOptions) -> bytes:
     return content
 
 
-def _opened(content: bytes, options: ImageOptions) -> Image.Image:
+def _open_image(content: bytes, options: ImageOptions) -> Image.Image:
     """An image of which nothing but the header is read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is told below
@@ -92,7 +92,7 @@ def _opened(content: bytes, options: ImageOptions) -> Image.Image:
 
 def decode(content: bytes, options: ImageOptions) -> Image.Image:
     """The whole image, upright, as RGB or grey."""
-    image = _opened(content, options)
+    image = _open_image(content, options)
     try:
         image.load()
         image = ImageOps.exif_transpose(image)
@@ -108,7 +108,7 @@ def decode(content: bytes, options: ImageOptions) -> Image.Image:
 
 def upright_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
     """Width and height of an image as it will be seen, from its header."""
-    image = _opened(content, options)
+    image = _open_image(content, options)
     try:
         turned = image.getexif().get(_ORIENTATION, 1) >= 5
     except Exception:  # noqa: BLE001 - damaged EXIF data turn nothing
@@ -147,7 +147,7 @@ def count_tiles(content: bytes, options: ImageOptions) -> int:
 def tiles(image: Image.Image, options: ImageOptions) -> np.ndarray:
     """The tiles of an image, row by row, and last the thumbnail. float32 [n, channels, height, width]"""
     if options.max_tiles == 1:
-        return normalized([_square(image, options)], options)
+        return normalized([_resize_to_tile(image, options)], options)
     columns, rows = tile_grid(*image.size, options)
     width, height = options.width, options.height
     large = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
@@ -161,7 +161,7 @@ def tiles(image: Image.Image, options: ImageOptions) -> np.ndarray:
     return normalized(cut, options)
 
 
-def _square(image: Image.Image, options: ImageOptions) -> Image.Image:
+def _resize_to_tile(image: Image.Image, options: ImageOptions) -> Image.Image:
     """The image at the size of a tile."""
     size = (options.width, options.height)
     if options.aspect_ratio == "crop":

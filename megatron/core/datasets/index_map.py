@@ -255,7 +255,7 @@ class _CachedIndex:
         """The arrays, mapped; None when they are not there, or damaged, which is logged."""
         try:
             message = self._array_descriptions()
-            return None if message is None else {key: self._map(key, **message[key]) for key in self.shapes}
+            return None if message is None else {key: self._map_array(key, **message[key]) for key in self.shapes}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning(
                 "index cache %s is damaged and is built again: %s",
@@ -274,7 +274,7 @@ class _CachedIndex:
             raise ValueError(f"{path.name} has another content")
         return json.loads(message)
 
-    def _map(self, key: str, *, shape: Sequence[int], checksum: str) -> np.ndarray:
+    def _map_array(self, key: str, *, shape: Sequence[int], checksum: str) -> np.ndarray:
         """One array. The file is compared with what it must be, and not interpreted."""
         path, dtype = self.path(f"{key}.npy"), np.dtype(self.shapes[key][1])
         content = np.memmap(path, np.uint8, mode="r").view(np.ndarray)

@@ -102,7 +102,7 @@ class IndexedDataset:
         self.mmap, self.cache, self.multimodal = mmap, cache, multimodal
         self._read_index()
         if check:
-            self._check()
+            self._check_index()
         path = bin_path(prefix)
         expected, result = self.num_bytes, size_of(path)
         if result < expected:
@@ -164,7 +164,7 @@ class IndexedDataset:
                 f"{self.num_bytes}; it is damaged: write it again"
             )
 
-    def _check(self) -> None:
+    def _check_index(self) -> None:
         """Raise `DataError` where the index contradicts itself, or the sidecar the pair."""
         path = idx_path(self.prefix)
         problems = index_problems(
@@ -216,7 +216,7 @@ class IndexedDataset:
         """Ids [offset, offset + length) of one sequence, to its end when `length` is None. Read-only, in `dtype`."""
         if not 0 <= sequence < len(self.sequence_lengths):
             raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self)}")
-        start, tokens = self._place(sequence)
+        start, tokens = self._sequence_location(sequence)
         if length is None:
             length = tokens - offset
         if offset < 0 or length < 0 or offset + length > tokens:
@@ -232,7 +232,7 @@ class IndexedDataset:
         assert self._reader is not None, "what is not mapped has a reader"
         return np.frombuffer(self._reader.read(start, length * self.dtype.itemsize), self.dtype)
 
-    def _place(self, sequence: int) -> tuple[int, int]:
+    def _sequence_location(self, sequence: int) -> tuple[int, int]:
         """The first byte of a sequence and its tokens; it must end where the next one begins."""
         start, tokens = self._offsets.item(sequence), self.sequence_lengths.item(sequence)
         last = sequence + 1 == len(self._offsets)
@@ -258,10 +258,10 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[Callable, tuple[str, bool, str | None, bool]]:
         """Pickle as a name: another process opens the files for itself."""
-        return _reopen, (self.prefix, self.mmap, self.cache, self.multimodal)
+        return _unpickle, (self.prefix, self.mmap, self.cache, self.multimodal)
 
 
-def _reopen(prefix: str, mmap: bool, cache: str | None, multimodal: bool) -> IndexedDataset:
+def _unpickle(prefix: str, mmap: bool, cache: str | None, multimodal: bool) -> IndexedDataset:
     return IndexedDataset(prefix, mmap, cache=cache, multimodal=multimodal)
 
 
@@ -360,13 +360,13 @@ class IndexedDatasetBuilder:
         self.num_documents, self.num_sequences, self.num_tokens = at.documents, at.sequences, at.tokens
         self._document_end = self.num_sequences
         keep = None if marks is None else at.tokens * self.dtype.itemsize
-        self._bin = _open_to_append(self._working("bin"), keep)
-        self._checksum = _checksum_of(self._working("bin"), keep or 0)
-        self._lengths = _Column(self._working("lengths"), "i", None if marks is None else at.sequences)
-        self._modes = _Column(self._working("modes"), "b", None if marks is None else at.sequences * multimodal)
-        self._documents = _Column(self._working("documents"), "q", None if marks is None else at.documents)
+        self._bin = _open_to_append(self._temporary_name("bin"), keep)
+        self._checksum = _checksum_of(self._temporary_name("bin"), keep or 0)
+        self._lengths = _Column(self._temporary_name("lengths"), "i", None if marks is None else at.sequences)
+        self._modes = _Column(self._temporary_name("modes"), "b", None if marks is None else at.sequences * multimodal)
+        self._documents = _Column(self._temporary_name("documents"), "q", None if marks is None else at.documents)
 
-    def _working(self, part: str) -> str:
+    def _temporary_name(self, part: str) -> str:
         """The name of a file until the pair is finished; it ends on no ending of a finished pair."""
         return f"{self.prefix}.{part}.{self._ending}"
 
@@ -484,7 +484,7 @@ class IndexedDatasetBuilder:
         self.flush()
         self.close()
         checksum = xxhash.xxh3_128()
-        with open(self._working("idx"), "wb") as index:
+        with open(self._temporary_name("idx"), "wb") as index:
             for piece in self._index_pieces():
                 index.write(piece)
                 checksum.update(piece)
@@ -499,34 +499,34 @@ class IndexedDatasetBuilder:
             self._shard,
             {"bin": f"{CHECKSUM}:{self._checksum.hexdigest()}", "idx": f"{CHECKSUM}:{checksum.hexdigest()}"},
         )
-        with open(self._working("json"), "wb") as file:
+        with open(self._temporary_name("json"), "wb") as file:
             file.write(sidecar.encode(facts))
             sync(file)
         # Between the renames the old index must not stand beside the new ids: better no pair than a mixed one.
         Path(idx_path(self.prefix)).unlink(missing_ok=True)
         for part, path in (("bin", bin_path), ("json", sidecar_path), ("idx", idx_path)):
-            os.replace(self._working(part), path(self.prefix))
+            os.replace(self._temporary_name(part), path(self.prefix))
         sync_folder(self.prefix)
         self.discard()
 
     def _index_pieces(self) -> Iterator[bytes | np.ndarray]:
         """The content of the index, from front to back."""
         yield HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_documents + 1)
-        yield from _pieces(self._working("lengths"), np.int32)
+        yield from _read_in_pieces(self._temporary_name("lengths"), np.int32)
         end = 0
-        for lengths in _pieces(self._working("lengths"), np.int32):
+        for lengths in _read_in_pieces(self._temporary_name("lengths"), np.int32):
             ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             yield np.concatenate([np.full(1, end, np.int64), ends[:-1]])
             end = int(ends[-1])
         yield bytes(8)
-        yield from _pieces(self._working("documents"), np.int64)
-        yield from _pieces(self._working("modes"), np.int8)
+        yield from _read_in_pieces(self._temporary_name("documents"), np.int64)
+        yield from _read_in_pieces(self._temporary_name("modes"), np.int8)
 
     def discard(self) -> None:
         """Remove the unfinished files; after `finish` there is nothing."""
         self.close()
         for part in ("bin", "lengths", "modes", "documents", "json", "idx"):
-            Path(self._working(part)).unlink(missing_ok=True)
+            Path(self._temporary_name(part)).unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -539,7 +539,7 @@ class IndexedDatasetBuilder:
             self.discard()
 
 
-def _pieces(path: str, dtype: type) -> Iterator[np.ndarray]:
+def _read_in_pieces(path: str, dtype: type) -> Iterator[np.ndarray]:
     """The numbers in a file, some at a time."""
     with open(path, "rb") as file:
         piece: np.ndarray

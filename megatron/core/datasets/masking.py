@@ -92,7 +92,7 @@ def mask(
     result = Masked(list(ids))
     order = np.arange(len(words))
     random.shuffle(order)
-    for span in _choose(order, words, options, requested, set(), random):
+    for span in _choose_spans(order, words, options, requested, set(), random):
         result.spans.append(span)
         for position in span:
             result.labels[position] = ids[position]
@@ -100,7 +100,7 @@ def mask(
     if options.permute:
         random.shuffle(order)
         moved = sorted(
-            p for span in _choose(order, words, options, requested, set(result.labels), random) for p in span
+            p for span in _choose_spans(order, words, options, requested, set(result.labels), random) for p in span
         )
         sources = list(moved)
         random.shuffle(sources)
@@ -110,7 +110,7 @@ def mask(
     return result
 
 
-def _choose(
+def _choose_spans(
     order: np.ndarray,
     words: list[list[int]],
     options: MaskOptions,

@@ -125,11 +125,11 @@ class ImageChatDataset:
             place = slice(span.start, span.start + span.length)
             number = int(is_slot[place].sum())
             slots[place][is_slot[place]] = first + np.arange(number)
-            names, seen = self._seen(span.sequence, number)
+            names, seen = self._images_shown(span.sequence, number)
             first += seen * self.rows
             for name, count in names:
                 try:
-                    images.append(self._read(name, count))
+                    images.append(self._read_tiles(name, count))
                 except ImageError as error:
                     self.damaged.add(name, str(error))
                     mask[place] = 0
@@ -152,7 +152,7 @@ class ImageChatDataset:
         """The samples with a conversation of this document, in rising order. int64 [samples]"""
         return self.chat.holding(document)
 
-    def _seen(self, conversation: int, slots: int) -> tuple[list[tuple[str, int]], int]:
+    def _images_shown(self, conversation: int, slots: int) -> tuple[list[tuple[str, int]], int]:
         """The images of a conversation that a sample with this many slots of it shows, and the number of their tiles."""
         result, tiles_seen = [], 0
         for name, count in self.source.images(conversation):
@@ -162,7 +162,7 @@ class ImageChatDataset:
             tiles_seen += count
         return result, tiles_seen
 
-    def _read(self, name: str, count: int) -> np.ndarray:
+    def _read_tiles(self, name: str, count: int) -> np.ndarray:
         """The tiles of an image, as many as it had when lengths were counted; without pixels, zeros."""
         if self.use == "nothing":
             return no_images(self.options)
@@ -194,7 +194,7 @@ class ImageChatKind:
             made_up = MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
             return MockImageConversations(made_up, self.run.model.vision.rows, self.options)
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
-        return open_image_conversations(prefix, folder, self.writer, self.options, self._cache(prefix))
+        return open_image_conversations(prefix, folder, self.writer, self.options, self._cache_path(prefix))
 
     def count(self, source: ImageConversations | MockImageConversations) -> int:
         """The number of rows."""
@@ -221,14 +221,14 @@ class ImageChatKind:
             num_samples=num_samples,
             seed=self.run.train.seed,
             split=split,
-            cache=cache if self.writer is None else self._cache(source.prefix),
+            cache=cache if self.writer is None else self._cache_path(source.prefix),
         )
         rows = self.run.model.vision.rows
         return ImageChatDataset(
             chat, source, self.options, rows=rows, use=self.use, filler=filler_of(self.run.model, self.tokenizer)
         )
 
-    def _cache(self, path: str) -> IndexCache:
+    def _cache_path(self, path: str) -> IndexCache:
         """Where ids and plans are kept: beside the file."""
         chosen = self.run.data.data_cache_path
         if chosen:

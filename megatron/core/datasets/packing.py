@@ -22,13 +22,13 @@ def plan_packs(sizes: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray,
     for start in range(0, len(order), WINDOW):
         window = order[start : start + WINDOW]
         longest_first = window[np.argsort(-sizes[window].astype(np.int64), kind="stable")]
-        for pack in _packs(longest_first.tolist(), sizes[longest_first].tolist(), capacity):
+        for pack in _pack_greedily(longest_first.tolist(), sizes[longest_first].tolist(), capacity):
             pieces += pack
             last[len(pieces) - 1] = True
     return np.array(pieces, np.int64), last
 
 
-def _packs(pieces: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
+def _pack_greedily(pieces: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (what remains, number of the pack), the tightest first
     for piece, size in zip(pieces, sizes):

@@ -55,7 +55,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     """Read prefixes, or weights and prefixes in turn; `flag` is named in errors."""
     if not words:
         raise ConfigError(f"{flag} names no dataset")
-    numbers = {word: _number(word) for word in words[::2]}
+    numbers = {word: _parse_weight(word) for word in words[::2]}
     weights = [weight for word in words[::2] if (weight := numbers[word]) is not None]
     if len(words) % 2 or not weights:
         return Blend(tuple(words), None)
@@ -72,7 +72,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     return Blend(prefixes, normalize(given))
 
 
-def _number(word: str) -> float | None:
+def _parse_weight(word: str) -> float | None:
     try:
         return float(word)
     except ValueError:
@@ -133,7 +133,7 @@ def _shared_blend(config: DataConfig, source: str) -> Blend | None:
     if config.mock_data:
         return Blend((MOCK_PREFIX,), None)
     if config.data_args_path:
-        return parse_blend(_read(config.data_args_path, source).split(), source)
+        return parse_blend(_read_text(config.data_args_path, source).split(), source)
     return parse_blend(config.data_path, source) if config.data_path else None
 
 
@@ -166,7 +166,7 @@ def _own_split(name: str, words: Sequence[str], source: str) -> SplitPlan:
 def _words_per_split(path: str | None, flag: str) -> list[Sequence[str] | None]:
     """The JSON file of `--per-split-data-args-path`: for each split a string or a list of weights and prefixes."""
     try:
-        content = json.loads(_read(path, flag))
+        content = json.loads(_read_text(path, flag))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{flag} {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not content or set(content) - set(SPLITS):
@@ -175,7 +175,7 @@ def _words_per_split(path: str | None, flag: str) -> list[Sequence[str] | None]:
     return [given.split() if isinstance(given, str) else [str(word) for word in given or ()] for given in words]
 
 
-def _read(path: str | None, flag: str) -> str:
+def _read_text(path: str | None, flag: str) -> str:
     assert path is not None, "a source that was given has a path"
     try:
         return Path(path).read_text()

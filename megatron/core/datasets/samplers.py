@@ -58,10 +58,10 @@ def cyclic(
     while True:
         if sharded:
             part = epoch_samples // num_ranks
-            order = _shuffled(part, epoch)[offset // num_ranks :] + rank * part
+            order = _torch_permutation(part, epoch)[offset // num_ranks :] + rank * part
         else:
             # Whole blocks only: all ranks must start the next epoch at the same step.
-            order = _shuffled(num_samples - num_samples % micro_batch_size, epoch)[offset:epoch_samples][
+            order = _torch_permutation(num_samples - num_samples % micro_batch_size, epoch)[offset:epoch_samples][
                 rank::num_ranks
             ]
         for micro_batch in order.reshape(-1, micro_batch_size):
@@ -69,7 +69,7 @@ def cyclic(
         epoch, offset = epoch + 1, 0
 
 
-def _shuffled(size: int, seed: int) -> np.ndarray:
+def _torch_permutation(size: int, seed: int) -> np.ndarray:
     """The permutation that torch draws. int64 [size]"""
     import torch  # late: the other orders, and the tools that show them, do without
 

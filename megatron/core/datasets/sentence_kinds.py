@@ -72,7 +72,7 @@ class SentenceKind:
 def bert_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     """What a BERT is trained on, as the settings say."""
     masking, pairs = run.data.masking, run.model.bert_binary_head
-    cls, sep, mask, pad = _special(tokenizer, "BERT", cls="[CLS]", sep="[SEP]", mask="[MASK]", pad="padding")
+    cls, sep, mask, pad = _special_token_ids(tokenizer, "BERT", cls="[CLS]", sep="[SEP]", mask="[MASK]", pad="padding")
     options = PairOptions(
         sequence_length=run.train.seq_length,
         short_seq_prob=masking.short_seq_prob,
@@ -90,7 +90,7 @@ def bert_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
         2 if pairs else 1,
         run.train.seed,
         fingerprint(tokenizer),
-        _plain(tokenizer),
+        _text_token_ids(tokenizer),
         BERTDataset.__name__,
     )
 
@@ -98,7 +98,7 @@ def bert_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
 def t5_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     """What a T5 is trained on, as the settings say."""
     masking = run.data.masking
-    bos, eos, pad = _special(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
+    bos, eos, pad = _special_token_ids(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
     sentinels = tokenizer.additional_special_tokens_ids
     if not sentinels:
         raise ConfigError(
@@ -117,11 +117,11 @@ def t5_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
         pad=pad,
     )
     return SentenceKind(
-        run.data, options, 1, run.train.seed, fingerprint(tokenizer), _plain(tokenizer), T5Dataset.__name__
+        run.data, options, 1, run.train.seed, fingerprint(tokenizer), _text_token_ids(tokenizer), T5Dataset.__name__
     )
 
 
-def _special(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
+def _special_token_ids(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
     """The ids of these names; `ConfigError` with all that the tokenizer lacks, or for one that adds some itself.
 
     needed: name -> what it is called.
@@ -136,7 +136,7 @@ def _special(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
     return [getattr(tokenizer, name) for name in needed]
 
 
-def _plain(tokenizer: Tokenizer) -> np.ndarray:
+def _text_token_ids(tokenizer: Tokenizer) -> np.ndarray:
     """Ids that stand for text."""
     special = [tokenizer.eod, *tokenizer.special_ids, *tokenizer.additional_special_tokens_ids]
     special += [] if tokenizer.pad is None else [tokenizer.pad]

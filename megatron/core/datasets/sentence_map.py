@@ -72,7 +72,7 @@ class SentenceMap:
                 f"{options.least_sentences} sentences or more, all of at most {LONGEST_SENTENCE} tokens; give that "
                 "split a larger share in --split, or write the data with --split-sentences"
             )
-        tokens = _tokens(source.sequence_lengths, bounds)[usable].sum()
+        tokens = _document_lengths(source.sequence_lengths, bounds)[usable].sum()
         self.description = {
             "class": name,
             "prefix": source.prefix,
@@ -161,20 +161,22 @@ def build_map(lengths: np.ndarray, bounds: np.ndarray, options: MapOptions, *, n
     lengths = np.array(lengths)  # a file's are not aligned, which makes every look-up slow
     usable = np.flatnonzero(usable_documents(lengths, bounds, options.least_sentences))
     firsts, lasts = bounds[usable], bounds[usable + 1]
-    targets = _targets(options)
+    targets = _target_lengths(options)
     begins, ends, requested = array("q"), array("q"), array("q")
     epochs = 0
     while epochs == 0 or (num_samples is not None and len(begins) < num_samples):
         for start in range(0, len(firsts), _DOCUMENTS_AT_ONCE):
             part = slice(start, start + _DOCUMENTS_AT_ONCE)
-            _cut(lengths, firsts[part], lasts[part], options.least_sentences, targets, (begins, ends, requested))
+            _append_rows(
+                lengths, firsts[part], lasts[part], options.least_sentences, targets, (begins, ends, requested)
+            )
         epochs += 1
     order = shuffled(len(begins), options.seed + 1)
     rows = np.stack([np.frombuffer(column, np.int64)[order] for column in (begins, ends, requested)], axis=1)
     return {"sample_index": rows.astype(row_type(len(lengths))), "epochs": np.array([epochs], np.int64)}
 
 
-def _cut(
+def _append_rows(
     lengths: np.ndarray,
     firsts: np.ndarray,
     lasts: np.ndarray,
@@ -199,7 +201,7 @@ def _cut(
             target = next(targets)
 
 
-def _targets(options: MapOptions) -> Iterator[int]:
+def _target_lengths(options: MapOptions) -> Iterator[int]:
     """Target lengths without end: a draw of mt19937 each, unless no sample is to be short."""
     longest = options.max_length
     if options.short_seq_prob == 0:
@@ -243,7 +245,7 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
     return draws[:count]
 
 
-def _tokens(lengths: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def _document_lengths(lengths: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Tokens of each document. int64 [documents]"""
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
     return np.diff(ends[bounds - bounds[0]])

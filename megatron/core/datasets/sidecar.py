@@ -54,11 +54,11 @@ def sidecar_path(prefix: str | Path) -> str:
 
 def read(prefix: str | Path) -> Sidecar | None:
     """What is known of a pair, files or objects; None when it has no sidecar. Raises `DataError` for a damaged one."""
-    content = _content(prefix)
+    content = _read_json(prefix)
     if content is None:
         return None
     path = sidecar_path(prefix)
-    problem = _problem(content)
+    problem = _content_problem(content)
     if problem:
         raise DataError(
             f"{path} {problem}; write the pair again, or remove the file to use the pair without its checks"
@@ -69,7 +69,7 @@ def read(prefix: str | Path) -> Sidecar | None:
     return Sidecar(**known)
 
 
-def _content(prefix: str | Path) -> dict[str, Any] | None:
+def _read_json(prefix: str | Path) -> dict[str, Any] | None:
     """The JSON object of a sidecar; None where there is no file, or another sort of JSON object."""
     path = sidecar_path(prefix)
     raw = read_small(path, MOST_BYTES)
@@ -87,7 +87,7 @@ def _content(prefix: str | Path) -> dict[str, Any] | None:
     return content if content.get("format") == FORMAT else None
 
 
-def _problem(content: Mapping[str, Any]) -> str | None:
+def _content_problem(content: Mapping[str, Any]) -> str | None:
     """What is wrong with the content of a sidecar."""
     if content.get("version") != VERSION:
         return f"has version {content.get('version')!r}; this reader knows version {VERSION}"

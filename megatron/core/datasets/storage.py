@@ -310,11 +310,11 @@ class BlockReader:
         blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         if len(blocks) > KEPT_BLOCKS // 2:  # one request, and the kept blocks stay
             return fetch(self.url, start, end)
-        content = b"".join(self._block(number) for number in blocks)
+        content = b"".join(self._cached_block(number) for number in blocks)
         skipped = start - blocks.start * BLOCK_BYTES
         return content[skipped : skipped + count]
 
-    def _block(self, number: int) -> bytes:
+    def _cached_block(self, number: int) -> bytes:
         with self._lock:
             if number in self._blocks:
                 self._blocks.move_to_end(number)

@@ -100,15 +100,15 @@ class T5Dataset:
             random=random,
         )
         encoder, decoder, at = [], [], 0
-        for sentinel, span in zip(options.sentinels, self._fitting(hidden.spans)):
+        for sentinel, span in zip(options.sentinels, self._fitting_spans(hidden.spans)):
             encoder += [*ids[at : span[0]], sentinel]
             decoder += [sentinel, *(ids[position] for position in span)]
             at = span[-1] + 1
         encoder += ids[at:]
         # A text without tokens is read as one of padding: a decoder must have something to look at.
-        text_enc, enc_mask = _padded(encoder or [options.pad], options.encoder_length, options.pad)
-        text_dec, dec_mask = _padded([options.bos, *decoder], options.decoder_length, options.pad)
-        labels, loss_mask = _padded([*decoder, options.eos], options.decoder_length, 0)
+        text_enc, enc_mask = _pad_with_mask(encoder or [options.pad], options.encoder_length, options.pad)
+        text_dec, dec_mask = _pad_with_mask([options.bos, *decoder], options.decoder_length, options.pad)
+        labels, loss_mask = _pad_with_mask([*decoder, options.eos], options.decoder_length, 0)
         return {
             "text_enc": text_enc,
             "text_dec": text_dec,
@@ -128,7 +128,7 @@ class T5Dataset:
         """The samples whose row is of this document, in rising order. int64 [samples]"""
         return self.map.holding(document)
 
-    def _fitting(self, spans: list[list[int]]) -> list[list[int]]:
+    def _fitting_spans(self, spans: list[list[int]]) -> list[list[int]]:
         """The spans that have a sentinel and fit in the decoder, first chosen first served, in the order of the text."""
         room = self.options.decoder_length - 1
         result: list[list[int]] = []
@@ -139,7 +139,7 @@ class T5Dataset:
         return sorted(result)
 
 
-def _padded(ids: list[int], size: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad_with_mask(ids: list[int], size: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
     """The ids filled up to `size`, and 1 where they are; int64 [size] each."""
     padded, used = np.full(size, pad, np.int64), np.zeros(size, np.int64)
     padded[: len(ids)], used[: len(ids)] = ids, 1

@@ -58,17 +58,17 @@ def bounded() -> Iterator[None]:
         _LEFT.reset(token)
 
 
-def _measured(size: int) -> None:
+def _checked_size(size: int) -> None:
     if size > MOST_CHARACTERS:
         raise BoundMet(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
 
 
-def _join(parts: Iterable[str]) -> str:
+def _join_texts(parts: Iterable[str]) -> str:
     """The parts as one text."""
     result, size = [], 0
     for part in parts:
         size += len(part)
-        _measured(size)
+        _checked_size(size)
         result.append(part)
     return "".join(result)
 
@@ -77,7 +77,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """Templates that are rendered inside `bounded` end."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
-    concat = staticmethod(_join)
+    concat = staticmethod(_join_texts)
 
     def __init__(self, extensions: Iterable[Any]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, _Steps])
@@ -100,7 +100,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         ):
             raise BoundMet(f"{left} ** {right} is too large")
         if hasattr(left, "__len__") or hasattr(right, "__len__"):
-            _measured(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
+            _checked_size(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
         return super().call_binop(context, operator, left, right)
 
 
@@ -114,7 +114,7 @@ class _Steps(Extension):
 
     def joined(self, *parts: Any) -> str:
         """What `~` gives."""
-        return _join(map(str, parts))
+        return _join_texts(map(str, parts))
 
 
 class _Counting(NodeTransformer):
@@ -127,34 +127,36 @@ class _Counting(NodeTransformer):
         """Called by Jinja."""
         if node.test is not None:
             node.test = (
-                nodes.And(self._step(node), node.test).set_lineno(node.lineno).set_environment(_environment(node))
+                nodes.And(self._count_step(node), node.test)
+                .set_lineno(node.lineno)
+                .set_environment(_environment_of(node))
             )
-        return self._entered(node)
+        return self._enter_loop(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
         """Called by Jinja."""
-        return self._entered(node)
+        return self._enter_loop(node)
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
         """Called by Jinja."""
-        return self._entered(node)
+        return self._enter_loop(node)
 
     def visit_Concat(self, node: nodes.Concat) -> Any:
         """Called by Jinja."""
         self.generic_visit(node)
-        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(_environment(node))
+        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(_environment_of(node))
 
-    def _entered(self, node: Any) -> Any:
+    def _enter_loop(self, node: Any) -> Any:
         self.generic_visit(node)
         node.body.insert(
-            0, nodes.ExprStmt(self._step(node)).set_lineno(node.lineno).set_environment(_environment(node))
+            0, nodes.ExprStmt(self._count_step(node)).set_lineno(node.lineno).set_environment(_environment_of(node))
         )
         return node
 
-    def _step(self, node: nodes.Node) -> Any:
-        return self.steps.call_method("step", lineno=node.lineno).set_environment(_environment(node))
+    def _count_step(self, node: nodes.Node) -> Any:
+        return self.steps.call_method("step", lineno=node.lineno).set_environment(_environment_of(node))
 
 
-def _environment(node: nodes.Node) -> Any:
+def _environment_of(node: nodes.Node) -> Any:
     """The environment of a node; Jinja sets it before it calls."""
     return node.environment

@@ -125,25 +125,26 @@ class Template:
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """The conversation as one text; `DataError` when the template does not take it."""
         return "".join(
-            piece.text for piece in self._pieces(self._run(messages, tools, add_generation_prompt), answers=())
+            piece.text
+            for piece in self._split_answers(self._render(messages, tools, add_generation_prompt), answers=())
         )
 
     def pieces(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """The conversation cut into marks, answers and the rest; `DataError` when the template does not take it."""
-        whole = self._run(messages, tools, False)
-        return self._pieces(whole, () if self._tells_answers else self._answers(messages, tools, whole))
+        whole = self._render(messages, tools, False)
+        return self._split_answers(whole, () if self._tells_answers else self._answer_spans(messages, tools, whole))
 
     def invitation(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """The conversation and what stands before an answer to it, cut into marks and the rest; `DataError` as `pieces`."""
-        return self._pieces(self._run(messages, tools, True), answers=())
+        return self._split_answers(self._render(messages, tools, True), answers=())
 
-    def _answers(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
+    def _answer_spans(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
         """Where in the text the answers are, for a template that does not say."""
         result: list[tuple[int, int]] = []
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._run(messages[:place], tools, True)
-                through = self._run(messages[: place + 1], tools, False)
+                before = self._render(messages[:place], tools, True)
+                through = self._render(messages[: place + 1], tools, False)
                 if not (through.startswith(before) and whole.startswith(through)):
                     raise DataError(
                         f"the chat template writes the start of a conversation anew when message {place + 1} follows, "
@@ -153,8 +154,8 @@ class Template:
                 result.append((len(before), len(through)))
         return result
 
-    def _run(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
-        guarded = [_each_text(message, self._guard) for message in messages]
+    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
+        guarded = [_each_text(message, self._escape_marks) for message in messages]
         try:
             with bounded():
                 return self._template.render(
@@ -179,13 +180,13 @@ class Template:
         ) as error:
             raise DataError(f"the chat template does not take the conversation: {error}") from error
 
-    def _guard(self, text: str) -> str:
-        """The text with its imitations of marks taken apart by a character that `_pieces` removes."""
+    def _escape_marks(self, text: str) -> str:
+        """The text with its imitations of marks taken apart by a character that `_split_answers` removes."""
         if RESERVED.search(text):
             raise DataError("a message holds one of the characters U+FDD0 to U+FDD4, which are not text")
         return self._marks.sub(lambda match: match[0][0] + APART + match[0][1:], text)
 
-    def _pieces(self, text: str, answers: Sequence[tuple[int, int]]) -> list[TemplateSegment]:
+    def _split_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> list[TemplateSegment]:
         edges = {edge for span in answers for edge in span}
         pieces: list[TemplateSegment] = []
         opened, begin = False, 0

@@ -120,11 +120,11 @@ class Disk:
 
     def open(self, path: Path) -> ReadableFile:
         """See `Files`."""
-        return _DiskFile(_opened(path))
+        return _DiskFile(_open_file(path))
 
     def map(self, path: Path) -> memoryview:
         """See `Files`."""
-        file = _opened(path)
+        file = _open_file(path)
         try:
             if not os.fstat(file).st_size:
                 return memoryview(bytearray())
@@ -173,7 +173,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _opened(path: Path) -> int:
+def _open_file(path: Path) -> int:
     """Open a file for reading; refuses a pipe, which would block."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -36,12 +36,12 @@ def load(
     place.
     """
     instead, tensors = instead or {}, sharded_tensors(state)
-    problems = [_unfit(instead.get(name, name), tensors.get(name), source) for name in state]
+    problems = [_mismatch(instead.get(name, name), tensors.get(name), source) for name in state]
     message = _union_over_ranks(list(filter(None, problems)), axis)
     message += _not_requested(state, source, axis, complete)
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
-    failure = _fill(tensors, source, instead)
+    failure = _read_tensors(tensors, source, instead)
     if failures := _union_over_ranks([failure] if failure else [], axis):
         raise CheckpointError(f"{source.where} cannot be read", failures)
     return {name: source.values[instead.get(name, name)] for name in state if name not in tensors}
@@ -88,7 +88,7 @@ def open_valid(
     """
     refused: list[str] = []
     for step in steps:
-        saved, problems = _opened(step, axis, files)
+        saved, problems = _open_on_all_ranks(step, axis, files)
         if saved is not None and not problems and verified:
             problems = verify(saved, axis)
         if saved is not None and not problems:
@@ -100,7 +100,7 @@ def open_valid(
     raise CheckpointError("no checkpoint is sound", refused)
 
 
-def _opened(step: SavedStep, axis: Axis, files: Files) -> tuple[SavedCheckpoint | None, list[str]]:
+def _open_on_all_ranks(step: SavedStep, axis: Axis, files: Files) -> tuple[SavedCheckpoint | None, list[str]]:
     """Open a checkpoint on every rank of the axis; returns it and its problems, the same on all ranks."""
     saved, problems = None, tuple[str, ...]()
     try:
@@ -116,7 +116,7 @@ def _opened(step: SavedStep, axis: Axis, files: Files) -> tuple[SavedCheckpoint 
     return saved, everywhere
 
 
-def _fill(tensors: Mapping[str, ShardedTensor], source: Source, instead: Mapping[str, str]) -> str:
+def _read_tensors(tensors: Mapping[str, ShardedTensor], source: Source, instead: Mapping[str, str]) -> str:
     """Read this rank's boxes; returns why that failed, or ""."""
     pairs = (
         (tensor, source.read(instead.get(name, name), box))
@@ -139,7 +139,7 @@ def _fill(tensors: Mapping[str, ShardedTensor], source: Source, instead: Mapping
     return ""
 
 
-def _unfit(name: str, value: ShardedTensor | None, source: Source) -> str:
+def _mismatch(name: str, value: ShardedTensor | None, source: Source) -> str:
     """Return why a tensor or value of the checkpoint does not fit the tree's, or "". value: None if it is no tensor."""
     if name not in source.formats and name not in source.values:
         return f"{name}: missing in the checkpoint"

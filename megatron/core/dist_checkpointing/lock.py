@@ -67,9 +67,9 @@ class FolderLock:
         number = os.getpid()
         self.owner = Owner(
             socket.gethostname(),
-            _machine(),
+            _machine_id(),
             number,
-            _birth(number),
+            _process_start_time(number),
             job,
             uuid.uuid4().hex,
             f"{datetime.now():%Y-%m-%d %H:%M:%S}",
@@ -86,9 +86,9 @@ class FolderLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for _ in range(_ATTEMPTS):
-                if self._place():
+                if self._create_lock():
                     return note
-                note = self._clear(*self._read())
+                note = self._remove_stale_lock(*self._read())
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from None
         raise CheckpointError(
@@ -101,7 +101,7 @@ class FolderLock:
         owner, _ = self._read()
         if owner is None and not self.path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self._place():
+            if self._create_lock():
                 return
             owner, _ = self._read()
         if owner is None or owner.token != self.owner.token:
@@ -120,7 +120,7 @@ class FolderLock:
         except OSError:
             pass  # the next job finds that this process has ended
 
-    def _place(self) -> bool:
+    def _create_lock(self) -> bool:
         """Create the lock file if there is none and start its heartbeat; returns whether it was created."""
         content = (json.dumps(asdict(self.owner)) + "\n").encode()
         new = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}")
@@ -130,30 +130,30 @@ class FolderLock:
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
-            if not _created(self.path, content):
+            if not _create_exclusively(self.path, content):
                 return False
         finally:
             new.unlink(missing_ok=True)
         self._over.set()  # of a file that was removed
         self._over, self._file = threading.Event(), os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         threading.Thread(
-            target=_touch, args=(self._file, self._over, self._heartbeat), name="heartbeat", daemon=True
+            target=_keep_heartbeat, args=(self._file, self._over, self._heartbeat), name="heartbeat", daemon=True
         ).start()
         return True
 
-    def _clear(self, owner: Owner | None, stamp: int) -> str:
+    def _remove_stale_lock(self, owner: Owner | None, stamp: int) -> str:
         """Remove the lock of an owner that has ended; returns a note. Raises `CheckpointError` if it has not ended."""
         mine = self.owner
         if owner is None and stamp < 0:
             return ""  # gone by itself
         restarted = owner is not None and self._moved_here(owner)
         if owner is not None and owner.machine == mine.machine:
-            if (owner.process, owner.born) != (mine.process, mine.born) and not self._ends(owner):
-                raise self._refusal(owner)
-        elif not restarted and self._moves(stamp):
-            raise self._refusal(owner)
+            if (owner.process, owner.born) != (mine.process, mine.born) and not self._wait_for_end(owner):
+                raise self._locked_error(owner)
+        elif not restarted and self._heartbeat_changes(stamp):
+            raise self._locked_error(owner)
         same = owner is None or owner.process == mine.process or restarted
-        if not self._remove(owner) or same:
+        if not self._remove_lock(owner) or same:
             return ""
         return f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
 
@@ -161,29 +161,29 @@ class FolderLock:
         """Return whether this is the owner's job, restarted on another machine."""
         return bool(owner.job) and owner.job == self.owner.job and owner.machine != self.owner.machine
 
-    def _remove(self, owner: Owner | None) -> bool:
+    def _remove_lock(self, owner: Owner | None) -> bool:
         """Remove this owner's lock; another owner's is restored. Returns False if there is none."""
         grave = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}.gone")
         try:
             os.rename(self.path, grave)
         except FileNotFoundError:
             return False
-        if _content(grave)[0] != owner:  # another was faster, and owns it rightly
+        if _read_owner(grave)[0] != owner:  # another was faster, and owns it rightly
             with suppress(OSError):  # one more has come between: that one owns it
                 os.link(grave, self.path)
         grave.unlink(missing_ok=True)
         return True
 
-    def _ends(self, owner: Owner) -> bool:
+    def _wait_for_end(self, owner: Owner) -> bool:
         """Wait a short time for a process of this machine to end, since its job may just be restarting."""
         deadline = time.monotonic() + self._watch / 4
-        while _runs(owner):
+        while _process_runs(owner):
             if time.monotonic() > deadline:
                 return False
             time.sleep(min(0.5, self._watch / 10))
         return True
 
-    def _moves(self, stamp: int) -> bool:
+    def _heartbeat_changes(self, stamp: int) -> bool:
         """Watch a heartbeat; returns whether it changes."""
         deadline = time.monotonic() + self._watch
         while time.monotonic() < deadline:
@@ -192,7 +192,7 @@ class FolderLock:
                 return self.path.exists()
         return False
 
-    def _refusal(self, owner: Owner | None) -> CheckpointError:
+    def _locked_error(self, owner: Owner | None) -> CheckpointError:
         return CheckpointError(
             f"--save {self.folder} is being written by another job: {owner or 'one that does not say who it is'}; end that one, "
             f"or give this one a folder of its own (who owns a folder is told by {LOCK} in it)"
@@ -201,12 +201,12 @@ class FolderLock:
     def _read(self) -> tuple[Owner | None, int]:
         """Return the owner, if the file names it, and the file's modification time; -1 without a file."""
         try:
-            return _content(self.path)
+            return _read_owner(self.path)
         except FileNotFoundError:
             return None, -1
 
 
-def _touch(file: int, over: threading.Event, heartbeat: float) -> None:
+def _keep_heartbeat(file: int, over: threading.Event, heartbeat: float) -> None:
     """Touch the lock file regularly (the heartbeat thread)."""
     while not over.wait(heartbeat):
         try:
@@ -216,7 +216,7 @@ def _touch(file: int, over: threading.Event, heartbeat: float) -> None:
     os.close(file)
 
 
-def _created(path: Path, content: bytes) -> bool:
+def _create_exclusively(path: Path, content: bytes) -> bool:
     """Create a file with this content atomically; returns False if it exists."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -229,18 +229,18 @@ def _created(path: Path, content: bytes) -> bool:
     return True
 
 
-def _content(path: Path) -> tuple[Owner | None, int]:
+def _read_owner(path: Path) -> tuple[Owner | None, int]:
     """Return the owner in a file and its modification time. Opening it revalidates network caches; a pipe does not
     block.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return _parsed(os.read(file, 1 << 16)), os.fstat(file).st_mtime_ns
+        return _parse_owner(os.read(file, 1 << 16)), os.fstat(file).st_mtime_ns
     finally:
         os.close(file)
 
 
-def _parsed(content: bytes) -> Owner | None:
+def _parse_owner(content: bytes) -> Owner | None:
     try:
         result = Owner(**json.loads(content))
         return result if isinstance(result.process, int) and result.process > 0 else None
@@ -248,7 +248,7 @@ def _parsed(content: bytes) -> Owner | None:
         return None  # cut short, or another program's
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """Return an identifier of this boot of the machine and container; "" if not available."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -257,7 +257,7 @@ def _machine() -> str:
         return f"{socket.gethostname()} {os.name}"
 
 
-def _birth(process: int) -> str:
+def _process_start_time(process: int) -> str:
     """Return when a process of this machine started, in the system's units; "" for a zombie or if not available."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
@@ -267,7 +267,7 @@ def _birth(process: int) -> str:
         return ""
 
 
-def _runs(owner: Owner) -> bool:
+def _process_runs(owner: Owner) -> bool:
     """Return whether a process of this machine still runs."""
     try:
         os.kill(owner.process, 0)
@@ -276,4 +276,4 @@ def _runs(owner: Owner) -> bool:
     except PermissionError:
         pass  # another user's
     known = os.path.exists(f"/proc/{owner.process}/stat")  # not everywhere, and not always those of others
-    return not known or _birth(owner.process) == owner.born
+    return not known or _process_start_time(owner.process) == owner.born

@@ -125,11 +125,12 @@ def shard_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
 def parse_manifest(content: Mapping[str, Any]) -> Manifest:
     """Return the manifest in a JSON object. Raises `CheckpointError` if it is inconsistent."""
     try:
-        files = {name: _facts(name, *entry) for name, entry in content["files"].items()}
-        tensors = {name: _whole(name, entry, files) for name, entry in content["tensors"].items()}
+        files = {name: _data_file_info(name, *entry) for name, entry in content["files"].items()}
+        tensors = {name: _parse_tensor(name, entry, files) for name, entry in content["tensors"].items()}
         save, iteration, values = content["save"], content["iteration"], content["values"]
-        _demand(
-            isinstance(save, str) and _natural(iteration) and isinstance(values, dict), "save, iteration and values"
+        _require(
+            isinstance(save, str) and _are_natural_numbers(iteration) and isinstance(values, dict),
+            "save, iteration and values",
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -138,43 +139,45 @@ def parse_manifest(content: Mapping[str, Any]) -> Manifest:
     return Manifest(save, iteration, files, tensors, values)
 
 
-def _facts(name: str, size: int, header_length: int, header_hash: str) -> DataFileInfo:
-    _demand(is_file_name(name), f"the name of a file in this folder, not {name!r}")
-    _demand(
-        _natural(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str),
+def _data_file_info(name: str, size: int, header_length: int, header_hash: str) -> DataFileInfo:
+    _require(is_file_name(name), f"the name of a file in this folder, not {name!r}")
+    _require(
+        _are_natural_numbers(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str),
         f"the size of {name}",
     )
     return DataFileInfo(size, header_length, header_hash)
 
 
-def _whole(name: str, entry: Mapping[str, Any], files: Mapping[str, DataFileInfo]) -> StoredTensor:
+def _parse_tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, DataFileInfo]) -> StoredTensor:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
-    _demand(dtype in WIDTHS and _natural(*shape), f"dtype and shape of {name}")
+    _require(dtype in WIDTHS and _are_natural_numbers(*shape), f"dtype and shape of {name}")
     pieces = []
     for file, start, offset, extent, hash_ in entry["pieces"]:
         box = Box(tuple(offset), tuple(extent))
-        _demand(
-            _natural(start, *offset, *extent) and len(offset) == len(extent) == len(shape) and isinstance(hash_, str),
+        _require(
+            _are_natural_numbers(start, *offset, *extent)
+            and len(offset) == len(extent) == len(shape)
+            and isinstance(hash_, str),
             f"a piece of {name}",
         )
-        _demand(
+        _require(
             all(low + count <= size for low, count, size in zip(offset, extent, shape, strict=True)),
             f"a box inside {name}",
         )
-        _demand(
+        _require(
             start >= files[file].header_length and start + box.size * WIDTHS[dtype] <= files[file].size,
             f"a place in {file} for {name}",
         )
-        _demand(start % WIDTHS[dtype] == 0, f"an even place in {file} for {name}")
+        _require(start % WIDTHS[dtype] == 0, f"an even place in {file} for {name}")
         pieces.append(StoredShard(file, start, box, hash_))
-    _demand(sum(piece.box.size for piece in pieces) == math.prod(shape), f"pieces that make up {name}")
+    _require(sum(piece.box.size for piece in pieces) == math.prod(shape), f"pieces that make up {name}")
     return StoredTensor(dtype, shape, tuple(pieces))
 
 
-def _natural(*numbers: Any) -> bool:
+def _are_natural_numbers(*numbers: Any) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
 
 
-def _demand(holds: bool, what: str) -> None:
+def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(f"it lacks {what}")

@@ -79,7 +79,7 @@ def rewrite(
     made = store.begin_save(folder, iteration, save, files=files)
     try:
         hashes = [
-            _written(made, rank, share, source, save=save, iteration=iteration, files=files)
+            _write_shard(made, rank, share, source, save=save, iteration=iteration, files=files)
             for rank, share in enumerate(shares)
         ]
         facts, tensors = plan.manifest_entries(shares, hashes, save=save, iteration=iteration)
@@ -101,15 +101,15 @@ def rewrite(
     return step.folder
 
 
-def _written(
+def _write_shard(
     folder: Path, rank: int, share: Sequence[WriteCandidate], source: Source, *, save: str, iteration: int, files: Files
 ) -> list[str]:
     if not share:
         return []
     header = plan.file_header(rank, share, save=save, iteration=iteration)
-    return shard.write_shard(files, folder / file_name(rank), header, _contents(share, source))
+    return shard.write_shard(files, folder / file_name(rank), header, _shard_contents(share, source))
 
 
-def _contents(share: Sequence[WriteCandidate], source: Source) -> Iterator[memoryview]:
+def _shard_contents(share: Sequence[WriteCandidate], source: Source) -> Iterator[memoryview]:
     for offer in share:
         yield memoryview(source.read(offer.name, offer.box).contiguous().view(-1).view(torch.uint8).numpy())

@@ -94,12 +94,12 @@ class SavedCheckpoint:
             common = intersect(box, piece.box)
             if common is None:
                 continue
-            saved = self._bytes(piece, DTYPES[whole.dtype])[_inside(common, piece.box)]
+            saved = self._shard_tensor(piece, DTYPES[whole.dtype])[_relative_index(common, piece.box)]
             if common == box:
                 return saved
             if not results:
                 result = torch.empty(box.shape, dtype=saved.dtype)
-            result[_inside(common, box)] = saved
+            result[_relative_index(common, box)] = saved
             results += common.size
         if results != box.size:
             raise CheckpointError(f"{self.where} lacks a part of {name}")
@@ -110,13 +110,13 @@ class SavedCheckpoint:
         return shard.verify_ranges(
             self._files,
             self.folder,
-            _part_of_ranges(self._ranges(), part, parts),
+            _part_of_ranges(self._byte_ranges(), part, parts),
             save=self.commit.save,
             threads=threads or min(_MOST_THREADS, os.cpu_count() or 1),
             maps=self._maps,
         )
 
-    def _ranges(self) -> list[Range]:
+    def _byte_ranges(self) -> list[Range]:
         """Return every byte range of every data file."""
         headers = [
             Range(name, 0, facts.header_length, facts.header_hash, "its header")
@@ -134,7 +134,7 @@ class SavedCheckpoint:
             for piece in whole.pieces
         ]
 
-    def _bytes(self, piece: StoredShard, dtype: torch.dtype) -> Tensor:
+    def _shard_tensor(self, piece: StoredShard, dtype: torch.dtype) -> Tensor:
         """Return a stored shard as a view of its file."""
         if piece.file not in self._maps:
             path = self.folder / piece.file
@@ -234,7 +234,7 @@ def unknown_files(saved: SavedCheckpoint, *, files: Files = DISK) -> list[str]:
     return [entry.name for entry in files.list(saved.folder) if entry.name not in known]
 
 
-def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+def _relative_index(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the index of `box` in a tensor that holds `outer`."""
     return box.shifted(tuple(-start for start in outer.offset)).slices()
 

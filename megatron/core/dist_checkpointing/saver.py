@@ -187,7 +187,7 @@ class Saver:
 
     def prepare(self, state: Tree) -> None:
         """Do the slow part of the first save in advance: assign the boxes, and allocate the memory for a copy."""
-        self._shares(plan.sharded_tensors(state))
+        self._write_shares(plan.sharded_tensors(state))
 
     def start(self, state: Tree, iteration: int, description: Description, *, until_staged: bool = False) -> None:
         """Start to save the tree that the ranks hold together. When this returns, the tree may change.
@@ -198,8 +198,8 @@ class Saver:
         assert self._in_flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
         tensors = plan.sharded_tensors(state)
-        shares = self._shares(tensors)
-        save, lost = collectives.broadcast_object((uuid.uuid4().hex, self._lost()), self.axis)
+        shares = self._write_shares(tensors)
+        save, lost = collectives.broadcast_object((uuid.uuid4().hex, self._lock_lost_error()), self.axis)
         if lost is not None:
             raise lost
         share = shares[self.axis.rank]
@@ -207,8 +207,8 @@ class Saver:
         # Values that change later must not leak in either.
         values = json.loads(json.dumps(plan.values_of(state))) if self.axis.is_first else {}
         copied = threading.Event()
-        contents = self._contents(sources, copied, later=until_staged)
-        job = BackgroundJob(lambda: self._write(iteration, save, share, contents), in_background=self._copies)
+        contents = self._contents_writer(sources, copied, later=until_staged)
+        job = BackgroundJob(lambda: self._write_rank_file(iteration, save, share, contents), in_background=self._copies)
         self._in_flight = _InFlightSave(
             iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied
         )
@@ -222,7 +222,7 @@ class Saver:
             self._in_flight.copied.wait()
             self._in_flight.blocked += time.perf_counter() - started
 
-    def _contents(
+    def _contents_writer(
         self, sources: Sequence[Tensor], copied: threading.Event, *, later: bool
     ) -> Callable[[], Iterable[memoryview]]:
         """Return a function that yields the bytes to write. later: it makes the copy when called; otherwise the copy is
@@ -249,17 +249,17 @@ class Saver:
         if self._in_flight is None:
             return None
         done = torch.tensor(int(self._in_flight.job.done), device=self.device)
-        return self._forward() if bool(collectives.all_reduce(done, self.axis, "min")) else None
+        return self._next_stage() if bool(collectives.all_reduce(done, self.axis, "min")) else None
 
     def finish(self) -> SaveOutcome | None:
         """Wait for the save in progress. Returns its outcome; None if there was none."""
         outcome = None
         while self._in_flight is not None:
             self._in_flight.job.wait()
-            outcome = self._forward()
+            outcome = self._next_stage()
         return outcome
 
-    def _lost(self) -> CheckpointError | None:
+    def _lock_lost_error(self) -> CheckpointError | None:
         """Return the error if this job may no longer write."""
         try:
             if self.lock is not None:
@@ -270,7 +270,7 @@ class Saver:
             pass  # if the folder cannot be read, the save will tell
         return None
 
-    def _shares(self, tensors: dict[str, ShardedTensor]) -> list[list[WriteCandidate]]:
+    def _write_shares(self, tensors: dict[str, ShardedTensor]) -> list[list[WriteCandidate]]:
         """Return which rank writes which boxes; computed again only when the boxes of any rank have changed."""
         mine = plan.write_candidates(tensors)
         same = self._plan is not None and self._plan[0] == mine
@@ -301,7 +301,7 @@ class Saver:
             return False
         return True
 
-    def _write(
+    def _write_rank_file(
         self, iteration: int, save: str, share: Sequence[WriteCandidate], contents: Callable[[], Iterable[memoryview]]
     ) -> list[str]:
         """Write this rank's file, if it has anything to write; returns the hashes of its content."""
@@ -320,20 +320,20 @@ class Saver:
                 raise CheckpointError("what was written does not read back", problems)
         return hashes
 
-    def _forward(self) -> SaveOutcome | None:
+    def _next_stage(self) -> SaveOutcome | None:
         """Take the next step, once all ranks' jobs have ended."""
         in_flight = self._in_flight
         assert in_flight is not None, "a save is on its way"
         if in_flight.commits:
             failure, result = collectives.broadcast_object((in_flight.job.failure, in_flight.job.result), self.axis)
             size, notes = result or (0, [])
-            return self._end([failure] if failure else [], notes, size)
+            return self._save_outcome([failure] if failure else [], notes, size)
         results = collectives.gather_objects((in_flight.job.failure, in_flight.job.result), self.axis)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(results) if failure]
         if failures:
             if self.axis.is_first:
                 store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
-            return self._end(failures, [], 0)
+            return self._save_outcome(failures, [], 0)
         in_flight.commits = True
         hashes = [written for _, written in results]
         action = (lambda: self._commit(in_flight, hashes)) if self.axis.is_first else (lambda: None)
@@ -377,7 +377,7 @@ class Saver:
             notes.append(f"no older checkpoint is deleted: {error}")
         return store.bytes_in(step.folder, files=self.files), notes
 
-    def _end(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
+    def _save_outcome(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None, "a save is on its way"
         return SaveOutcome(

@@ -104,19 +104,24 @@ def verify_ranges(
             maps[name] = maps[name] if name in maps else files.map(folder / name)
         except OSError as error:
             bad.append(
-                (by_file.pop(name)[0], "is missing" if isinstance(error, FileNotFoundError) else _unreadable(error))
+                (
+                    by_file.pop(name)[0],
+                    "is missing" if isinstance(error, FileNotFoundError) else _read_error_text(error),
+                )
             )
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         good = [one for group in by_file.values() for one in group]
         bad += [
             (one, why)
-            for one, why in zip(good, pool.map(lambda one: _wrong(files, maps[one.file], one), good), strict=True)
+            for one, why in zip(
+                good, pool.map(lambda one: _range_problem(files, maps[one.file], one), good), strict=True
+            )
             if why
         ]
-    return _messages(files, folder, bad, save)
+    return _file_problems(files, folder, bad, save)
 
 
-def _messages(files: Files, folder: Path, bad: Sequence[tuple[Range, str]], save: str) -> list[str]:
+def _file_problems(files: Files, folder: Path, bad: Sequence[tuple[Range, str]], save: str) -> list[str]:
     """Return the problems of each file: that it belongs to another save, or its first damaged ranges."""
     problems = []
     for name in sorted({one.file for one, _ in bad}):
@@ -131,7 +136,7 @@ def _messages(files: Files, folder: Path, bad: Sequence[tuple[Range, str]], save
     return problems
 
 
-def _wrong(files: Files, content: memoryview, one: Range) -> str:
+def _range_problem(files: Files, content: memoryview, one: Range) -> str:
     """Return why a range of a file is invalid, or ""."""
     result, stop = xxhash.xxh3_128(), one.start + one.length
     if stop > len(content):
@@ -142,13 +147,13 @@ def _wrong(files: Files, content: memoryview, one: Range) -> str:
             files.fetch(content, place, length)
             result.update(content[place : place + length])
     except OSError as error:
-        return _unreadable(error)
+        return _read_error_text(error)
     if result.hexdigest() != one.hash:
         return f"is damaged: bytes {one.start} to {stop}, {one.what}, have not the hash that they were saved with"
     return ""
 
 
-def _unreadable(error: OSError) -> str:
+def _read_error_text(error: OSError) -> str:
     return f"cannot be read: {error.strerror or error}"
 
 

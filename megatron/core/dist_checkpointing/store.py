@@ -163,7 +163,7 @@ def check_writable(folder: str | Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        refuse([_unwritable(folder, error.strerror or str(error))])
+        refuse([_not_writable_error(folder, error.strerror or str(error))])
 
 
 def why_unwritable(folder: str | Path) -> str:
@@ -172,18 +172,18 @@ def why_unwritable(folder: str | Path) -> str:
         parent for parent in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(parent)
     )
     if not there.is_dir():
-        return _unwritable(folder, f"{there} is no folder")
-    return "" if os.access(there, os.W_OK | os.X_OK) else _unwritable(folder, os.strerror(errno.EACCES))
+        return _not_writable_error(folder, f"{there} is no folder")
+    return "" if os.access(there, os.W_OK | os.X_OK) else _not_writable_error(folder, os.strerror(errno.EACCES))
 
 
-def _unwritable(folder: str | Path, reason: str) -> str:
+def _not_writable_error(folder: str | Path, reason: str) -> str:
     return f"--save {folder} cannot be written: {reason}; give a folder that this user may write"
 
 
 def scan_folder(folder: str | Path, *, files: Files = DISK) -> FolderScan:
     """Return everything in a folder that is named like a checkpoint; empty if there is no folder."""
     steps, damaged = [], []
-    for iteration, path in _named(folder, files):
+    for iteration, path in _checkpoint_folders(folder, files):
         try:
             commit = read_commit(path, files=files)
             if commit.iteration != iteration:
@@ -243,7 +243,7 @@ def _demand_empty(folder: str | Path, damaged: Sequence[str], files: Files) -> N
     """Raise `CheckpointError` if a folder without complete checkpoints once had some."""
     if damaged:
         raise CheckpointError(f"{folder} holds no complete checkpoint", damaged)
-    if any(entry.name == TRACKER for entry in _entries(folder, files)):
+    if any(entry.name == TRACKER for entry in _list_folder(folder, files)):
         raise CheckpointError(
             f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
             f"iter_... folder back, or remove {TRACKER} to start afresh"
@@ -290,7 +290,7 @@ def clean_up(folder: str | Path, *, save: str = "", files: Files = DISK) -> None
             elif match and not (save and name.endswith(f".{save[:8]}.tmp")):
                 # Under another name first: a commit that comes meanwhile, of a job that nobody should have started, finds nothing
                 # to rename, instead of a folder that loses its files one by one.
-                _remove(path, files) if match[2] == "gone" else _delete(path, files)
+                _remove_tree(path, files) if match[2] == "gone" else _delete_checkpoint(path, files)
         except OSError:
             pass  # it is inert
 
@@ -337,7 +337,7 @@ def commit(
         ) from None
     try:
         if replaces:
-            _delete(former, files)
+            _delete_checkpoint(former, files)
         hint = Path(folder) / TRACKER
         write_file(files, hint.with_suffix(".tmp"), f"{iteration}\n".encode())
         files.rename(hint.with_suffix(".tmp"), hint)
@@ -381,7 +381,7 @@ def expired_checkpoints(
     """
     if interval is None and keep_last is None:
         return []
-    links = {entry.name for entry in _entries(folder, files) if entry.is_link}
+    links = {entry.name for entry in _list_folder(folder, files) if entry.is_link}
     older = sorted(
         (step for step in scan_folder(folder, files=files).steps if step.iteration < saved),
         key=lambda step: -step.iteration,
@@ -398,7 +398,7 @@ def delete_checkpoints(folder: str | Path, steps: Sequence[SavedStep], *, files:
     complaints = []
     for step in steps:
         try:
-            _delete(step.folder, files)
+            _delete_checkpoint(step.folder, files)
         except OSError as error:
             complaints.append(f"{step.folder} cannot be deleted: {error}")
     return "; ".join(complaints)
@@ -505,13 +505,13 @@ def bytes_in(folder: str | Path, *, files: Files = DISK) -> int:
     return sum(files.size(Path(folder) / entry.name) for entry in files.list(Path(folder)) if not entry.is_folder)
 
 
-def _named(folder: str | Path, files: Files) -> list[tuple[int, Path]]:
+def _checkpoint_folders(folder: str | Path, files: Files) -> list[tuple[int, Path]]:
     """Return (iteration, path) of everything named like a checkpoint."""
-    result = [(_STEP.fullmatch(entry.name), entry) for entry in _entries(folder, files) if entry.is_folder]
+    result = [(_STEP.fullmatch(entry.name), entry) for entry in _list_folder(folder, files) if entry.is_folder]
     return [(int(match[1]), Path(folder) / entry.name) for match, entry in result if match]
 
 
-def _entries(folder: str | Path, files: Files) -> list[Any]:
+def _list_folder(folder: str | Path, files: Files) -> list[Any]:
     try:
         return files.list(Path(folder))
     except FileNotFoundError:
@@ -520,15 +520,15 @@ def _entries(folder: str | Path, files: Files) -> list[Any]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from None
 
 
-def _delete(path: Path, files: Files) -> None:
+def _delete_checkpoint(path: Path, files: Files) -> None:
     """Delete a checkpoint. It is renamed first, so that a partial one is never taken for complete."""
     gone = path.with_suffix(".gone")
     files.rename(path, gone)
     files.sync_folder(path.parent)
-    _remove(gone, files)
+    _remove_tree(gone, files)
 
 
-def _remove(path: Path, files: Files) -> None:
+def _remove_tree(path: Path, files: Files) -> None:
     """Delete a folder with its content; of a link or a file, only the name."""
     if any(entry.name == path.name and entry.is_folder and not entry.is_link for entry in files.list(path.parent)):
         remove_tree(files, path)

@@ -92,8 +92,8 @@ def sharded_optimizer_state(segment: Segment, tensor: Tensor, mesh: Mesh) -> Sha
         for piece in local_shards(spec, mesh):
             common = intersect(box, piece.local)
             if common is not None:
-                inside = common.shifted(_minus(box.offset))
-                outside = common.shifted(_minus(piece.local.offset)).shifted(piece.box.offset)
+                inside = common.shifted(_negated_offset(box.offset))
+                outside = common.shifted(_negated_offset(piece.local.offset)).shifted(piece.box.offset)
                 placed.pieces.append((outside, values[inside.slices()]))
     return placed
 
@@ -113,5 +113,5 @@ def add_to_tree(tree: Tree, name: str, placed: ShardedTensor) -> None:
     there.receivers += placed.receivers
 
 
-def _minus(offset: tuple[int, ...]) -> tuple[int, ...]:
+def _negated_offset(offset: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-start for start in offset)

@@ -119,7 +119,7 @@ class DataParallel:
         """Start the reduction of every bucket that is not yet in flight."""
         self._missing = None
         while self._launched < len(self.buckets):
-            self._launch()
+            self._launch_reductions()
 
     def finish_reduction(self) -> None:
         """Wait until every bucket is reduced."""
@@ -178,9 +178,9 @@ class DataParallel:
             return
         self._missing[self._place[param]] -= 1
         while self._launched < len(self.buckets) and self._missing[self._launched] == 0:
-            self._launch()
+            self._launch_reductions()
 
-    def _launch(self) -> None:
+    def _launch_reductions(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
         for main_grad in bucket.main_grads:
@@ -191,7 +191,7 @@ class DataParallel:
         if self.divisor is not None and self.divisor != bucket.axis.size:
             bucket.grad /= self.divisor
             op = "sum"
-        self._reducing.append(_start(bucket, op))
+        self._reducing.append(_start_reduction(bucket, op))
 
 
 def _on_backward_done(
@@ -211,7 +211,7 @@ def _on_backward_done(
     main_grad.has_uncounted = False
 
 
-def _start(bucket: Bucket, op: str) -> collectives.Work:
+def _start_reduction(bucket: Bucket, op: str) -> collectives.Work:
     if not bucket.sharded:
         return collectives.start_all_reduce(bucket.grad, bucket.axis, op)
     low, high = bucket.owned()

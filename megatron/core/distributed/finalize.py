@@ -44,7 +44,7 @@ def sum_shared_heads(segments: Sequence[Segment], mesh: Mesh) -> None:
         table_row = table[mesh.tp.rank // replicas]
         table_row.copy_(flat)
         collectives.all_reduce(table, mesh.tp)
-        _scatter(table_row, views)
+        _copy_to_views(table_row, views)
 
 
 def sum_tied(segments: Sequence[Segment], mesh: Mesh) -> None:
@@ -86,9 +86,9 @@ def _all_reduce_together(views: list[Tensor], axis: Axis) -> None:
     if views and axis.group is not None:
         flat = torch.cat(views)
         collectives.all_reduce(flat, axis)
-        _scatter(flat, views)
+        _copy_to_views(flat, views)
 
 
-def _scatter(flat: Tensor, views: list[Tensor]) -> None:
+def _copy_to_views(flat: Tensor, views: list[Tensor]) -> None:
     for view, value in zip(views, flat.split([view.numel() for view in views]), strict=True):
         view.copy_(value)

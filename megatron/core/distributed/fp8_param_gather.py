@@ -107,14 +107,18 @@ class LowPrecisionBucket(Bucket):
         self.matrices: list[_Matrix] = []
         block = self.recipe.block_of("weight")
         for start, param, weight in zip(self.starts, params, (quantized[param] for param in params), strict=False):
-            weight.held = self._add(self.data, start, param.shape, block)
+            weight.held = self._quantized_views(self.data, start, param.shape, block)
             transposed = (
-                weight.held if self.turned is self.data else self._add(self.turned, start, param.shape, block[::-1])
+                weight.held
+                if self.turned is self.data
+                else self._quantized_views(self.turned, start, param.shape, block[::-1])
             )
             weight.turned = tuple(matrix.t() for matrix in transposed)
             param.data = param.data.new_zeros(()).expand(param.shape)
 
-    def _add(self, data: Tensor, start: int, shape: torch.Size, block: tuple[int, int]) -> tuple[Quantised, ...]:
+    def _quantized_views(
+        self, data: Tensor, start: int, shape: torch.Size, block: tuple[int, int]
+    ) -> tuple[Quantised, ...]:
         """Return views into `data` for the matrices of a weight [.., m, k]."""
         parts, (rows, columns) = [], shape[-2:]
         if self.recipe.one_scale:
@@ -138,7 +142,7 @@ class LowPrecisionBucket(Bucket):
         """Yield the fp32 main weights that this rank owns of each parameter."""
         low, _ = self.owned()
         for segment in super().segments():
-            start = self.starts[self._place(segment)] + segment.low - low
+            start = self.starts[self._param_index(segment)] + segment.low - low
             yield replace(
                 segment,
                 data=self.main[start : start + segment.high - segment.low],
@@ -154,16 +158,16 @@ class LowPrecisionBucket(Bucket):
             if (owned := self._own_rows(matrix)) is not None:
                 # A maximum would drop NaN.
                 matrix.at(block_maxima, *owned).copy_(
-                    self._sizes(matrix, owned[1]).nan_to_num(nan=float("inf"), posinf=float("inf"))
+                    self._block_maxima(matrix, owned[1]).nan_to_num(nan=float("inf"), posinf=float("inf"))
                 )
         collectives.all_reduce(block_maxima, self.axis, "max")
         matrix_maxima = torch.stack([block_maxima[matrix.sizes].amax() for matrix in self.matrices])
         if self.recipe.needs_largest:
             collectives.all_reduce(matrix_maxima, self.cut, "max")
         for matrix, matrix_maximum in zip(self.matrices, matrix_maxima, strict=True):
-            self._round(matrix, matrix_maximum, block_maxima)
+            self._quantize_range(matrix, matrix_maximum, block_maxima)
 
-    def _round(self, matrix: _Matrix, matrix_maximum: Tensor, block_maxima: Tensor) -> None:
+    def _quantize_range(self, matrix: _Matrix, matrix_maximum: Tensor, block_maxima: Tensor) -> None:
         """Update the scales of a matrix and quantize this rank's range. block_maxima: of all matrices."""
         scales = self.recipe.weight_scales(matrix_maximum, block_maxima[matrix.sizes].view(matrix.table))
         for stored, scale in zip((matrix.held.scale, matrix.held.blocks), scales, strict=True):
@@ -194,12 +198,12 @@ class LowPrecisionBucket(Bucket):
         rows[low - first * width : high - first * width] = self.main[begin : begin + high - low]
         return first, rows.view(-1, width)
 
-    def _sizes(self, matrix: _Matrix, rows: Tensor) -> Tensor:
+    def _block_maxima(self, matrix: _Matrix, rows: Tensor) -> Tensor:
         return (
             fp8.largest_of(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_sizes(rows, matrix.held.block)
         )
 
-    def _place(self, segment: Segment) -> int:
+    def _param_index(self, segment: Segment) -> int:
         return next(place for place, param in enumerate(self.params) if param.spec is segment.spec)  # type: ignore[attr-defined]
 
 

@@ -67,7 +67,7 @@ class FullySharded:
         # No caller writes into the output of a stage.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         dense_mesh = _device_mesh(mesh.dp_cp, mesh)
-        expert_placement = _placement(mesh.edp, mesh) if mesh.edp.group not in (None, mesh.dp_cp.group) else None
+        expert_placement = _row_placement(mesh.edp, mesh) if mesh.edp.group not in (None, mesh.dp_cp.group) else None
         unsharded: set[nn.Parameter] = set()
         for submodule in (*layers, module):
             fill(submodule)
@@ -125,7 +125,7 @@ class FullySharded:
         for path, spec in specs.items():
             param, axis = submodule.get_parameter(path), self._mesh.axis(spec.reduce_over)
             self.sharded_segments += _owned_segments(param, spec, axis, gather_dtype)
-            rows = tuple(_rows(param, axis.size, rank) for rank in range(axis.size))
+            rows = tuple(_owned_rows(param, axis.size, rank) for rank in range(axis.size))
             self._owned.append(Ownership(spec, tuple(param.shape), rows))
         return fsdp_module
 
@@ -167,7 +167,7 @@ class FullySharded:
 Parallel = DataParallel | FullySharded
 
 
-def _placement(axis: Axis, mesh: Mesh) -> Any:
+def _row_placement(axis: Axis, mesh: Mesh) -> Any:
     """Return FSDP2's placement of rows over the ranks of `axis`; torch has supported separate meshes within a layer
     since 2.13.
     """
@@ -209,12 +209,12 @@ def _owned_segments(
         "FSDP2 shards every parameter that it is given"
     )
     data, grad = param.to_local().detach().view(-1), param.grad.to_local().view(-1)
-    low, high = _rows(param, axis.size, axis.rank)
+    low, high = _owned_rows(param, axis.size, axis.rank)
     assert high - low == data.numel(), f"torch gave this rank {data.numel()} elements of {spec.name}, not {high - low}"
     return [Segment(spec, tuple(param.shape), low, high, data, grad, gather_dtype)] if data.numel() else []
 
 
-def _rows(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:
+def _owned_rows(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:
     """Return the flat range [low, high) of the rows that a rank owns."""
     rows, size = math.ceil(param.shape[0] / ranks), math.prod(param.shape[1:])
     return min(rows * rank, param.shape[0]) * size, min(rows * (rank + 1), param.shape[0]) * size

@@ -155,7 +155,7 @@ class Merged:
         self._pairs: dict[str, list[Pair]] = {}
         for pair in adapters.pairs:
             self._pairs.setdefault(f"model.{pair.linear}.weight", []).append(pair)
-        if problems := [*self._unfit(), *self._unfit_saved()]:
+        if problems := [*self._shape_problems(), *self._unfit_saved()]:
             raise CheckpointError(f"the adapters of {adapters.where} do not fit {source.where}", problems)
         if sign < 0 and (self._saved or any(pair.lengths is not None for pair in adapters.pairs)):
             raise CheckpointError(
@@ -164,7 +164,7 @@ class Merged:
             )
         self._last: tuple[str, Tensor] | None = None
 
-    def _unfit(self) -> Iterator[str]:
+    def _shape_problems(self) -> Iterator[str]:
         for name, pairs in self._pairs.items():
             if name not in self.formats:
                 yield f"{name} is no matrix of the network"
@@ -192,10 +192,10 @@ class Merged:
             return self._source.read(name, box)
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next is made, so that there is only one
-            self._last = (name, self._merged(name))
+            self._last = (name, self._merge_weight(name))
         return self._last[1][box.slices()]
 
-    def _merged(self, name: str) -> Tensor:
+    def _merge_weight(self, name: str) -> Tensor:
         """W + scale B A, computed in fp32 or wider and rounded once."""
         format = self.formats[name]
         wide = torch.promote_types(format.dtype, torch.float32)

@@ -31,7 +31,9 @@ _BEFORE = {"norm_after_residual": False, "embedding_layernorm": False}
 _WORDS, _POOLER, _PAIRS = ("lm_head.", "output_layer."), "pooler.", "binary_head."
 
 
-def _in(config: Mapping[str, Any], norms: Mapping[str, bool], pairs: str) -> tuple[dict[str, Any], list[str]]:
+def _settings_of_config(
+    config: Mapping[str, Any], norms: Mapping[str, bool], pairs: str
+) -> tuple[dict[str, Any], list[str]]:
     """norms: where they stand; pairs: the class that always has the head for pairs."""
     keys = Keys(config)
     hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
@@ -101,9 +103,9 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
         )
     ]
     if model.embedding_layernorm:
-        rows += _both("embedding.layernorm", "bert.embeddings.LayerNorm")
+        rows += _weight_and_bias("embedding.layernorm", "bert.embeddings.LayerNorm")
     if not after:
-        rows += _both(f"{ours}input_layernorm", f"{theirs}attention.ln")
+        rows += _weight_and_bias(f"{ours}input_layernorm", f"{theirs}attention.ln")
     heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
     rows += [
         Row(
@@ -113,37 +115,37 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
         )
         for kind in ("weight", "bias")
     ]
-    rows += _both(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
+    rows += _weight_and_bias(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
     rows += (
-        _both(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm")
+        _weight_and_bias(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm")
         if after
-        else _both(f"{ours}pre_mlp_layernorm", f"{theirs}ln")
+        else _weight_and_bias(f"{ours}pre_mlp_layernorm", f"{theirs}ln")
     )
-    rows += _both(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense")
-    rows += _both(f"{ours}mlp.linear_fc2", f"{theirs}output.dense")
+    rows += _weight_and_bias(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense")
+    rows += _weight_and_bias(f"{ours}mlp.linear_fc2", f"{theirs}output.dense")
     rows += (
-        _both(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm")
+        _weight_and_bias(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm")
         if after
-        else _both("encoder.final_layernorm", "bert.encoder.ln")
+        else _weight_and_bias("encoder.final_layernorm", "bert.encoder.ln")
     )
     if model.bert_binary_head:
-        rows += _both("pooler.dense", "bert.pooler.dense")
+        rows += _weight_and_bias("pooler.dense", "bert.pooler.dense")
     rows.append(Row("output_layer.bias", ("cls.predictions.bias",), same))
-    rows += _both("lm_head.dense", "cls.predictions.transform.dense")
-    rows += _both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
-    return tuple(rows + (_both("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
+    rows += _weight_and_bias("lm_head.dense", "cls.predictions.transform.dense")
+    rows += _weight_and_bias("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
+    return tuple(rows + (_weight_and_bias("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
 
 
-def _both(ours: str, theirs: str) -> list[Row]:
+def _weight_and_bias(ours: str, theirs: str) -> list[Row]:
     return [Row(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in ("weight", "bias")]
 
 
-def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     there = any(name.startswith(("bert.pooler.", "cls.seq_relationship.")) for name in names)
     return {**settings, "bert_binary_head": settings["bert_binary_head"] or there}
 
 
-def _variants(name: str) -> tuple[Variant, ...]:
+def _model_classes(name: str) -> tuple[Variant, ...]:
     return (
         Variant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)),
         Variant(f"{name}ForMaskedLM", _WORDS),
@@ -152,11 +154,11 @@ def _variants(name: str) -> tuple[Variant, ...]:
 
 
 def _bert_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    return _in(config, _AFTER, "BertForPreTraining")
+    return _settings_of_config(config, _AFTER, "BertForPreTraining")
 
 
 def _megatron_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    return _in(config, _BEFORE, "MegatronBertForPreTraining")
+    return _settings_of_config(config, _BEFORE, "MegatronBertForPreTraining")
 
 
 _SKIPPED = re.compile(r"bert\.embeddings\.(position_ids|token_type_ids)")  # counts and zeros, kept as buffers once
@@ -177,8 +179,8 @@ BERT = Family(
     skipped=_SKIPPED,
     copies=_COPIES,
     renamed=_RENAMED,
-    variants=_variants("Bert"),
-    seen=_seen,
+    variants=_model_classes("Bert"),
+    seen=_settings_from_names,
 )
 MEGATRON_BERT = Family(
     "megatron_bert",
@@ -191,6 +193,6 @@ MEGATRON_BERT = Family(
     skipped=_SKIPPED,
     copies=_COPIES,
     renamed=_RENAMED,
-    variants=_variants("MegatronBert"),
-    seen=_seen,
+    variants=_model_classes("MegatronBert"),
+    seen=_settings_from_names,
 )

@@ -166,19 +166,19 @@ def _v3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters; layers that predict further follow the last."""
-    mlps = {"dense": mlp_rows, "moe": _experts}
-    rows = decoder_rows(model, _attention, mlps)
+    mlps = {"dense": mlp_rows, "moe": _expert_rows}
+    rows = decoder_rows(model, _attention_rows, mlps)
     for depth in range(mtp_depths(model)):
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
         rows += [
             Row(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), same) for name in ("enorm", "hnorm", "eh_proj")
         ]
-        rows += layer(model, f"{ours}mtp_model_layer.", theirs, _attention, mlps[layer_rows(model)[-1].mlp])
+        rows += layer(model, f"{ours}mtp_model_layer.", theirs, _attention_rows, mlps[layer_rows(model)[-1].mlp])
         rows.append(Row(f"{ours}final_layernorm.weight", (f"{theirs}shared_head.norm.weight",), same))
     return tuple(rows)
 
 
-def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     queries = (
         {"linear_q_proj": "q_proj"}
         if model.mla.q_lora_rank is None
@@ -194,7 +194,7 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     return [Row(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()]
 
 
-def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     rows = expert_rows(model, ours, theirs)
     if model.moe.moe_router_enable_expert_bias:
         rows.append(Row(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same))
@@ -203,7 +203,7 @@ def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     )
 
 
-def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     depths = sum(
         f"model.layers.{number}.eh_proj.weight" in names
         for number in range(settings["num_layers"], settings["num_layers"] + 16)
@@ -241,5 +241,5 @@ DEEPSEEK_V3 = Family(
     copies=(*COPIES, *_AGAIN),
     fused=FUSED,
     beyond=_BEYOND,
-    seen=_seen,
+    seen=_settings_from_names,
 )

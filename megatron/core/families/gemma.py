@@ -76,7 +76,7 @@ def _gemma2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else layer_kinds(keys, kinds, layers)
     scalar = keys.real("query_pre_attn_scalar", 256.0, positive=True)
     caps = {
-        ours: _cap(keys, config, theirs, usual)
+        ours: _soft_cap(keys, config, theirs, usual)
         for ours, theirs, usual in (
             ("attention_logit_softcap", "attn_logit_softcapping", 50.0),
             ("final_logit_softcap", "final_logit_softcapping", 30.0),
@@ -91,7 +91,7 @@ def _gemma2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     }, keys.finish()
 
 
-def _cap(keys: Keys, config: Mapping[str, Any], name: str, usual: float) -> float | None:
+def _soft_cap(keys: Keys, config: Mapping[str, Any], name: str, usual: float) -> float | None:
     """A soft cap; null is none, and left out is the usual one."""
     if name in config and config[name] is None:
         return None

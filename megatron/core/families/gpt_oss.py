@@ -21,19 +21,22 @@ from megatron.core.families.settings import BALANCE, Keys, passed_through, windo
 _SAYS_NOTHING = (*BALANCE, "initial_context_length")
 
 
-def _dealt(rows: Tensor) -> Tensor:
+def _deinterleave_gate_up(rows: Tensor) -> Tensor:
     """[e, (gate, up, gate, up, ...), ...] to [e, (gate, gate, ..., up, up, ...), ...]."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
 
 
-def _taking_turns(rows: Tensor) -> Tensor:
+def _interleave_gate_up(rows: Tensor) -> Tensor:
     """The way back."""
     return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
 _DOWN = Op(lambda parts: parts[0].transpose(1, 2), lambda whole: (whole.transpose(1, 2),))
-_GATED = Op(lambda parts: _dealt(parts[0].transpose(1, 2)), lambda whole: (_taking_turns(whole).transpose(1, 2),))
-_GATED_BIAS = Op(lambda parts: _dealt(parts[0]), lambda whole: (_taking_turns(whole),))
+_GATED = Op(
+    lambda parts: _deinterleave_gate_up(parts[0].transpose(1, 2)),
+    lambda whole: (_interleave_gate_up(whole).transpose(1, 2),),
+)
+_GATED_BIAS = Op(lambda parts: _deinterleave_gate_up(parts[0]), lambda whole: (_interleave_gate_up(whole),))
 
 
 def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -84,14 +87,14 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters."""
-    return tuple(decoder_rows(model, _attention, {"moe": _experts}))
+    return tuple(decoder_rows(model, _attention_rows, {"moe": _expert_rows}))
 
 
-def _attention(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     return [*attention_rows(model, ours, theirs), Row(f"{ours}softmax_offset", (f"{theirs}sinks",), same)]
 
 
-def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     return [
         *(Row(f"{ours}router.{kind}", (f"{theirs}router.{kind}",), same) for kind in ("weight", "bias")),
         Row(f"{ours}experts.linear_fc1.weight", (f"{theirs}experts.gate_up_proj",), _GATED),

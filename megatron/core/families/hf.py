@@ -139,14 +139,16 @@ def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> Fol
     path = Path(path)
     config = _read_json(path / _CONFIG)
     family = family_of(config, str(path / _CONFIG))
-    files, damaged = _tensors(path)
+    files, damaged = _read_tensors(path)
     files = plain(_named_today(files, family), config.get("quantization_config"), family.fused)
-    published, problems = _settings(family, config, files)
+    published, problems = _settings_of_config(family, config, files)
     problems += damaged
     if problems:
         raise CheckpointError(f"{path} cannot be loaded", problems)
     settings = {**published, **(given or {})}
-    rows, problems = _matched(family, settings, published["true_vocab_size"], files, family.variant(classes_of(config)))
+    rows, problems = _match_rows(
+        family, settings, published["true_vocab_size"], files, family.variant(classes_of(config))
+    )
     if problems:
         raise CheckpointError(f"{path} does not hold the {family.name} that its config.json describes", problems)
     return Folder(path, family, config, settings, rows)
@@ -157,8 +159,8 @@ def model_settings(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     config = _read_json(path / _CONFIG)
     family = family_of(config, str(path / _CONFIG))
-    files = plain(_named_today(_tensors(path)[0], family), config.get("quantization_config"), family.fused)
-    settings, problems = _settings(family, config, files)
+    files = plain(_named_today(_read_tensors(path)[0], family), config.get("quantization_config"), family.fused)
+    settings, problems = _settings_of_config(family, config, files)
     if problems:
         raise CheckpointError(f"{path} describes a network that cannot be built here", problems)
     flags = {field.name for field, _ in flag_fields(RequestedModel)} - {
@@ -200,10 +202,10 @@ def export(
     if family is None and earlier:
         family = family_of(earlier, f"{like or source.where}").name
     chosen = fitting_family(model, family)
-    variant, rows, formats = _planned(chosen, model, source)
+    variant, rows, formats = _export_plan(chosen, model, source)
     config = {
         **ids,
-        **_config(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
+        **_config_json(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
         "architectures": [variant.architecture],
     }
     made = folder.with_name(f".{folder.name}.unfinished")
@@ -213,10 +215,10 @@ def export(
         _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
         _write_json(made / _CONFIG, config)
         _write_generation(made, config)
-        _carry(like, made)
-        _sync(made)
+        _copy_other_files(like, made)
+        _fsync_folder(made)
         os.rename(made, folder)
-        _sync(folder.parent, only=True)
+        _fsync_folder(folder.parent, only=True)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
     finally:
@@ -224,7 +226,9 @@ def export(
     return chosen
 
 
-def _settings(family: Family, config: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+def _settings_of_config(
+    family: Family, config: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Our settings, and the keys that cannot be expressed. names: of the tensors in the files."""
     settings, problems = family.config_in(
         {name: value for name, value in config.items() if name != "quantization_config"}
@@ -234,7 +238,7 @@ def _settings(family: Family, config: Mapping[str, Any], names: Collection[str])
     return {"architecture": "gpt", **family.seen(settings, names)}, [f"{_CONFIG}: {problem}" for problem in problems]
 
 
-def _tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
+def _read_tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
     """Every tensor of the folder's files by its name there, and what is wrong with the files."""
     kind = next(
         (kind for kind in (_WEIGHTS, _BIN) if (path / kind).is_file() or (path / f"{kind}.index.json").is_file()), None
@@ -302,7 +306,7 @@ def _named_today(files: Mapping[str, Readable], family: Family) -> dict[str, Rea
     return renamed
 
 
-def _matched(
+def _match_rows(
     family: Family,
     settings: Mapping[str, Any],
     vocabulary: int,
@@ -333,9 +337,9 @@ def _matched(
     depth = model.num_layers + mtp_depths(model)
     for name, stored in files.items():
         if name in expected:
-            problems += _mismatch(name, stored.format, expected[name])
+            problems += _format_mismatch(name, stored.format, expected[name])
         else:
-            problems += [] if family.unused(model, name) else _surplus(name, files, family, depth)
+            problems += [] if family.unused(model, name) else _unread_tensor_problem(name, files, family, depth)
     if problems:
         return {}, problems
     return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtypes(rows, files)
@@ -350,12 +354,12 @@ def _present_rows(
     return tuple(row for row in rows if not row.ours.startswith(lacking))
 
 
-def _surplus(name: str, files: Mapping[str, Readable], family: Family, depth: int) -> list[str]:
+def _unread_tensor_problem(name: str, files: Mapping[str, Readable], family: Family, depth: int) -> list[str]:
     """What is wrong with a tensor of the files that no row reads: nothing with copies, buffers and layers beyond `depth`."""
     if family.beyond and (layer := family.beyond.match(name)) and int(layer[1]) >= depth:
         return []
     if original := next((original for pattern, original in family.copies if re.fullmatch(pattern, name)), None):
-        return _untied(name, files[name], original, files.get(original))
+        return _tied_copy_problem(name, files[name], original, files.get(original))
     return [] if family.skipped.fullmatch(name) else [f"{name} is unknown to this architecture"]
 
 
@@ -367,7 +371,7 @@ def _mixed_dtypes(rows: Sequence[Row], files: Mapping[str, Readable]) -> list[st
     ]
 
 
-def _mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
+def _format_mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
     problems = (
         [] if format.shape == shape else [f"{name} has shape {list(format.shape)}, and the config says {list(shape)}"]
     )
@@ -379,7 +383,7 @@ def _mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
     return problems
 
 
-def _untied(name: str, copy: Readable, original_name: str, original: Readable | None) -> list[str]:
+def _tied_copy_problem(name: str, copy: Readable, original_name: str, original: Readable | None) -> list[str]:
     """A copy, as of a tied embedding, is passed over; a tensor of its own contradicts the config."""
     if original is None:
         return []  # which is missing, and told so
@@ -393,7 +397,9 @@ def _untied(name: str, copy: Readable, original_name: str, original: Readable | 
     ]
 
 
-def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Variant, tuple[Row, ...], dict[str, Format]]:
+def _export_plan(
+    family: Family, model: ModelConfig, source: Source
+) -> tuple[Variant, tuple[Row, ...], dict[str, Format]]:
     """The class, its rows, and what the folder will hold, in their order.
 
     Refuses a source that lacks parameters or has others; heads it may lack.
@@ -409,7 +415,7 @@ def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Varian
         if not row.ours.startswith(lacking)
     )
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
-    if problems := _differences(there, shapes):
+    if problems := _parameter_differences(there, shapes):
         raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
     their = their_shapes(rows, shapes)
     formats = {name: Format(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
@@ -417,7 +423,7 @@ def _planned(family: Family, model: ModelConfig, source: Source) -> tuple[Varian
     return variant, rows, formats | {name: Format(shape, dtype) for name, (shape, _) in family.constants(model).items()}
 
 
-def _differences(formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _parameter_differences(formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """How the parameters of a source differ from those of the network that its settings describe."""
     problems = [f"{name} is missing" for name in shapes if name not in formats]
     problems += [f"{name} is unknown to the architecture" for name in formats if name not in shapes]
@@ -434,7 +440,7 @@ def _is_of(config: Mapping[str, Any], family: Family) -> bool:
     return bool(family.variant(named)) if named else config.get("model_type") == family.model_type
 
 
-def _config(
+def _config_json(
     family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, Format]
 ) -> dict[str, Any]:
     """The config.json."""
@@ -444,7 +450,7 @@ def _config(
     return config
 
 
-def _cut(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
+def _split_into_files(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
     """File -> its tensors: in order, a new file when one would grow over the limit, a larger tensor alone."""
     files: list[list[str]] = []
     open_file: list[str] = []
@@ -474,7 +480,7 @@ def _write_weights(
     constants: Mapping[str, tuple[tuple[int, ...], float]],
 ) -> None:
     """Write the weight files of a folder, and their index if there are several. constants: what is written beside the rows."""
-    files = _cut(formats, shard_bytes)
+    files = _split_into_files(formats, shard_bytes)
     places = {
         name: place
         for file, names in files.items()
@@ -485,7 +491,7 @@ def _write_weights(
     for name, (shape, value) in constants.items():
         write(places[name], torch.full(shape, value, dtype=formats[name].dtype))
     if len(files) > 1:
-        _write_json(folder / f"{_WEIGHTS}.index.json", _index(files, formats))
+        _write_json(folder / f"{_WEIGHTS}.index.json", _index_json(files, formats))
 
 
 def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
@@ -503,7 +509,7 @@ def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
             write(places[their_name], part)
 
 
-def _index(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> dict[str, Any]:
+def _index_json(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> dict[str, Any]:
     elements = {name: whole_box(one.shape).size for name, one in formats.items()}
     size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
     return {
@@ -523,7 +529,7 @@ def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
         _write_json(folder / "generation_config.json", generation)
 
 
-def _carry(like: str | Path | None, folder: Path) -> None:
+def _copy_other_files(like: str | Path | None, folder: Path) -> None:
     """Copy the files that belong to a model and are not its network."""
     if like is not None:
         for name in _CARRIED:
@@ -545,7 +551,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _sync(folder: Path, *, only: bool = False) -> None:
+def _fsync_folder(folder: Path, *, only: bool = False) -> None:
     """Make a folder, and unless `only` it is meant, its files durable."""
     for path in [folder] if only else [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)

@@ -101,13 +101,13 @@ def layer(model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part
 def attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     """Queries, keys and values are three matrices there and one here."""
     heads = concat(model.query_size, model.key_size, model.key_size)
-    rows = _linear(
+    rows = _linear_rows(
         f"{ours}linear_qkv",
         [f"{theirs}{part}_proj" for part in "qkv"],
         heads,
         model.add_bias_linear or model.add_qkv_bias,
     )
-    rows += _linear(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
+    rows += _linear_rows(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
     if model.qk_layernorm:
         rows += [Row(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"]
     return rows
@@ -121,12 +121,12 @@ def mlp_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
 def gated_rows(ours: str, theirs: str, width: int, *, bias: bool = False) -> list[Row]:
     """A gated MLP of a width."""
     return [
-        *_linear(f"{ours}linear_fc1", [f"{theirs}gate_proj", f"{theirs}up_proj"], concat(width, width), bias),
-        *_linear(f"{ours}linear_fc2", [f"{theirs}down_proj"], same, bias),
+        *_linear_rows(f"{ours}linear_fc1", [f"{theirs}gate_proj", f"{theirs}up_proj"], concat(width, width), bias),
+        *_linear_rows(f"{ours}linear_fc2", [f"{theirs}down_proj"], same, bias),
     ]
 
 
-def _linear(ours: str, theirs: Sequence[str], op: Op, bias: bool) -> list[Row]:
+def _linear_rows(ours: str, theirs: Sequence[str], op: Op, bias: bool) -> list[Row]:
     kinds = ("weight", "bias") if bias else ("weight",)
     return [Row(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
 

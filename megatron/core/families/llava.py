@@ -68,7 +68,9 @@ class Decoders:
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
 
 
-def _in(config: Mapping[str, Any], *, decoders: Decoders, internvl: bool) -> tuple[dict[str, Any], list[str]]:
+def _settings_of_config(
+    config: Mapping[str, Any], *, decoders: Decoders, internvl: bool
+) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
     settings, problems = decoders.settings({"model_type": "llama", **text})
@@ -114,7 +116,9 @@ def _in(config: Mapping[str, Any], *, decoders: Decoders, internvl: bool) -> tup
 _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
 
 
-def _out(model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, internvl: bool) -> dict[str, Any]:
+def _config_of_settings(
+    model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, internvl: bool
+) -> dict[str, Any]:
     vision = model.vision
     if not model.has_vision:
         return {}
@@ -137,7 +141,7 @@ def _out(model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, int
     return {**config, **extra, **(token if vision.image_token_index is not None else {})}
 
 
-def _rows(model: ModelConfig, *, decoders: Decoders) -> tuple[Row, ...]:
+def _parameter_rows(model: ModelConfig, *, decoders: Decoders) -> tuple[Row, ...]:
     family, alone = decoders.of(model)
     rows = encoder_rows(vision_encoder(model), _TOWER)
     kinds = ("weight", "bias") if model.vision.vision_projection_bias else ("weight",)
@@ -154,13 +158,13 @@ def _rows(model: ModelConfig, *, decoders: Decoders) -> tuple[Row, ...]:
     return (*rows, *decoder)
 
 
-def _unused(model: ModelConfig, name: str) -> bool:
+def _is_unused_encoder_layer(model: ModelConfig, name: str) -> bool:
     """Whether a tensor belongs to a layer of the encoder behind the one whose output is used."""
     layer = re.match(r"vision_tower\.encoder\.layers?\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= vision_encoder(model).num_layers
 
 
-def _constants(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], float]]:
+def _unused_final_norm(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], float]]:
     """The norm that CLIP and SigLIP have behind their last layer, and that a language model does not use."""
     if model.vision.vision_model_type not in ("clip", "siglip", "dinov2"):
         return {}
@@ -182,26 +186,26 @@ _RESPELLED = (
 )
 
 
-def _family(name: str, architecture: str, decoders: Decoders, *, internvl: bool) -> Family:
+def _vlm_family(name: str, architecture: str, decoders: Decoders, *, internvl: bool) -> Family:
     return Family(
         name,
         architecture,
         name,
-        partial(_in, decoders=decoders, internvl=internvl),
-        partial(_out, decoders=decoders, internvl=internvl),
-        partial(_rows, decoders=decoders),
+        partial(_settings_of_config, decoders=decoders, internvl=internvl),
+        partial(_config_of_settings, decoders=decoders, internvl=internvl),
+        partial(_parameter_rows, decoders=decoders),
         base="",
         skipped=_SKIPPED,
         copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
         respelled=_RESPELLED,
-        unused=_unused,
-        constants=_constants,
+        unused=_is_unused_encoder_layer,
+        constants=_unused_final_norm,
     )
 
 
 def readers_of_images(decoders: Decoders) -> tuple[Family, ...]:
     """The families of language models that see, with a decoder of one of these families."""
     return (
-        _family("llava", "LlavaForConditionalGeneration", decoders, internvl=False),
-        _family("internvl", "InternVLForConditionalGeneration", decoders, internvl=True),
+        _vlm_family("llava", "LlavaForConditionalGeneration", decoders, internvl=False),
+        _vlm_family("internvl", "InternVLForConditionalGeneration", decoders, internvl=True),
     )

@@ -82,10 +82,10 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters."""
-    return tuple(decoder_rows(model, attention_rows, {"moe": _experts}))
+    return tuple(decoder_rows(model, attention_rows, {"moe": _expert_rows}))
 
 
-def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     return expert_rows(model, ours, theirs.replace("mlp.", "block_sparse_moe."), ("w1", "w3", "w2"))
 
 

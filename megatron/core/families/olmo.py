@@ -30,7 +30,7 @@ def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {**passed_through(like), **common_out(model, like), "attention_bias": False}
 
 
-def _rows(model: ModelConfig) -> tuple[Row, ...]:
+def _parameter_rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters, in the order in which transformers has them."""
     rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
     for plan in layer_rows(model):
@@ -43,5 +43,13 @@ def _rows(model: ModelConfig) -> tuple[Row, ...]:
 
 
 OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM", "olmo2", _config_in, _config_out, _rows, base="model.", skipped=SKIPPED, copies=COPIES
+    "olmo2",
+    "Olmo2ForCausalLM",
+    "olmo2",
+    _config_in,
+    _config_out,
+    _parameter_rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
 )

@@ -73,17 +73,17 @@ def plain(
     for name in files:
         if name.endswith("_blocks"):
             whole = name.removesuffix("_blocks")
-            _widen(tensors, name, f"{whole}_scales", whole, _four_bits)
+            _dequantize_tensor(tensors, name, f"{whole}_scales", whole, _four_bits)
         elif name.endswith("_scale_inv"):
             whole = name.removesuffix("_scale_inv")
-            _widen(tensors, whole, name, whole, partial(_squares, block=tuple(block or _SQUARE)))
+            _dequantize_tensor(tensors, whole, name, whole, partial(_dequantize_blocks, block=tuple(block or _SQUARE)))
     for pattern, names in fused:
         for name in [name for name in tensors if re.fullmatch(pattern, name)]:
-            _part(tensors, name, [re.sub(pattern, one, name) for one in names])
+            _split_fused_experts(tensors, name, [re.sub(pattern, one, name) for one in names])
     return tensors
 
 
-def _widen(
+def _dequantize_tensor(
     tensors: dict[str, Readable], packed: str, scales: str, whole: str, one: Callable[[Readable, Readable], Made | None]
 ) -> None:
     """Put the tensor in the place of what it is packed in; where that does not fit together it stays, and is refused later."""
@@ -119,7 +119,7 @@ def _from_four_bits(parts: Sequence[Tensor]) -> Tensor:
     return made
 
 
-def _squares(weight: Readable, scales: Readable, block: tuple[int, int]) -> Made | None:
+def _dequantize_blocks(weight: Readable, scales: Readable, block: tuple[int, int]) -> Made | None:
     """weight: 8-bit [rows, columns]; scales: fp32, one for every square of the size `block`."""
     shape = weight.format.shape
     squares = tuple(-(-size // step) for size, step in zip(shape, block))
@@ -138,7 +138,7 @@ def _from_squares(parts: Sequence[Tensor], block: tuple[int, int]) -> Tensor:
     return (weight.float() * wide).bfloat16()
 
 
-def _part(tensors: dict[str, Readable], name: str, names: Sequence[str]) -> None:
+def _split_fused_experts(tensors: dict[str, Readable], name: str, names: Sequence[str]) -> None:
     """Put each expert's parts, which stand row below row, in the place of a fused tensor [e, rows, columns]."""
     shape = tensors[name].format.shape
     if len(shape) != 3 or shape[1] % len(names):
@@ -146,9 +146,9 @@ def _part(tensors: dict[str, Readable], name: str, names: Sequence[str]) -> None
     whole, rows = tensors.pop(name), shape[1] // len(names)
     for expert in range(shape[0]):
         for place, one in enumerate(names):
-            cut = partial(_cut, expert=expert, start=place * rows, rows=rows)
+            cut = partial(_expert_rows_of, expert=expert, start=place * rows, rows=rows)
             tensors[one.replace("{e}", str(expert))] = Made(Format((rows, shape[2]), whole.format.dtype), (whole,), cut)
 
 
-def _cut(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:
+def _expert_rows_of(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:
     return parts[0][expert, start : start + rows]

@@ -113,18 +113,18 @@ def _experts_module(name: str) -> str:
 def read(folder: str | Path, model: ModelConfig) -> AdapterSet:
     """The adapter in a folder, for this network. Raises one `CheckpointError` with all that does not fit the network."""
     folder = Path(folder)
-    config, (tensors, metadata), places = _config(folder), _tensors(folder), _Places(model)
+    config, (tensors, metadata), places = _read_config(folder), _read_tensors(folder), _Places(model)
     factors, saved, problems = _sorted_out(tensors, places)
     pairs = list[Pair]()
     for module, tensors_of in factors.items():
-        result = _pair(module, tensors_of, config, places)
+        result = _read_pair(module, tensors_of, config, places)
         if isinstance(result, str):
             problems.append(result)
         else:
             pairs.append(result)
     if problems or not pairs:
         raise CheckpointError(f"{folder} is no adapter of this network", problems or ["it adapts nothing"])
-    made = replace(model, adapter=_settings(config, model, pairs, saved))
+    made = replace(model, adapter=_adapter_settings(config, model, pairs, saved))
     base = {"hash": metadata.get("base_hash"), "where": config.get("base_model_name_or_path") or str(folder)}
     return AdapterSet(str(folder), made, tuple(pairs), saved, base)
 
@@ -151,7 +151,7 @@ def _sorted_out(
     return factors, saved, problems
 
 
-def _pair(module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any], places: _Places) -> Pair | str:
+def _read_pair(module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any], places: _Places) -> Pair | str:
     """One adapter of theirs as one of ours, or why it cannot be."""
     if not {"A", "B"} <= factors.keys() or factors["A"].dim() != 2 or factors["B"].dim() != 2:
         return f"{module} has not both of lora_A and lora_B, as matrices"
@@ -175,7 +175,7 @@ def _pair(module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any],
         return f"{module} has factors of different ranks, {first.shape[0]} and {second.shape[1]}"
     if first.shape[1] != inputs or second.shape[0] != outputs:
         return f"{module} is of a matrix of {second.shape[0]} x {first.shape[1]}, and this network has {outputs} x {inputs} there"
-    scale = _scale(config, module, first.shape[0])
+    scale = _lora_scale(config, module, first.shape[0])
     lengths = factors.get("magnitude")
     if lengths is not None:
         lengths = places.to_ours(row, place, lengths.view(-1, 1))[start : start + size, 0].contiguous()
@@ -200,14 +200,19 @@ def _expert_pair(
             rank = first.shape[0] // count
             a, b = first.reshape(count, rank, inputs), second.reshape(outputs, rank, count).permute(2, 0, 1)
             return Pair(
-                f"{experts}.{matrix}", "", (0, outputs), a.contiguous(), b.contiguous(), _scale(config, module, rank)
+                f"{experts}.{matrix}",
+                "",
+                (0, outputs),
+                a.contiguous(),
+                b.contiguous(),
+                _lora_scale(config, module, rank),
             )
     return (
         f"{module} is of matrices of {second.shape[0]} x {first.shape[1]}, which the experts of this network have not"
     )
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+def _lora_scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt r; alpha by the first pattern that the end of the module's name matches."""
     patterns = config.get("alpha_pattern") or {}
     key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
@@ -215,7 +220,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _settings(
+def _adapter_settings(
     config: Mapping[str, Any], model: ModelConfig, pairs: list[Pair], saved: Mapping[str, Tensor]
 ) -> AdapterConfig:
     """The flags that make these adapters. A matrix that is adapted alike in all layers is named once."""
@@ -251,7 +256,7 @@ def _settings(
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json; refused where it says what nothing here computes."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -269,7 +274,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a folder's file, and what the file says of itself."""
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
@@ -324,7 +329,7 @@ def _config_of(model: ModelConfig, file: _File, places: _Places, base: str | Non
     """The adapter_config.json. What most modules have is said once, of others by their full names."""
     rslora = model.adapter.lora_rslora
     sizes = {
-        module: (rank, _number(scale * (math.sqrt(rank) if rslora else rank)))
+        module: (rank, _as_whole_number(scale * (math.sqrt(rank) if rslora else rank)))
         for module, (rank, scale) in file.sizes.items()
     }
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
@@ -339,8 +344,8 @@ def _config_of(model: ModelConfig, file: _File, places: _Places, base: str | Non
         "lora_dropout": model.adapter.lora_dropout,
         "target_modules": _short_names(linears, places),
         "target_parameters": file.parameters or None,
-        "rank_pattern": {_anchored(module): size[0] for module, size in sizes.items() if size[0] != rank},
-        "alpha_pattern": {_anchored(module): size[1] for module, size in sizes.items() if size[1] != alpha},
+        "rank_pattern": {_module_pattern(module): size[0] for module, size in sizes.items() if size[0] != rank},
+        "alpha_pattern": {_module_pattern(module): size[1] for module, size in sizes.items() if size[1] != alpha},
         "use_rslora": rslora,
         "use_dora": model.adapter.dora,
         "modules_to_save": sorted(file.saved) or None,
@@ -349,7 +354,7 @@ def _config_of(model: ModelConfig, file: _File, places: _Places, base: str | Non
     }
 
 
-def _anchored(module: str) -> str:
+def _module_pattern(module: str) -> str:
     """A pattern of one module. PEFT matches the end of a name, of which this is the whole."""
     return re.escape(module)
 
@@ -423,7 +428,7 @@ def _short_names(modules: list[str], places: _Places) -> list[str]:
     return sorted({module if ends[module] in partly else ends[module] for module in chosen})
 
 
-def _number(value: float) -> int | float:
+def _as_whole_number(value: float) -> int | float:
     """A whole number as one: that is what PEFT's configs have."""
     value = round(value, 9)
     return int(value) if value == int(value) else value

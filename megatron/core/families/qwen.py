@@ -38,7 +38,7 @@ FUSED = (
 )
 
 
-def _late(layer: int, first: int) -> bool:
+def _from_layer_on(layer: int, first: int) -> bool:
     return layer >= first
 
 
@@ -46,7 +46,7 @@ def _every_other(layer: int, first: int) -> bool:
     return layer % 2 == 0 and layer < first
 
 
-def _all(layer: int, first: int) -> bool:
+def _every_layer(layer: int, first: int) -> bool:
     return True
 
 
@@ -54,7 +54,7 @@ def _windows_in(keys: Keys, layers: int, windowed: Windowed) -> dict[str, Any]:
     used, kinds = keys.switch("use_sliding_window", False), keys.pop("layer_types")
     window, first = keys.pop("sliding_window"), keys.pop("max_window_layers")
     seen = [windowed(layer, 28 if first is None else first) for layer in range(layers)]
-    if kinds is not None and windowed is not _all:
+    if kinds is not None and windowed is not _every_layer:
         seen = layer_kinds(keys, kinds, layers)
     if not used:
         if kinds is not None and any(seen):
@@ -88,7 +88,7 @@ def _windows_out(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed
         return {**{name: like[name] for name in silent if name in like}, "use_sliding_window": False}
     config: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
     first = like.get("max_window_layers", layers.index(True))
-    if windowed is _all:
+    if windowed is _every_layer:
         return {**config, **({"max_window_layers": like["max_window_layers"]} if "max_window_layers" in like else {})}
     if "layer_types" in like or layers != [windowed(layer, first) for layer in range(len(layers))]:
         config["layer_types"] = [("full_attention", "sliding_attention")[seen] for seen in layers]
@@ -98,14 +98,18 @@ def _windows_out(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed
 def _qwen2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     settings = common_in(keys)
-    return {**settings, **_windows_in(keys, settings["num_layers"], _late), "add_qkv_bias": True}, keys.finish()
+    return {
+        **settings,
+        **_windows_in(keys, settings["num_layers"], _from_layer_on),
+        "add_qkv_bias": True,
+    }, keys.finish()
 
 
 def _qwen2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **passed_through(like),
         **common_out(model, like),
-        **_windows_out(model, like, _late),
+        **_windows_out(model, like, _from_layer_on),
         **_head_size(model, like),
     }
 
@@ -119,7 +123,11 @@ def _qwen3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     keys.one_of("attention_bias", (False,), False)
     settings = common_in(keys)
-    return {**settings, **_windows_in(keys, settings["num_layers"], _late), "qk_layernorm": True}, keys.finish()
+    return {
+        **settings,
+        **_windows_in(keys, settings["num_layers"], _from_layer_on),
+        "qk_layernorm": True,
+    }, keys.finish()
 
 
 def _qwen3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +136,7 @@ def _qwen3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         **common_out(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": False,
-        **_windows_out(model, like, _late),
+        **_windows_out(model, like, _from_layer_on),
     }
 
 
@@ -209,7 +217,7 @@ def _qwen3_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     settings = common_in(keys)
     return {
         **settings,
-        **_windows_in(keys, settings["num_layers"], _all),
+        **_windows_in(keys, settings["num_layers"], _every_layer),
         **_experts_in(keys, settings["num_layers"]),
         "qk_layernorm": True,
     }, keys.finish()
@@ -221,17 +229,17 @@ def _qwen3_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any
         **common_out(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": False,
-        **_windows_out(model, like, _all),
+        **_windows_out(model, like, _every_layer),
         **_experts_out(model, like),
     }
 
 
 def moe_rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters of a network some of whose layers have experts."""
-    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows, "moe": _experts}))
+    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows, "moe": _expert_rows}))
 
 
-def _experts(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
     rows, shared = expert_rows(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
     if shared:
         rows += gated_rows(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)

@@ -107,7 +107,7 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
     restored, problems = family.config_in(family.config_out(model, {}))
     restored["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
     again = model_of(restored)
-    mine, back, silent = to_values(model), to_values(again), _silent(model)
+    mine, back, silent = to_values(model), to_values(again), _settings_without_effect(model)
     types = {model.rope.position_embedding_type, again.rope.position_embedding_type}
     if types <= {"rope", "yarn"} and model.rope.is_yarn == again.rope.is_yarn:
         silent |= {"position_embedding_type", "rope_type"}  # two ways to say yarn
@@ -116,12 +116,12 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
         for name in mine
         if name not in silent and mine[name] != back[name]
     ]
-    layers = [(a, b) for a, b in zip(_layers(model), _layers(again)) if a != b]
+    layers = [(a, b) for a, b in zip(_layer_rows(model), _layer_rows(again)) if a != b]
     unsaid += [f"layer {a.index} is {a}, there {b}" for a, b in layers[:1]]
     return unsaid or problems
 
 
-def _silent(model: ModelConfig) -> frozenset[str]:
+def _settings_without_effect(model: ModelConfig) -> frozenset[str]:
     """Settings that say nothing of this network, since others say that they are not used, or do not change what it computes."""
     idle = unused(model) - {"scale_tied_logits"}
     if model.rope.position_embedding_type != "relative":  # a length that is published even where nothing has its size
@@ -131,7 +131,7 @@ def _silent(model: ModelConfig) -> frozenset[str]:
     return idle | _ELSEWHERE | (to_values(model).keys() - network_fields().keys())
 
 
-def _layers(model: ModelConfig) -> list[LayerPlan]:
+def _layer_rows(model: ModelConfig) -> list[LayerPlan]:
     """The rows of the network; to the right of the query causality leaves a window nothing to say."""
     return [
         replace(plan, window=(plan.window[0], -1)) if plan.causal and plan.window else plan

@@ -106,10 +106,10 @@ class Keys:
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A positive whole number; null counts as left out."""
-        value = self._taken(name, default)
+        value = self._take(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        self.problems.append(f"{name}: {_formatted(value)} is not a positive whole number")
+        self.problems.append(f"{name}: {_short_value(value)} is not a positive whole number")
         return 1
 
     def whole_or_none(self, name: str) -> int | None:
@@ -118,29 +118,29 @@ class Keys:
 
     def real(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
         """A number from 0 on, or only above 0."""
-        value = self._taken(name, default)
+        value = self._take(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
             return float(value)
         self.problems.append(
-            f"{name}: {_formatted(value)} is not a {'positive number' if positive else 'number from 0 on'}"
+            f"{name}: {_short_value(value)} is not a {'positive number' if positive else 'number from 0 on'}"
         )
         return 1.0
 
     def switch(self, name: str, default: bool) -> bool:
         """True or false; null counts as left out."""
-        value = self._taken(name, default)
+        value = self._take(name, default)
         if not isinstance(value, bool):
-            self.problems.append(f"{name}: {_formatted(value)} is neither true nor false")
+            self.problems.append(f"{name}: {_short_value(value)} is neither true nor false")
         return value is True
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
         """A value that must be one of those allowed."""
-        value = self._taken(name, default)
+        value = self._take(name, default)
         if value not in allowed:
             self.problems.append(
-                f"{name}: {_formatted(value)} {why or 'has no counterpart here'}; "
-                f"{' or '.join(_formatted(one) for one in allowed)} has"
+                f"{name}: {_short_value(value)} {why or 'has no counterpart here'}; "
+                f"{' or '.join(_short_value(one) for one in allowed)} has"
             )
         return value
 
@@ -151,14 +151,14 @@ class Keys:
     def finish(self) -> list[str]:
         """All problems, those of keys that nobody asked for included."""
         strangers = [
-            f"{name}: {_formatted(value)} is unknown here and may change the network; if it does not, take it out of "
+            f"{name}: {_short_value(value)} is unknown here and may change the network; if it does not, take it out of "
             "config.json"
             for name, value in self._left.items()
             if value not in (None, False, {}, [])
         ]
         return self.problems + strangers
 
-    def _taken(self, name: str, default: Any) -> Any:
+    def _take(self, name: str, default: Any) -> Any:
         value = self._left.pop(name, None)
         return default if value is None else value
 
@@ -175,7 +175,7 @@ def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[
     base: what holds when none is given. latent: of a network with latent attention.
     """
     scaling, both, given_base = keys.pop("rope_scaling"), keys.pop("rope_parameters"), keys.pop("rope_theta")
-    given = {**_mapping(keys, "rope_scaling", scaling), **_mapping(keys, "rope_parameters", both)}
+    given = {**_require_mapping(keys, "rope_scaling", scaling), **_require_mapping(keys, "rope_parameters", both)}
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     inner = Keys({"rope_theta": given_base, **given})
@@ -200,7 +200,7 @@ def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[
     elif kind == "yarn":
         settings |= {"position_embedding_type": "rope" if latent else "yarn", "rope_type": "yarn", **_yarn_in(inner)}
     elif kind != "default":
-        keys.problems.append(f"rope_type: {_formatted(kind)} is not built here; default, linear, llama3 and yarn are")
+        keys.problems.append(f"rope_type: {_short_value(kind)} is not built here; default, linear, llama3 and yarn are")
         return settings
     keys.problems += [f"rotary positions: {problem}" for problem in inner.finish()]
     return settings
@@ -214,7 +214,7 @@ def _yarn_in(keys: Keys) -> dict[str, Any]:
     )
     if bool(mscale) != bool(every) and (mscale, every) != (1.0, 0.0):
         keys.problems.append(f"mscale: {mscale:g} with mscale_all_dim: {every:g}; either both are given or neither")
-    grown = _grown(factor, mscale or 1.0) / _grown(factor, every)
+    grown = _yarn_attention_factor(factor, mscale or 1.0) / _yarn_attention_factor(factor, every)
     stated = keys.real("attention_factor", grown)
     if not math.isclose(stated, grown, rel_tol=1e-6):
         keys.problems.append(
@@ -231,7 +231,7 @@ def _yarn_in(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _grown(factor: float, mscale: float) -> float:
+def _yarn_attention_factor(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -308,13 +308,13 @@ def passed_through(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
     return {name: value for name, value in like.items() if name in IGNORED or name in more}
 
 
-def _mapping(keys: Keys, name: str, value: Any) -> dict[str, Any]:
+def _require_mapping(keys: Keys, name: str, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
-    keys.problems.append(f"{name}: {_formatted(value)} is not an object")
+    keys.problems.append(f"{name}: {_short_value(value)} is not an object")
     return {}
 
 
-def _formatted(value: Any) -> str:
+def _short_value(value: Any) -> str:
     text = "nothing" if value is None else f"{value!r}"
     return text if len(text) <= 80 else f"{text[:77]}..."

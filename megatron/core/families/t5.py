@@ -108,46 +108,46 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
     rows = [Row("embedding.word_embeddings.weight", ("shared.weight",), same)]
     for half, depth in (("encoder", model.num_layers), ("decoder", model.decoder_num_layers or 0)):
         for layer in range(depth):
-            rows += _layer(model, half, layer)
+            rows += _layer_rows(model, half, layer)
         rows.append(Row(f"{half}.final_layernorm.weight", (f"{half}.final_layer_norm.weight",), same))
     if not model.ties_embeddings:
         rows.append(Row("output_layer.weight", (_HEAD,), same))
     return tuple(rows)
 
 
-def _layer(model: ModelConfig, half: str, layer: int) -> list[Row]:
+def _layer_rows(model: ModelConfig, half: str, layer: int) -> list[Row]:
     ours, theirs, size = f"{half}.layers.{layer}", f"{half}.block.{layer}.layer", model.query_size
     last = 2 if half == "decoder" else 1
     rows = [
-        _row(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
-        _row(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",)),
+        _weight_row(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
+        _weight_row(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",)),
     ]
     if layer == 0:
         rows.append(
-            _row(
+            _weight_row(
                 f"{half}_relative_pos_emb.relative_attention_bias",
                 f"{theirs}.0.SelfAttention",
                 ("relative_attention_bias",),
             )
         )
-    rows.append(_row(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
+    rows.append(_weight_row(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
     if half == "decoder":
         rows += [
-            _row(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
-            _row(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
-            _row(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
-            _row(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1", ("layer_norm",)),
+            _weight_row(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
+            _weight_row(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
+            _weight_row(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
+            _weight_row(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1", ("layer_norm",)),
         ]
     wide = ("wi_0", "wi_1") if model.gated else ("wi",)
     return [
         *rows,
-        _row(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
-        _row(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
-        _row(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",)),
+        _weight_row(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
+        _weight_row(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
+        _weight_row(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",)),
     ]
 
 
-def _row(ours: str, theirs: str, parts: tuple[str, ...], size: int = 0) -> Row:
+def _weight_row(ours: str, theirs: str, parts: tuple[str, ...], size: int = 0) -> Row:
     """A weight; several parts, of a size each, are laid end to end."""
     return Row(
         f"{ours}.weight",
@@ -156,7 +156,7 @@ def _row(ours: str, theirs: str, parts: tuple[str, ...], size: int = 0) -> Row:
     )
 
 
-def _seen(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     own = _HEAD in names and not settings["scale_tied_logits"]
     return {**settings, "untie_embeddings_and_output_weights": settings["untie_embeddings_and_output_weights"] or own}
 
@@ -179,5 +179,5 @@ T5 = Family(
     ),
     renamed=(("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")),
     variants=(Variant("T5ForConditionalGeneration"), Variant("T5WithLMHeadModel")),
-    seen=_seen,
+    seen=_settings_from_names,
 )

@@ -89,11 +89,11 @@ def read_header(path: Path) -> dict[str, Stored]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicates)
         if not isinstance(header, dict):
             raise ValueError("it is no object")
         header.pop("__metadata__", None)
-        tensors = {name: _stored(name, entry, path, 8 + length) for name, entry in header.items()}
+        tensors = {name: _parse_entry(name, entry, path, 8 + length) for name, entry in header.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header cannot be read: {error}") from None
     end = 8 + length
@@ -142,7 +142,7 @@ def write(place: Stored, tensor: Tensor) -> None:
         os.close(handle)
 
 
-def _stored(name: str, entry: Any, path: Path, base: int) -> Stored:
+def _parse_entry(name: str, entry: Any, path: Path, base: int) -> Stored:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of {name} is not one of a tensor")
     shape, offsets, word = entry["shape"], entry["data_offsets"], entry["dtype"]
@@ -166,7 +166,7 @@ def _whole_numbers(value: Any) -> bool:
     )
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("it names a tensor twice")

@@ -21,7 +21,7 @@ def folder_tokenizer(folder: Path) -> dict[str, Any]:
     if not any((folder / name).is_file() for name in _SIGNS):
         return {}
     here = folder.resolve()
-    named = _config(folder).get("tokenizer_class")
+    named = _tokenizer_config(folder).get("tokenizer_class")
     kind = str(named).removesuffix("Fast") if named else None
 
     def has(*names: str) -> bool:
@@ -34,14 +34,14 @@ def folder_tokenizer(folder: Path) -> dict[str, Any]:
             "merge_file": str(here / "merges.txt"),
         }
     if has("vocab.txt") and kind in (None, "BertTokenizer"):
-        case = "LowerCase" if _config(folder).get("do_lower_case", True) else "Case"
+        case = "LowerCase" if _tokenizer_config(folder).get("do_lower_case", True) else "Case"
         return {"tokenizer_type": f"BertWordPiece{case}", "vocab_file": str(here / "vocab.txt")}
     if has("tokenizer.model") and kind in (None, "LlamaTokenizer"):
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; empty where there is none, or none that can be read: building the tokenizer reports it."""
     try:
         content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -127,18 +127,18 @@ def encoder_rows(model: ModelConfig, theirs: str) -> list[Row]:
     if traits.patch_bias:
         rows.append(Row(f"{ours}embedding.patches.bias", (f"{theirs}{names.patches}.bias",), same))
     if traits.pre_norm:
-        rows += _rows(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", _BOTH)
+        rows += _parameter_rows(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", _BOTH)
     for index in range(model.num_layers):
         layer = theirs + names.layer.replace("{i}", str(index))
         rows += _layer_rows(model, names, f"{ours}encoder.layers.{index}.", layer)
     if vision.has_final_norm:
-        rows += _rows(f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", _norm_kinds(model))
+        rows += _parameter_rows(f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", _norm_kinds(model))
     return rows
 
 
 def _layer_rows(model: ModelConfig, names: Names, ours: str, theirs: str) -> list[Row]:
     size, norm_kinds = model.query_size, _norm_kinds(model)
-    rows = _rows(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", norm_kinds)
+    rows = _parameter_rows(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", norm_kinds)
     rows += [
         Row(
             f"{ours}self_attention.linear_qkv.{kind}",
@@ -149,18 +149,18 @@ def _layer_rows(model: ModelConfig, names: Names, ours: str, theirs: str) -> lis
     ]
     if model.qk_layernorm and names.qk_norms is not None:
         for part, name in zip("qk", names.qk_norms, strict=True):
-            rows += _rows(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}", ("weight",))
-    rows += _rows(f"{ours}self_attention.linear_proj", f"{theirs}{names.proj}", _BOTH)
-    rows += _rows(f"{ours}pre_mlp_layernorm", f"{theirs}{names.norms[1]}", norm_kinds)
-    rows += _rows(f"{ours}mlp.linear_fc1", f"{theirs}{names.mlp[0]}", _BOTH)
-    rows += _rows(f"{ours}mlp.linear_fc2", f"{theirs}{names.mlp[1]}", _BOTH)
+            rows += _parameter_rows(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}", ("weight",))
+    rows += _parameter_rows(f"{ours}self_attention.linear_proj", f"{theirs}{names.proj}", _BOTH)
+    rows += _parameter_rows(f"{ours}pre_mlp_layernorm", f"{theirs}{names.norms[1]}", norm_kinds)
+    rows += _parameter_rows(f"{ours}mlp.linear_fc1", f"{theirs}{names.mlp[0]}", _BOTH)
+    rows += _parameter_rows(f"{ours}mlp.linear_fc2", f"{theirs}{names.mlp[1]}", _BOTH)
     if names.scales is not None:
         for part, name in zip(("attention_scale", "mlp_scale"), names.scales, strict=True):
             rows.append(Row(f"{ours}{part}.weight", (f"{theirs}{name}",), same))
     return rows
 
 
-def _rows(ours: str, theirs: str, kinds: tuple[str, ...]) -> list[Row]:
+def _parameter_rows(ours: str, theirs: str, kinds: tuple[str, ...]) -> list[Row]:
     return [Row(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in kinds]
 
 
@@ -170,8 +170,8 @@ def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:
 
 def sizes_in(keys: Keys, kind: str) -> dict[str, Any]:
     """Settings of an encoder of a type, from its config.json: sizes by the names of a "vit", and its part of `VisionConfig`."""
-    hidden, patch = keys.whole("hidden_size"), _side(keys, "patch_size")
-    image, heads = _side(keys, "image_size"), keys.whole("num_attention_heads")
+    hidden, patch = keys.whole("hidden_size"), _image_side(keys, "patch_size")
+    image, heads = _image_side(keys, "image_size"), keys.whole("num_attention_heads")
     activation = keys.one_of("hidden_act", tuple(_GELU), "quick_gelu" if kind == "clip" else "gelu")
     for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
         keys.one_of(name, (0, 0.0), 0.0)
@@ -231,7 +231,7 @@ _SAYS_NOTHING = (
 )
 
 
-def _side(keys: Keys, name: str) -> int:
+def _image_side(keys: Keys, name: str) -> int:
     """A side in pixels: a number, or two equal ones."""
     value = keys.pop(name)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
@@ -259,7 +259,12 @@ def sizes_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": MODEL_TYPES[kind],
     }
     if kind == "dinov2":
-        config |= {"mlp_ratio": _ratio(model), "qkv_bias": True, "use_swiglu_ffn": False, "hidden_dropout_prob": 0.0}
+        config |= {
+            "mlp_ratio": _mlp_ratio(model),
+            "qkv_bias": True,
+            "use_swiglu_ffn": False,
+            "hidden_dropout_prob": 0.0,
+        }
         return config | {"attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
     config["intermediate_size"] = model.ffn_hidden_size
     if kind == "siglip":  # the pooling head is not kept
@@ -274,7 +279,7 @@ def sizes_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return config | {"attention_dropout": 0.0}
 
 
-def _ratio(model: ModelConfig) -> float | int:
+def _mlp_ratio(model: ModelConfig) -> float | int:
     ratio = model.ffn_hidden_size / model.hidden_size
     return int(ratio) if ratio.is_integer() else ratio
 
@@ -300,7 +305,7 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def _in(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[str]]:
+def _settings_of_config(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[str]]:
     inner = config.get("vision_config", config)  # of a class with a text encoder beside it
     kind = kind_of({"model_type": MODEL_TYPES[kind], **inner}) or kind
     keys = Keys(inner)
@@ -313,7 +318,7 @@ def _in(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[s
     return settings, keys.finish()
 
 
-def _out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of_settings(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     inner = like.get("vision_config", like)
     config = sizes_out(model, inner if isinstance(inner, Mapping) else {})
     classes = model.vision.num_classes
@@ -335,7 +340,7 @@ _SKIPPED = (
 )
 
 
-def _family(name: str, kind: str, base: str, *architectures: str, bare: bool = True) -> Family:
+def _encoder_family(name: str, kind: str, base: str, *architectures: str, bare: bool = True) -> Family:
     first, *others = architectures
     variants = (Variant(first, ("head.",) if kind == "vit" else (), bare=bare), *map(Variant, others))
     if kind == "vit":
@@ -344,8 +349,8 @@ def _family(name: str, kind: str, base: str, *architectures: str, bare: bool = T
         name,
         first,
         MODEL_TYPES[kind],
-        partial(_in, kind=kind),
-        _out,
+        partial(_settings_of_config, kind=kind),
+        _config_of_settings,
         partial(_standalone_rows, base=base),
         base=base,
         skipped=re.compile(_SKIPPED),
@@ -353,8 +358,8 @@ def _family(name: str, kind: str, base: str, *architectures: str, bare: bool = T
     )
 
 
-VIT = _family("vit", "vit", "vit.", "ViTForImageClassification", bare=False)
-CLIP = _family("clip", "clip", "vision_model.", "CLIPVisionModel", "CLIPModel")
-SIGLIP = _family("siglip", "siglip", "vision_model.", "SiglipVisionModel", "SiglipModel")
-INTERNVIT = _family("internvit", "internvit300M", "vision_tower.", "InternVLVisionModel")
-DINOV2 = _family("dinov2", "dinov2", "dinov2.", "Dinov2Model")
+VIT = _encoder_family("vit", "vit", "vit.", "ViTForImageClassification", bare=False)
+CLIP = _encoder_family("clip", "clip", "vision_model.", "CLIPVisionModel", "CLIPModel")
+SIGLIP = _encoder_family("siglip", "siglip", "vision_model.", "SiglipVisionModel", "SiglipModel")
+INTERNVIT = _encoder_family("internvit", "internvit300M", "vision_tower.", "InternVLVisionModel")
+DINOV2 = _encoder_family("dinov2", "dinov2", "dinov2.", "Dinov2Model")

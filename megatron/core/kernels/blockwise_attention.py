@@ -54,10 +54,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tens
         return output[..., : v.shape[-1]].to(lse.dtype), lse
     scores, _ = _scores(q, k, block)
     lse = scores.logsumexp(dim=-1)
-    shares = (scores - _finite(lse)[..., None]).exp()
+    shares = (scores - _finite_lse(lse)[..., None]).exp()
     if block.kept is not None:
-        shares = shares * _grouped(block.kept, k.shape[1])
-    output = _rows(shares.to(v.dtype)) @ v
+        shares = shares * _group_heads(block.kept, k.shape[1])
+    output = _merge_group_rows(shares.to(v.dtype)) @ v
     return output.to(lse.dtype).reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
@@ -72,41 +72,41 @@ def backward(
     if block.suits_flash(q):
         made, size = _for_flash(q, k, v), max(q.shape[-1], v.shape[-1])
         dq, dk, dv = _flash_backward(
-            _fill(gradient, size), *made, _fill(output, size), lse, 0.0, block.causal, scale=block.scale
+            _pad_last_dim(gradient, size), *made, _pad_last_dim(output, size), lse, 0.0, block.causal, scale=block.scale
         )
         repeats = q.shape[1] // k.shape[1]
         dk, dv = (x.to(lse.dtype).unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
         return dq.to(lse.dtype)[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
     groups = k.shape[1]
     scores, slope = _scores(q, k, block)
-    shares = (scores - _finite(_grouped(lse, groups))[..., None]).exp()
-    rows = _rows(_grouped(gradient, groups))
-    dropout_mask = None if block.kept is None else _grouped(block.kept, groups)
+    shares = (scores - _finite_lse(_group_heads(lse, groups))[..., None]).exp()
+    rows = _merge_group_rows(_group_heads(gradient, groups))
+    dropout_mask = None if block.kept is None else _group_heads(block.kept, groups)
     dropped = shares if dropout_mask is None else shares * dropout_mask
-    dv = _rows(dropped.to(v.dtype)).transpose(-2, -1) @ rows
+    dv = _merge_group_rows(dropped.to(v.dtype)).transpose(-2, -1) @ rows
     dshares = (rows @ v.transpose(-2, -1)).to(scores.dtype).view_as(shares)
     if dropout_mask is not None:
         dshares = dshares * dropout_mask
     mean = (gradient.to(lse.dtype) * output.to(lse.dtype)).sum(-1, keepdim=True)
-    dscores = shares * (dshares - _grouped(mean, groups)) * block.scale
+    dscores = shares * (dshares - _group_heads(mean, groups)) * block.scale
     if slope is not None:
         dscores = dscores * slope
-    flat = _rows(dscores.to(q.dtype))
-    dq, dk = flat @ k, flat.transpose(-2, -1) @ _rows(_grouped(q, groups))
+    flat = _merge_group_rows(dscores.to(q.dtype))
+    dq, dk = flat @ k, flat.transpose(-2, -1) @ _merge_group_rows(_group_heads(q, groups))
     return dq.to(lse.dtype).reshape(q.shape), dk.to(lse.dtype), dv.to(lse.dtype)
 
 
 def merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge outputs [b, n, s, dv] and log-sum-exps [b, n, s] over two sets of keys into those over their union."""
     both = torch.logaddexp(lse, more_lse)
-    finite = _finite(both)
+    finite = _finite_lse(both)
     return (lse - finite).exp()[..., None] * output + (more_lse - finite).exp()[..., None] * more, both
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
     """Return the scores [b, g, n/g, queries, keys], -inf where masked, and the derivative of the soft cap, or None."""
     groups, slope = k.shape[1], None
-    rows = _rows(_grouped(q, groups)) @ k.transpose(-2, -1)
+    rows = _merge_group_rows(_group_heads(q, groups)) @ k.transpose(-2, -1)
     scores = rows.to(wide(q.dtype)).unflatten(2, (-1, q.shape[2])) * block.scale
     if block.softcap is not None:
         capped = torch.tanh(scores / block.softcap)
@@ -119,17 +119,17 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
     return scores, slope
 
 
-def _finite(lse: Tensor) -> Tensor:
+def _finite_lse(lse: Tensor) -> Tensor:
     """Return lse with 0 for queries that attend to nothing, so that their probabilities exp(-inf - 0) are 0."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
-def _grouped(x: Tensor, groups: int) -> Tensor:
+def _group_heads(x: Tensor, groups: int) -> Tensor:
     """Reshape [b, n, ...] to [b, g, n/g, ...]."""
     return x.unflatten(1, (groups, -1))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _merge_group_rows(x: Tensor) -> Tensor:
     """Reshape [b, g, n/g, queries, ...] to [b, g, n/g * queries, ...]: all queries that share a key head, for one matmul."""
     return x.flatten(2, 3)
 
@@ -137,10 +137,10 @@ def _rows(x: Tensor) -> Tensor:
 def _for_flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v with equal head counts and sizes, as torch's kernel requires; padding with zeros changes nothing."""
     repeats, size = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
-    k, v = (_fill(x, size).repeat_interleave(repeats, dim=1) for x in (k, v))
-    return _fill(q, size), k, v
+    k, v = (_pad_last_dim(x, size).repeat_interleave(repeats, dim=1) for x in (k, v))
+    return _pad_last_dim(q, size), k, v
 
 
-def _fill(x: Tensor, size: int) -> Tensor:
+def _pad_last_dim(x: Tensor, size: int) -> Tensor:
     """Pad the last dimension with zeros up to `size`."""
     return F.pad(x, (0, size - x.shape[-1]))

@@ -159,8 +159,8 @@ class _ChunkedCall:
         arriving = gradient.view(*self.q.shape[:3], -1) * self.factor
         for part in self.parts():
             whole = self._shares_and_sink(part)
-            shares, dropout_mask, rows = whole[..., : part.size[1]], self.kept(part), self._rows(arriving, part)
-            _add(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
+            shares, dropout_mask, rows = whole[..., : part.size[1]], self.kept(part), self._chunk_rows(arriving, part)
+            _add_matmul(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
             dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(dropout_mask)
             if dsink is not None:
                 dshares = torch.nn.functional.pad(dshares, (0, 1))
@@ -173,7 +173,7 @@ class _ChunkedCall:
                 dbias[..., part.queries, part.keys] += dscores.reshape(batch, groups * each, *part.size).sum(0)
             dscores = (dscores * self.scale).to(self.q.dtype)
             self.put(dq, part, dscores @ self.keys[:, part.keys])
-            _add(dk[:, part.keys], dscores.transpose(1, 2), self._rows(self.q, part))
+            _add_matmul(dk[:, part.keys], dscores.transpose(1, 2), self._chunk_rows(self.q, part))
         batch, groups, _ = self.heads
         dk, dv = (
             total.view(batch, groups, *total.shape[1:]).permute(2, 0, 1, 3).to(self.q.dtype) for total in (dk, dv)
@@ -188,7 +188,7 @@ class _ChunkedCall:
             ),
         )
 
-    def _rows(self, x: Tensor, part: _QueryChunk) -> Tensor:
+    def _chunk_rows(self, x: Tensor, part: _QueryChunk) -> Tensor:
         """Return a chunk of [queries, b, n, d] as [b * g, n/g * queries, d]."""
         batch, groups, each = self.heads
         return x[part.queries].permute(1, 2, 0, 3).reshape(batch * groups, each * part.size[0], -1)
@@ -197,7 +197,9 @@ class _ChunkedCall:
         """Return `shares`, with the probability of the sink as the last column if there is one."""
         batch, groups, each = self.heads
         scores = (
-            (self._rows(self.q, part) @ self.keys[:, part.keys].transpose(1, 2)).to(wide(self.q.dtype)).mul_(self.scale)
+            (self._chunk_rows(self.q, part) @ self.keys[:, part.keys].transpose(1, 2))
+            .to(wide(self.q.dtype))
+            .mul_(self.scale)
         )
         apart = scores.view(batch, groups, each, *part.size)
         if self.bias is not None:
@@ -216,7 +218,7 @@ class _ChunkedCall:
         return shares
 
 
-def _add(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, accumulated in the dtype of total."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)

@@ -39,15 +39,15 @@ def attention(
     such kernel, on CPUs with dropout, `chunked_attention` is used, and in compiled regions scores are recomputed.
     """
     if scores.softcap is not None:
-        return _capped(q, k, v, mask, dropout, scores)
+        return _softcapped_attention(q, k, v, mask, dropout, scores)
     if dropout and q.device.type == "cpu":
         if torch.compiler.is_compiling():
-            return checkpoint(_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
+            return checkpoint(_unbanded_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
         return chunked_attention.attention(q, k, v, mask, dropout, scores)
-    return _attention(q, k, v, mask, dropout, scores)
+    return _unbanded_attention(q, k, v, mask, dropout, scores)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
     """Compute `attention` with a soft cap, which torch's kernels lack: the formula for a block of queries at a time, whose scores are computed again in the
     backward pass.
     """
@@ -68,16 +68,16 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, sco
     return torch.cat(parts)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
-    if scores.bias is None and (band := _band(mask, q.shape[0], k.shape[0])):
-        return _banded(q, k, v, mask, band, dropout, scores)
+def _unbanded_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+    if scores.bias is None and (band := _band_width(mask, q.shape[0], k.shape[0])):
+        return _banded_attention(q, k, v, mask, band, dropout, scores)
     queries, keys = q.shape[0], k.shape[0]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     plain = scores.bias is None and mask.is_plain and (not mask.causal or queries == keys)
     seen = None if plain else mask.visible(queries, keys, q.device)
     if scores.bias is not None and seen is not None:
         seen = scores.bias.to(q.dtype).masked_fill(~seen, float("-inf"))
-    return _joined(_attend(q, k, v, seen, plain and mask.causal, dropout, scores))
+    return _merge_heads(_sdpa(q, k, v, seen, plain and mask.causal, dropout, scores))
 
 
 def flash_attention(
@@ -105,9 +105,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: Scores
-) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: Scores) -> Tensor:
     """Attention of q [b, n, queries, d] over k, v [b, g, keys, d]. seen: a bool mask, or what is added to the scores."""
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     size = v.shape[-1]
@@ -127,7 +125,7 @@ def _attend(
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sink: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the inputs of `_attend` with an extra first key, whose scores are `sink` [n].
+    """Return the inputs of `_sdpa` with an extra first key, whose scores are `sink` [n].
 
     Torch aligns causality at the first query and the first key, so with causal masks an unused first query is added too.
     """
@@ -141,7 +139,7 @@ def _with_sink(
     return (F.pad(q, (0, 0, 1, 0)) if causal else q), k, v, seen
 
 
-def _band(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
+def _band_width(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
     """Return how many positions before and after its own a query attends to, if that is a small part of the sequence; else None."""
     if (
         mask.window is None
@@ -155,7 +153,7 @@ def _band(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
     return (left, ahead) if fits else None
 
 
-def _banded(
+def _banded_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: Scores
 ) -> Tensor:
     """Compute `attention` in blocks of queries, each over the range of keys that it attends to."""
@@ -183,11 +181,11 @@ def _banded(
         own = F.pad(mask.documents, (0, rest), value=-1).view(-1, count, block, 1)
         seen = seen & (own == slabs(mask.documents[:, None, :, None], -1).view(-1, count, 1, slab))
     seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
-    output = _attend(queries, slabs(heads[1]), slabs(heads[2]), seen, False, dropout, scores)
+    output = _sdpa(queries, slabs(heads[1]), slabs(heads[2]), seen, False, dropout, scores)
     output = output.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
-    return _joined(output[:, :, :length])
+    return _merge_heads(output[:, :, :length])
 
 
-def _joined(output: Tensor) -> Tensor:
+def _merge_heads(output: Tensor) -> Tensor:
     """Reshape [b, n, s, d] to [s, b, n * d]."""
     return output.permute(2, 0, 1, 3).flatten(2)

@@ -51,15 +51,15 @@ class _Grouped(Function):
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `reference.grouped_linear` in fewer and larger steps. x: [n, in]; weight: [e, out, in]; counts: [e]; bias: [e, out]. Returns [n, out]."""
     if not host_may_read():  # then any expert may have all rows
-        return reference.with_expert_bias(_padded(x, weight, counts, len(x)), bias, counts)
+        return reference.with_expert_bias(_padded_bmm(x, weight, counts, len(x)), bias, counts)
     sizes, experts = counts.tolist(), weight.shape[0]
     most = max(sizes)
     few = len(x) <= _FEW * experts and 0 < most * experts <= _WASTE * len(x)
-    output = _padded(x, weight, counts, most) if few else _Grouped.apply(x.contiguous(), weight, sizes)
+    output = _padded_bmm(x, weight, counts, most) if few else _Grouped.apply(x.contiguous(), weight, sizes)
     return reference.with_expert_bias(output, bias, counts)
 
 
-def _padded(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
+def _padded_bmm(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
     """Compute all experts as one batched matmul, each padded to the rows of the largest."""
     owners = reference.owners_of(x, counts)
     place = owners * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[owners]

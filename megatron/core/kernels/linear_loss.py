@@ -63,7 +63,7 @@ def linear_cross_entropy(
     ignored will be equal. into: receives the gradient of the output matrix, which autograd
     then does not get, and a factor for it.
     """
-    begin = _fused_shares if fused and words.softcap is None else _shares
+    begin = _fused_shares if fused and words.softcap is None else _softmax_terms
     return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin, even, into), torch.is_grad_enabled())
 
 
@@ -183,14 +183,14 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         counts, on_cpu = targets >= 0, x.device.type == "cpu"
         rows = None if not on_cpu or bool(counts.all()) else counts.nonzero()[:, 0]
-        some, some_targets = _chosen(rows, x, targets)
+        some, some_targets = _select_rows(rows, x, targets)
         # In fp16 the shares of rare words would vanish without the loss scale: there gradients wait for their true weights.
         learns = learns and x.dtype != torch.float16 and (on_cpu or task.even)
         made = _Gradients.begin(some, weight, bias, context.needs_input_grad) if learns else None
         totals = some.new_empty((2, len(some)), dtype=wide(x.dtype))
         losses = torch.empty_like(totals[0])
         each = None if on_cpu else counts.to(totals.dtype)
-        for block, shares in _blocks(some, some_targets, weight, bias, task):
+        for block, shares in _logit_blocks(some, some_targets, weight, bias, task):
             top, total, target = _over_ranks(shares, task.words)
             losses[block.tokens] = total.log() - (target - top)
             totals[0, block.tokens], totals[1, block.tokens] = top, total
@@ -210,14 +210,14 @@ class _LinearCrossEntropy(Function):
         made, context.made = context.made, None
         if x.device.type != "cpu":
             gradient = gradient.masked_fill(targets < 0, 0.0)
-        (weights,) = _chosen(rows, gradient)
+        (weights,) = _select_rows(rows, gradient)
         factor = None if made is None else _common_factor(weights, targets)
         if made is not None and (factor is not None or not len(weights)):
             gradients = made.times(factor, x.dtype, context.task.into)
         else:
-            some, some_targets = _chosen(rows, x, targets)
+            some, some_targets = _select_rows(rows, x, targets)
             again = _Gradients.begin(some, weight, bias, context.needs_input_grad)
-            for block, shares in _blocks(some, some_targets, weight, bias, context.task):
+            for block, shares in _logit_blocks(some, some_targets, weight, bias, context.task):
                 (top, total), mine = totals[:, block.tokens], weights[block.tokens]
                 again.add(block, shares, weight, (shares.largest - top).exp_() / total * mine, mine)
             gradients = again.times(None, x.dtype, context.task.into)
@@ -242,12 +242,12 @@ def _common_factor(weights: Tensor, targets: Tensor) -> Tensor | None:
     return factor
 
 
-def _chosen(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _select_rows(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Select these rows of tensors; None: all rows."""
     return tensors if rows is None else tuple(tensor.index_select(0, rows) for tensor in tensors)
 
 
-def _blocks(
+def _logit_blocks(
     x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, task: _Task
 ) -> Iterator[tuple[_TokenBlock, _SoftmaxTerms]]:
     """Yield all tokens in blocks; the logits of a block are lost with the next one."""
@@ -266,7 +266,7 @@ def _blocks(
         yield block, task.begin(logits, block, task.words)
 
 
-def _shares(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
+def _softmax_terms(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
     """Compute the softmax terms of a block's logits [k, v], which are replaced by their exponentials in place, or in a wider copy."""
     dtype, slope = logits.dtype, None
     logits = logits.to(wide(dtype))

@@ -23,12 +23,12 @@ class _Permute(Function):
     def forward(context: Any, values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
         context.save_for_backward(back)
         context.losses = losses
-        return _sum(values, places, holes=empties)
+        return _sum_rows(values, places, holes=empties)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         (back,) = context.saved_tensors
-        return _sum(gradient, back, holes=context.losses), None, None, None, None
+        return _sum_rows(gradient, back, holes=context.losses), None, None, None, None
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
@@ -40,7 +40,7 @@ def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses:
     return _Permute.apply(values, places, back, empties, losses)
 
 
-def _take(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
+def _gather_rows(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
     """Return values[index]; with holes: zeros where the index is one past the end."""
     if not len(values):
         return values.new_zeros((len(index), *values.shape[1:]))
@@ -49,12 +49,12 @@ def _take(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
     return values.index_select(0, index.clamp(max=len(values) - 1)).masked_fill_((index == len(values))[:, None], 0.0)
 
 
-def _sum(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
+def _sum_rows(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
     """Return the sums over k of values[places[:, k]]."""
     first, *others = places.unbind(1)
-    total = _take(values, first, holes=holes)
+    total = _gather_rows(values, first, holes=holes)
     if others:
         total = total.to(wide(values.dtype))
     for place in others:
-        total += _take(values, place, holes=holes)
+        total += _gather_rows(values, place, holes=holes)
     return total.to(values.dtype)

@@ -176,7 +176,9 @@ def selective_span(
     inside = weights @ inputs
     fading = inputs * chunks.to_end().unflatten(2, grouped)[..., None]
     made = keys[:, :, :, None].transpose(-1, -2) @ fading  # [b, m, g, r, d, p]: what each chunk adds to the state
-    carried = _carry(made, chunks.across().unflatten(2, grouped)[..., None, None], _grouped(state, grouped, format_))
+    carried = _scan_chunk_states(
+        made, chunks.across().unflatten(2, grouped)[..., None, None], _group_state(state, grouped, format_)
+    )
     reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.from_start().unflatten(2, grouped)[..., None]
     y = _in_order(inside + reading)[:length]
     return y.reshape(length, batch, heads, size).to(x.dtype), carried[:, -1].flatten(1, 2).transpose(-1, -2)
@@ -216,12 +218,12 @@ def _in_order(chunks: Tensor) -> Tensor:
     return chunks.permute(1, 4, 0, 2, 3, 5).flatten(0, 1)
 
 
-def _grouped(state: Tensor | None, grouped: tuple[int, int], format_: torch.dtype) -> Tensor | None:
+def _group_state(state: Tensor | None, grouped: tuple[int, int], format_: torch.dtype) -> Tensor | None:
     """[b, n, p, d] to [b, g, r, d, p]."""
     return None if state is None else state.to(format_).unflatten(1, grouped).transpose(-1, -2)
 
 
-def _carry(made: Tensor, across: Tensor, state: Tensor | None) -> Tensor:
+def _scan_chunk_states(made: Tensor, across: Tensor, state: Tensor | None) -> Tensor:
     """The state before each chunk, and after the last: [b, m + 1, ...]. made: [b, m, ...]; across: decay of each chunk; state: before the first."""
     now = torch.zeros_like(made[:, 0]) if state is None else state
     states = [now]

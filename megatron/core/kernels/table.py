@@ -193,7 +193,7 @@ def _flex_unfit(need: Need) -> str:
     return flex.unfit(device=need.device, dtype=need.dtype, dropout=need.attention_dropout)
 
 
-def _unmeasured(_: Need) -> str:
+def _not_measured(_: Need) -> str:
     return "not measured here against the ones before; it has to be asked for"
 
 
@@ -232,50 +232,56 @@ def _always_fits(_: Need) -> str:
 CANDIDATES = (
     Candidate("attention", "fused", fused.attention, _always_fits),
     Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
-    Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _unmeasured),
-    Candidate("attention", "flash_attn_2", flash_attn.version_2, _package_unfit(2), _unmeasured),
-    Candidate("attention", "flash_attn_3", flash_attn.version_3, _package_unfit(3), _unmeasured),
-    Candidate("attention", "transformer_engine", transformer_engine.attention, _transformer_engine_unfit, _unmeasured),
-    Candidate("attention", "flex", flex.attention, _flex_unfit, _unmeasured),
+    Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _not_measured),
+    Candidate("attention", "flash_attn_2", flash_attn.version_2, _package_unfit(2), _not_measured),
+    Candidate("attention", "flash_attn_3", flash_attn.version_3, _package_unfit(3), _not_measured),
+    Candidate(
+        "attention", "transformer_engine", transformer_engine.attention, _transformer_engine_unfit, _not_measured
+    ),
+    Candidate("attention", "flex", flex.attention, _flex_unfit, _not_measured),
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
     Candidate("layer_norm", "torch", reference.layer_norm, _always_fits),
-    Candidate("layer_norm", "triton", Import("triton.norm", "layer_norm"), _triton_unfit, _unmeasured),
+    Candidate("layer_norm", "triton", Import("triton.norm", "layer_norm"), _triton_unfit, _not_measured),
     Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
-    Candidate("rms_norm", "triton", Import("triton.norm", "rms_norm"), _triton_unfit, _unmeasured),
+    Candidate("rms_norm", "triton", Import("triton.norm", "rms_norm"), _triton_unfit, _not_measured),
     Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
     Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
-    Candidate("gated_activation", "triton", Import("triton.pointwise", "gated_activation"), _triton_unfit, _unmeasured),
+    Candidate(
+        "gated_activation", "triton", Import("triton.pointwise", "gated_activation"), _triton_unfit, _not_measured
+    ),
     Candidate("rotary", "torch", reference.rotary, _always_fits),
-    Candidate("rotary", "triton", Import("triton.pointwise", "rotary"), _triton_unfit, _unmeasured),
+    Candidate("rotary", "triton", Import("triton.pointwise", "rotary"), _triton_unfit, _not_measured),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
     Candidate("permute", "torch", permute.permute, _always_fits),
-    Candidate("permute", "triton", Import("triton.permute", "permute"), _triton_unfit, _unmeasured),
+    Candidate("permute", "triton", Import("triton.permute", "permute"), _triton_unfit, _not_measured),
     Candidate("causal_conv", "torch", scans.causal_conv, _always_fits),
-    Candidate("causal_conv", "triton", Import("triton.conv", "causal_conv"), _triton_unfit, _unmeasured),
+    Candidate("causal_conv", "triton", Import("triton.conv", "causal_conv"), _triton_unfit, _not_measured),
     Candidate(
-        "causal_conv", "causal_conv1d", state_space.causal_conv, _state_space_unfit("causal_conv1d"), _unmeasured
+        "causal_conv", "causal_conv1d", state_space.causal_conv, _state_space_unfit("causal_conv1d"), _not_measured
     ),
     Candidate("selective_scan", "torch", scans.selective_scan, _always_fits),
-    Candidate("selective_scan", "triton", Import("triton.scans", "selective_scan"), _triton_unfit, _unmeasured),
-    Candidate("selective_scan", "mamba_ssm", state_space.selective_scan, _state_space_unfit("mamba_ssm"), _unmeasured),
+    Candidate("selective_scan", "triton", Import("triton.scans", "selective_scan"), _triton_unfit, _not_measured),
+    Candidate(
+        "selective_scan", "mamba_ssm", state_space.selective_scan, _state_space_unfit("mamba_ssm"), _not_measured
+    ),
     Candidate("delta_rule_scan", "torch", scans.delta_rule_scan, _always_fits),
-    Candidate("delta_rule_scan", "triton", Import("triton.scans", "delta_rule_scan"), _triton_unfit, _unmeasured),
-    Candidate("delta_rule_scan", "fla", state_space.delta_rule_scan, _state_space_unfit("fla"), _unmeasured),
+    Candidate("delta_rule_scan", "triton", Import("triton.scans", "delta_rule_scan"), _triton_unfit, _not_measured),
+    Candidate("delta_rule_scan", "fla", state_space.delta_rule_scan, _state_space_unfit("fla"), _not_measured),
     Candidate("residual_norm", "apart", None, _always_fits),
-    Candidate("residual_norm", "triton", Import("triton.norm", "residual_norm"), _triton_unfit, _unmeasured),
+    Candidate("residual_norm", "triton", Import("triton.norm", "residual_norm"), _triton_unfit, _not_measured),
     Candidate("low_linear", "own", None, _always_fits),
-    Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _unmeasured),
+    Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _not_measured),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
     Candidate(
-        "cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _unmeasured
+        "cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _not_measured
     ),
     Candidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unfit),
     Candidate("moe_flex_dispatcher", "alltoall", None, _always_fits),
-    # Not `_unmeasured`: what it is measured against copies all keys in every layer of every step.
+    # Not `_not_measured`: what it is measured against copies all keys in every layer of every step.
     Candidate("paged_attention", "triton", Import("triton.paged", "attention"), _triton_unfit),
     Candidate("paged_attention", "gathered", None, _always_fits),
 )
@@ -299,13 +305,13 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
     for op in dict.fromkeys(candidate.op for candidate in candidates):
         requested = (wish or {}).get(op, "auto")
         if requested:
-            chosen, refusals = _choose(need, [one for one in candidates if one.op == op], requested)
+            chosen, refusals = _choose_candidate(need, [one for one in candidates if one.op == op], requested)
             kernels[op] = chosen.call
             report.append((op, chosen.name, "; ".join(refusals)))
     return Kernels(**kernels, report=tuple(report))
 
 
-def _choose(need: Need, candidates: list[Candidate], requested: str) -> tuple[Candidate, list[str]]:
+def _choose_candidate(need: Need, candidates: list[Candidate], requested: str) -> tuple[Candidate, list[str]]:
     """Return the best candidate of an op, and why those before it cannot serve. requested: a name, or auto. Raises `ConfigError`."""
     refusals = list[str]()
     for candidate in sorted(candidates, key=lambda one: one.name != need.preferred):

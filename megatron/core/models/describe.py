@@ -89,7 +89,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
     For BERT all heads are included; a checkpoint may lack some. A tied output layer is the embedding.
     """
-    return dict(_shapes(replace(model, padded_vocab_size=model.true_vocab_size)))
+    return dict(_parameter_shapes(replace(model, padded_vocab_size=model.true_vocab_size)))
 
 
 def mtp_depths(model: ModelConfig) -> int:
@@ -102,8 +102,8 @@ def mtp_depths(model: ModelConfig) -> int:
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of the whole network."""
     counts: Counter[str] = Counter()
-    for name, shape in _shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
-        counts[_component(_own_name(model, name))] += math.prod(shape)
+    for name, shape in _parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
+        counts[_component_of(_own_name(model, name))] += math.prod(shape)
     places = ("embedding", "block", "final_norm", "head", "ahead", "vision")
     return ParameterCount(**{place: counts[place] for place in places})
 
@@ -111,7 +111,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 def active_parameters(model: ModelConfig) -> int:
     """Count the parameters that one token uses: all except those of experts that it is not routed to."""
     inactive = 0
-    for name, shape in _shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
+    for name, shape in _parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
         if _EXPERTS in name:
             depths = (
                 model.mtp.mtp_num_layers or 0 if name.startswith("mtp.") and model.mtp.mtp_use_repeated_layer else 1
@@ -122,7 +122,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 def layer_parameters(model: ModelConfig, split: ShardCounts = ShardCounts(), plan: LayerPlan | None = None) -> int:
     """Count one layer's parameters on each rank. plan: which layer; by default the first."""
-    return _layer(model, split, replace(plan or layer_rows(model)[0], index=0), False)[0]
+    return _layer_parameters(model, split, replace(plan or layer_rows(model)[0], index=0), False)[0]
 
 
 def rank_parameters(
@@ -137,7 +137,7 @@ def rank_parameters(
     trained = trained and (adapter.has_adapters or bool(adapter.freeze))
     alike = not trained or not (adapter.freeze or adapter.lora_modules_to_save)  # whose patterns may name layers
     plans = [replace(plan, index=0) if alike else plan for stage in stages for plan in stage.layers]
-    layers = [_layer(model, split, plan, trained) for plan in plans]
+    layers = [_layer_parameters(model, split, plan, trained) for plan in plans]
     rest = sum(_parameters_outside_layers(model, split, _without_layers(model, stage), trained) for stage in stages)
     return RankParameters(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
 
@@ -152,15 +152,19 @@ def _without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
 
 
 @lru_cache(maxsize=16)
-def _shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
+def _parameter_shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     (stage,) = partition(layer_rows(model), pp=1)
     return tuple((name, shape) for name, shape, _ in _parameters_on_meta(model, ShardCounts(), stage))
 
 
 @lru_cache(maxsize=1024)
-def _layer(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: bool) -> tuple[int, int]:
+def _layer_parameters(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: bool) -> tuple[int, int]:
     """Return the number of parameters of a layer on a rank, and how many of them belong to experts."""
-    sizes = dict(_sizes(model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained))
+    sizes = dict(
+        _stage_parameter_sizes(
+            model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained
+        )
+    )
     layer_sizes = {name: size for name, size in sizes.items() if _own_name(model, name).startswith(_LAYERS)}
     return sum(layer_sizes.values()), sum(size for name, size in layer_sizes.items() if _EXPERTS in name)
 
@@ -168,11 +172,13 @@ def _layer(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: boo
 @lru_cache(maxsize=1024)
 def _parameters_outside_layers(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> int:
     """Count the parameters of a stage on a rank, without those of its layers."""
-    sizes = ((_own_name(model, name), size) for name, size in _sizes(model, split, stage, trained))
+    sizes = ((_own_name(model, name), size) for name, size in _stage_parameter_sizes(model, split, stage, trained))
     return sum(size for name, size in sizes if not name.startswith(_LAYERS))
 
 
-def _sizes(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> Iterator[tuple[str, int]]:
+def _stage_parameter_sizes(
+    model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool
+) -> Iterator[tuple[str, int]]:
     """Yield name and local size of each parameter of a stage."""
     held = _parameters_on_meta(model, split, stage)
     return ((name, size) for name, _, size in held if not trained or is_trained(name, model.adapter))
@@ -191,7 +197,7 @@ def _own_name(model: ModelConfig, name: str) -> str:
     return name.removeprefix("vision_model.") if model.architecture == "vit" else name
 
 
-def _component(name: str) -> str:
+def _component_of(name: str) -> str:
     """Return the part of the network that a parameter belongs to, as named in `ParameterCount`."""
     if name.startswith("mtp."):
         return "ahead"

@@ -117,7 +117,7 @@ class GPTModel(nn.Module):
         x = self.decoder(hidden, context)
         ahead = None if ahead is None or self.depths == 0 else self._run_mtp(x, positions, ahead, context)
         if self.output_layer is None:
-            return x if self.mtp is None else self._message(x, ahead)
+            return x if self.mtp is None else self._with_mtp_states(x, ahead)
         x = (x if cache is None else cache.for_logits(x)).to(self.build.dtype)
         output = self.output_layer(x, self.output_weight(), labels)
         if labels is None or ahead is None:
@@ -157,7 +157,7 @@ class GPTModel(nn.Module):
         states = self.mtp.run_depth(depth, states, ids, positions, self.embedding, context)
         return states, self.output_layer(cache.for_logits(states).to(self.build.dtype), self.output_weight())
 
-    def _message(self, x: Tensor, ahead: MTPInputs | None) -> tuple[Tensor, ...]:
+    def _with_mtp_states(self, x: Tensor, ahead: MTPInputs | None) -> tuple[Tensor, ...]:
         """Return the states of all depths for the output stage; zeros if no tokens ahead are predicted."""
         states = (torch.zeros_like(x),) * self.depths if ahead is None else ahead.states
         return tuple(state.to(self.build.residual_dtype) for state in (x, *states))

@@ -49,10 +49,10 @@ class T5Model(nn.Module):
         ends_encoder = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
         self.encoder = Stack(encoder, build, final_norm=ends_encoder) if encoder else None
         self.decoder = Stack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
-        self.output_layer = self._head(tied_apart) if stage.has_output else None
+        self.output_layer = self._output_layer(tied_apart) if stage.has_output else None
         name_all(self)
 
-    def _head(self, tied_apart: bool) -> LanguageModelHead:
+    def _output_layer(self, tied_apart: bool) -> LanguageModelHead:
         """Return the output layer. tied_apart: its matrix is that of the embedding, which is on another stage."""
         model = self.build.model
         words = self.embedding.word_embeddings.weight if self.embedding is not None else None
@@ -97,7 +97,7 @@ class T5Model(nn.Module):
         """
         if self.embedding is not None:
             assert encoder_ids is not None and decoder_ids is not None, "the first stage reads ids"
-            message = self._begin(encoder_ids, decoder_ids)
+            message = self._embed_inputs(encoder_ids, decoder_ids)
         assert message is not None, "a later stage receives the output of the previous stage"
         state, memory, *tables = message
         if self.encoder is not None:
@@ -106,7 +106,7 @@ class T5Model(nn.Module):
             context = ForwardContext(
                 MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding)
             )
-            state = self.decoder(state, context, bias=self._bias(tables, state, causal=True), memory=memory)
+            state = self.decoder(state, context, bias=self._relative_bias(tables, state, causal=True), memory=memory)
         if self.output_layer is None:
             return (state, memory, *tables)
         return self.output_layer(state, self.output_weight(), labels)
@@ -116,7 +116,7 @@ class T5Model(nn.Module):
 
         ids: [b, s]; padding: as in `forward`.
         """
-        _, memory, *tables = self._begin(ids, ids[:, :1])
+        _, memory, *tables = self._embed_inputs(ids, ids[:, :1])
         return (self._encode(memory, tables, padding), *tables)
 
     def decode(self, ids: Tensor, place: int, message: Message, *, padding: Tensor | None, cache: Cache) -> Tensor:
@@ -142,7 +142,7 @@ class T5Model(nn.Module):
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_matrix(self.output_layer, self.embedding)
 
-    def _begin(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
+    def _embed_inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
         assert self.embedding is not None, "the first stage reads ids"
         memory = self.embedding(encoder_ids, positions_of(encoder_ids))
         state = self.embedding(decoder_ids, positions_of(decoder_ids))
@@ -157,10 +157,10 @@ class T5Model(nn.Module):
         return self.encoder(
             memory,
             ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),
-            bias=self._bias(tables, memory, causal=False),
+            bias=self._relative_bias(tables, memory, causal=False),
         ).to(self.build.residual_dtype)
 
-    def _bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
+    def _relative_bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
         if not tables:
             return None
         return score_bias(

@@ -61,20 +61,20 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images: [b, channels, height, width], normalized. Returns [class tokens + patches, b, h]."""
-        patches = self._cut(images.to(self.patches.weight.dtype))
+        patches = self._to_patches(images.to(self.patches.weight.dtype))
         x = self.patches(patches).transpose(0, 1)
         if self.class_token is not None:
             x = torch.cat((self.class_token[:, None].expand(-1, x.shape[1], -1), x))
-        x = x + self._positions()[:, None]
+        x = x + self._position_embeddings()[:, None]
         return x if self.layernorm is None else self.layernorm(x)
 
-    def _cut(self, images: Tensor) -> Tensor:
+    def _to_patches(self, images: Tensor) -> Tensor:
         """[b, c, height, width] to patches row by row, [b, patches, c * p * p]."""
         size, (rows, columns) = self.vision.patch_dim, self.vision.grid
         cut = images.view(*images.shape[:2], rows, size, columns, size)
         return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
-    def _positions(self) -> Tensor:
+    def _position_embeddings(self) -> Tensor:
         """The learned positions, interpolated to the patches of an image, [class tokens + patches, h]."""
         table, source, grid = self.position_embeddings, self.vision.position_grid, self.vision.grid
         if source == grid:

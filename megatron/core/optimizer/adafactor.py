@@ -146,11 +146,11 @@ class Adafactor(UpdateRule):
         assert (segment.name, segment.low, segment.high) == (spec.name, low, high), (
             f"{segment.name} is not the next that is owned"
         )
-        sizes = _factors(shape) if parameter.is_factored else (tuple(main.shape),)
+        sizes = _factored_shapes(shape) if parameter.is_factored else (tuple(main.shape),)
         return replace(
             parameter,
             owned=_OwnedPart(
-                segment, main, tuple(_blocks(segment, self.mesh)), tuple(main.new_zeros(of) for of in sizes)
+                segment, main, tuple(_segment_rectangles(segment, self.mesh)), tuple(main.new_zeros(of) for of in sizes)
             ),
         )
 
@@ -160,18 +160,18 @@ class Adafactor(UpdateRule):
         scale_gradients(list(self.by_main), factor)
         self.steps += 1
         rates = {main: group for group in self.param_groups for main in group["params"]}
-        squares = [self._squares(parameter) for parameter in self.parameters]
-        self._sum(
+        squares = [self._sums_of_squares(parameter) for parameter in self.parameters]
+        self._all_reduce_sums(
             [(parameter, share) for parameter, shares in zip(self.parameters, squares, strict=True) for share in shares]
         )
         for parameter, (_, *sums) in zip(self.parameters, squares, strict=True):
             if parameter.owned is not None:
                 self._compute_direction(parameter, parameter.owned, sums)
         lengths = [self._squared_norm_share(parameter) for parameter in self.parameters]
-        self._sum(list(zip(self.parameters, lengths, strict=True)))
+        self._all_reduce_sums(list(zip(self.parameters, lengths, strict=True)))
         for parameter, (weights, *_), length in zip(self.parameters, squares, lengths, strict=True):
             if parameter.owned is not None:
-                self._apply(parameter, parameter.owned, (weights, length), rates[parameter.owned.main])
+                self._apply_update(parameter, parameter.owned, (weights, length), rates[parameter.owned.main])
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
         """Yield the state of a segment:
@@ -187,19 +187,21 @@ class Adafactor(UpdateRule):
             return
         shards = tuple(shard for shard in parameter.spec.shards if parameter.spec.stacked and shard.dim == 0)
         for slot, second, shape in zip(
-            ("exp_avg_sq_row", "exp_avg_sq_col"), owned_part.second, _factors(parameter.spec.shape), strict=True
+            ("exp_avg_sq_row", "exp_avg_sq_col"), owned_part.second, _factored_shapes(parameter.spec.shape), strict=True
         ):
             values = second.view(-1)
             spec = replace(parameter.spec, shape=shape, shards=shards)
             yield slot, Segment(spec, tuple(second.shape), 0, len(values), values, values), values
 
-    def _squares(self, parameter: _Parameter) -> tuple[Tensor, ...]:
+    def _sums_of_squares(self, parameter: _Parameter) -> tuple[Tensor, ...]:
         """Return this rank's partial sums of squares: of weights [e] or [], and of a matrix's gradients by row and by
         column.
         """
         weights = self.nothing.new_zeros(parameter.stack)
         sums = (
-            tuple(self.nothing.new_zeros(shape) for shape in _factors(parameter.shape)) if parameter.is_factored else ()
+            tuple(self.nothing.new_zeros(shape) for shape in _factored_shapes(parameter.shape))
+            if parameter.is_factored
+            else ()
         )
         owned_part = parameter.owned
         if owned_part is None:
@@ -242,7 +244,7 @@ class Adafactor(UpdateRule):
                 _add_squares(share, parameter, block, block.of(owned_part.gradient))
         return share
 
-    def _apply(
+    def _apply_update(
         self, parameter: _Parameter, owned_part: _OwnedPart, sums: tuple[Tensor, Tensor], group: dict[str, Any]
     ) -> None:
         """Update the owned weights. sums: sums of squares of the weights and of the directions, [e] or []."""
@@ -255,7 +257,7 @@ class Adafactor(UpdateRule):
                 block.of(owned_part.gradient), parameter.per_matrix(factor, block), value=-1.0
             )
 
-    def _sum(self, shares: Sequence[tuple[_Parameter, Tensor]]) -> None:
+    def _all_reduce_sums(self, shares: Sequence[tuple[_Parameter, Tensor]]) -> None:
         """All-reduce every partial sum in place over the ranks that hold shards of its parameter."""
         together: dict[tuple[str, ...], list[Tensor]] = {}
         for parameter, share in shares:
@@ -270,7 +272,7 @@ class Adafactor(UpdateRule):
                 share.copy_(value.view_as(share))
 
 
-def _factors(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _factored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the row means and the column means of a tensor [.., m, n]."""
     return shape[:-1], (*shape[:-2], shape[-1])
 
@@ -282,7 +284,7 @@ def _add_squares(sums: Tensor, parameter: _Parameter, block: _Block, values: Ten
         sums += values.square().sum()
 
 
-def _blocks(segment: Segment, mesh: Mesh) -> Iterator[_Block]:
+def _segment_rectangles(segment: Segment, mesh: Mesh) -> Iterator[_Block]:
     """Yield the rectangles of a segment, without padding."""
     for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low, segment.high):
         for shard in local_shards(segment.spec, mesh):

@@ -52,7 +52,7 @@ def without_tied_duplicates(segments: Sequence[Segment]) -> list[Segment]:
     ]
 
 
-def _counted(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str) -> list[Tensor]:
+def _counted_slices(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str) -> list[Tensor]:
     return [
         getattr(segment, of)[low:high]
         for segment in without_tied_duplicates(segments)
@@ -63,7 +63,7 @@ def _counted(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str)
 
 def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str = "grad") -> Tensor:
     """Return the 2-norm of the whole network's gradient (or its weights, of="data"): fp64 [], the same on every rank."""
-    views = _counted(segments, mesh, sharded=sharded, of=of)
+    views = _counted_slices(segments, mesh, sharded=sharded, of=of)
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if views:

@@ -54,7 +54,7 @@ class LowPrecisionAdam(UpdateRule):
         self.steps += 1
         for group in self.param_groups:
             for state in (self.states[main] for main in group["params"]):
-                generator = self._generator(state)
+                generator = self._segment_generator(state)
                 for low in range(0, state.segment.high - state.segment.low, _SLICE):
                     high = min(low + _SLICE, state.segment.high - state.segment.low)
                     self._update_slice(
@@ -88,7 +88,7 @@ class LowPrecisionAdam(UpdateRule):
         state = self.states[main]
         values = decode_all(state.slots["master"], segment).clone()
         scale_rows(values, segment, factors)
-        self._write_main_weight(state, 0, values, self._generator(state))
+        self._write_main_weight(state, 0, values, self._segment_generator(state))
 
     def _update_slice(
         self,
@@ -115,7 +115,7 @@ class LowPrecisionAdam(UpdateRule):
         if state.writes_weights:
             state.segment.data[low : low + len(values)].copy_(encoded.read(low, low + len(values)))
 
-    def _generator(self, state: SegmentState) -> torch.Generator:
+    def _segment_generator(self, state: SegmentState) -> torch.Generator:
         """Return the random generator of a segment for this step."""
         where = state.segment
         return torch.Generator(where.data.device).manual_seed(

@@ -82,7 +82,7 @@ class Muon(UpdateRule):
         `factor`, a scalar, multiplies the gradients. All ranks that share matrices take part, also those that own none.
         """
         scale_gradients([owned_part.main for owned_part in self.owned_parts.values()], factor)
-        directions = {name: self._direction(owned_part) for name, owned_part in self.owned_parts.items()}
+        directions = {name: self._momentum_direction(owned_part) for name, owned_part in self.owned_parts.items()}
         for settings in self.param_groups:
             torch._foreach_mul_(settings["params"], 1.0 - settings["lr"] * settings["weight_decay"])
         for name, tasks in self.tasks.items():
@@ -91,7 +91,7 @@ class Muon(UpdateRule):
                     [task for task in tasks if task.round_index == round_index], directions, self.mesh.axis(name)
                 )
 
-    def _direction(self, owned_part: _OwnedPart) -> Tensor:
+    def _momentum_direction(self, owned_part: _OwnedPart) -> Tensor:
         """Update the momentum by the gradient and return the direction, flat, for the part that this rank owns."""
         gradient, beta = owned_part.main.grad, self.config.muon_momentum
         assert gradient is not None, "the gradients of all main weights are attached"
@@ -101,9 +101,9 @@ class Muon(UpdateRule):
     def _run_round(self, tasks: Sequence[MuonTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
         """Update the matrices of one round: sharded ones by their owners, all others by every rank for itself."""
         whole = [task for task in tasks if not task.is_sharded]
-        flats = [self._local(task, directions, 0, task.high - task.low) for task in whole]
-        for task, update in zip(whole, self._updates(whole, flats), strict=True):
-            self._apply(task, update, 0)
+        flats = [self._owned_direction(task, directions, 0, task.high - task.low) for task in whole]
+        for task, update in zip(whole, self._orthogonalized_updates(whole, flats), strict=True):
+            self._apply_update(task, update, 0)
         if len(whole) < len(tasks):
             sharded = sorted((task for task in tasks if task.is_sharded), key=lambda task: task.owner)
             self._update_by_owners(sharded, directions, axis)
@@ -114,30 +114,33 @@ class Muon(UpdateRule):
         """
         own_tasks = [task for task in sharded if task.owner == axis.rank]
         sent = [task.ranges[axis.rank] for task in sharded]
-        out = _sizes(sharded, [high - low for low, high in sent], axis.size)
+        out = _elements_by_owner(sharded, [high - low for low, high in sent], axis.size)
         back = [sum(task.ranges[rank][1] - task.ranges[rank][0] for task in own_tasks) for rank in range(axis.size)]
         outgoing = [
-            self._local(task, directions, low, high)
+            self._owned_direction(task, directions, low, high)
             for task, (low, high) in zip(sharded, sent, strict=True)
             if low < high
         ]
         received, work = collectives.start_all_to_all(torch.cat([self.nothing, *outgoing]), out, back, axis)
         collectives.wait(work)
-        updates = _returned(
-            self._updates(own_tasks, _assembled(own_tasks, received, axis.size)), own_tasks, axis.size, self.nothing
+        updates = _order_by_receiver(
+            self._orthogonalized_updates(own_tasks, _assemble_matrices(own_tasks, received, axis.size)),
+            own_tasks,
+            axis.size,
+            self.nothing,
         )
         received, work = collectives.start_all_to_all(updates, back, out, axis)
         collectives.wait(work)
         for task, (low, high), update in zip(
             sharded, sent, received.split([high - low for low, high in sent]), strict=True
         ):
-            self._apply(task, update, low)
+            self._apply_update(task, update, low)
 
-    def _local(self, task: MuonTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
+    def _owned_direction(self, task: MuonTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
         start = task.low - self.owned_parts[task.name].low
         return directions[task.name][start + low : start + high]
 
-    def _apply(self, task: MuonTask, update: Tensor, low: int) -> None:
+    def _apply_update(self, task: MuonTask, update: Tensor, low: int) -> None:
         """Subtract an update from this rank's elements of a matrix, from element `low` on."""
         if update.numel():
             start = task.low - self.owned_parts[task.name].low + low
@@ -146,7 +149,7 @@ class Muon(UpdateRule):
     def _is_split(self, spec: ParamSpec) -> bool:
         return self.config.muon_split_qkv or "linear_qkv" not in spec.name
 
-    def _updates(self, tasks: Sequence[MuonTask], flats: Sequence[Tensor]) -> list[Tensor]:
+    def _orthogonalized_updates(self, tasks: Sequence[MuonTask], flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the scaled orthogonalized matrices, flat; those of one shape, such as experts, are computed in one
         batch.
         """
@@ -158,22 +161,25 @@ class Muon(UpdateRule):
         updates: list[Tensor] = list(flats)
         for places in same_shape.values():
             stack = torch.stack([flats[place].view(tasks[place].shape) for place in places])
-            for place, update in zip(places, self._matrices(stack, tasks[places[0]].spec), strict=True):
+            for place, update in zip(places, self._sharded_update(stack, tasks[places[0]].spec), strict=True):
                 updates[place] = update.reshape(-1)
         return updates
 
-    def _matrices(self, x: Tensor, spec: ParamSpec) -> Tensor:
+    def _sharded_update(self, x: Tensor, spec: ParamSpec) -> Tensor:
         """Return this rank's shard of orthogonalized and scaled matrices with one spec. x: this rank's shard, [k, rows,
         columns].
         """
         tp_shard = spec.shards[0] if spec.shards else None
         if tp_shard is None:
-            return self._scaled(orthogonalize(x, self.iteration), spec.shape)
+            return self._scale_update(orthogonalize(x, self.iteration), spec.shape)
         axis, split, dim = self.mesh.axis(tp_shard.axis), self._is_split(spec), tp_shard.dim - 2
         if self.config.muon_tp_mode == "blockwise":
             sizes = [part.local_size(axis.size) for part in tp_shard.segments] if split else [x.shape[dim]]
             return torch.cat(
-                [self._scaled(orthogonalize(block, self.iteration), block.shape[1:]) for block in x.split(sizes, dim)],
+                [
+                    self._scale_update(orthogonalize(block, self.iteration), block.shape[1:])
+                    for block in x.split(sizes, dim)
+                ],
                 dim,
             )
         if self.config.muon_tp_mode == "distributed":
@@ -187,7 +193,11 @@ class Muon(UpdateRule):
                     whole[into] = held[rank][(slice(None), *shard.local.slices())]
         sizes = [part.size for part in tp_shard.segments] if split else [spec.shape[tp_shard.dim]]
         whole = torch.cat(
-            [self._scaled(orthogonalize(part, self.iteration), part.shape[1:]) for part in whole.split(sizes, dim)], dim
+            [
+                self._scale_update(orthogonalize(part, self.iteration), part.shape[1:])
+                for part in whole.split(sizes, dim)
+            ],
+            dim,
         )
         local = torch.zeros_like(x)
         for shard in local_shards(spec, self.mesh):
@@ -213,21 +223,21 @@ class Muon(UpdateRule):
             shape = (length, spec.shape[1]) if tp_shard.dim == 0 else (spec.shape[0], length)
             wide = part.mT if tp_shard.dim == 0 else part
             wide = orthogonalize_distributed(wide, self.iteration, axis, None if bool(mask.all()) else mask)
-            parts.append(self._scaled(wide.mT if tp_shard.dim == 0 else wide, shape))
+            parts.append(self._scale_update(wide.mT if tp_shard.dim == 0 else wide, shape))
         return torch.cat(parts, tp_shard.dim - 2)
 
-    def _scaled(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+    def _scale_update(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x * (update_scale(shape[0], shape[1], self.config.muon_scale_mode) * self.config.muon_extra_scale_factor)
 
 
-def _sizes(tasks: Sequence[MuonTask], elements: Sequence[int], ranks: int) -> list[int]:
+def _elements_by_owner(tasks: Sequence[MuonTask], elements: Sequence[int], ranks: int) -> list[int]:
     """Return the number of elements that go to each owner."""
     return [
         sum(size for task, size in zip(tasks, elements, strict=True) if task.owner == rank) for rank in range(ranks)
     ]
 
 
-def _assembled(tasks: Sequence[MuonTask], received: Tensor, ranks: int) -> list[Tensor]:
+def _assemble_matrices(tasks: Sequence[MuonTask], received: Tensor, ranks: int) -> list[Tensor]:
     """Return whole matrices, flat, from the parts that all ranks sent, ordered by sender and then by task."""
     whole = [received.new_empty(task.high - task.low) for task in tasks]
     start = 0
@@ -239,7 +249,7 @@ def _assembled(tasks: Sequence[MuonTask], received: Tensor, ranks: int) -> list[
     return whole
 
 
-def _returned(updates: Sequence[Tensor], tasks: Sequence[MuonTask], ranks: int, nothing: Tensor) -> Tensor:
+def _order_by_receiver(updates: Sequence[Tensor], tasks: Sequence[MuonTask], ranks: int, nothing: Tensor) -> Tensor:
     """Concatenate the updates of whole matrices, ordered by receiver and then by task."""
     return torch.cat(
         [

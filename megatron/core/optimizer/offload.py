@@ -109,14 +109,14 @@ def split_by_fraction(segments: Sequence[Segment], fraction: float) -> tuple[lis
         size = segment.high - segment.low
         inside = min(left, size)
         if inside:
-            parts.append(_part(segment, 0, inside))
+            parts.append(_subsegment(segment, 0, inside))
             count, left = len(parts), left - inside
         if inside < size:
-            parts.append(_part(segment, inside, size))
+            parts.append(_subsegment(segment, inside, size))
     return parts, count
 
 
-def _part(segment: Segment, low: int, high: int) -> Segment:
+def _subsegment(segment: Segment, low: int, high: int) -> Segment:
     return replace(
         segment,
         low=segment.low + low,

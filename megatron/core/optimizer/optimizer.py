@@ -129,12 +129,12 @@ class Optimizer:
             return StepResult(norm, False, zeros)
         if self.config.clip_grad > 0:
             unscale = unscale * torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
-        self._update(unscale)
+        self._apply_rules(unscale)
         self._scale_rows(row_factors or {})
         self._write_weights()
         return StepResult(norm, True, zeros)
 
-    def _update(self, factor: float | Tensor) -> None:
+    def _apply_rules(self, factor: float | Tensor) -> None:
         if self.cpu_offload is not None:  # allowed with elementwise rules only
             self.cpu_offload.step(self.rules[-1], factor, lambda: self._update_on_device(factor))
         else:

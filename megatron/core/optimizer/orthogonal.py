@@ -66,8 +66,8 @@ class NewtonSchulz:
 def orthogonalize(x: Tensor, iteration: NewtonSchulz) -> Tensor:
     """Return the nearly orthogonal factor U V^T of each matrix. x: [..., m, n]; returns the same shape and dtype."""
     if x.shape[-2] > x.shape[-1]:
-        return _iterate(x.mT, iteration, Axis("alone"), None).mT
-    return _iterate(x, iteration, Axis("alone"), None)
+        return _newton_schulz_step(x.mT, iteration, Axis("alone"), None).mT
+    return _newton_schulz_step(x, iteration, Axis("alone"), None)
 
 
 def orthogonalize_distributed(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None = None) -> Tensor:
@@ -76,10 +76,10 @@ def orthogonalize_distributed(x: Tensor, iteration: NewtonSchulz, axis: Axis, co
 
     counted: [n/ranks], 1 for columns that count and 0 for replicas of another rank's columns; None: all count.
     """
-    return _iterate(x, iteration, axis, counted)
+    return _newton_schulz_step(x, iteration, axis, counted)
 
 
-def _iterate(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None) -> Tensor:
+def _newton_schulz_step(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None) -> Tensor:
     counted_x = x if counted is None else x * counted
     norm = collectives.all_reduce(counted_x.square().sum((-2, -1), keepdim=True), axis).sqrt()
     x_n = x / norm.clamp(min=_SMALLEST)

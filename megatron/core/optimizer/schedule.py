@@ -68,8 +68,8 @@ class Schedule:
             decay_style=schedule.lr_decay_style,
             wsd_samples=None if wsd is None else wsd * scale,
             wsd_style=schedule.lr_wsd_decay_style,
-            start_weight_decay=_first(optimizer.start_weight_decay, optimizer.weight_decay),
-            end_weight_decay=_first(optimizer.end_weight_decay, optimizer.weight_decay),
+            start_weight_decay=_or_default(optimizer.start_weight_decay, optimizer.weight_decay),
+            end_weight_decay=_or_default(optimizer.end_weight_decay, optimizer.weight_decay),
             weight_decay_samples=total * scale,
             weight_decay_style=optimizer.weight_decay_incr_style,
         )
@@ -120,14 +120,14 @@ class Schedule:
         """Return how a checkpoint's schedule differs from this one, one line for each setting; empty if the curves are
         equal.
         """
-        unused = self._unused() & Schedule.from_state({**self.state(), **saved})._unused()
+        unused = self._unused_settings() & Schedule.from_state({**self.state(), **saved})._unused_settings()
         return [
             f"{name.replace('_', ' ')} is {current} now and was {saved.get(name)} in the checkpoint"
             for name, current in self.state().items()
             if saved.get(name) != current and name not in unused
         ]
 
-    def _unused(self) -> set[str]:
+    def _unused_settings(self) -> set[str]:
         """Return the names of settings that no point of the curves depends on."""
         unused = {
             "decay_samples": self.decay_style == "constant",
@@ -206,7 +206,7 @@ def _remaining_share(style: str, ratio: float) -> float:
     return 1.0 - math.sqrt(ratio)
 
 
-def _first(given: float | None, otherwise: float) -> float:
+def _or_default(given: float | None, otherwise: float) -> float:
     return otherwise if given is None else given
 
 
@@ -230,8 +230,8 @@ def _flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: 
     if schedule.lr_decay_style == "WSD" and getattr(schedule, f"lr_wsd_decay_{unit}") is None:
         problems.append(f"--lr-decay-style WSD needs the length of its anneal; give --lr-wsd-decay-{unit}")
     ends = (
-        _first(optimizer.start_weight_decay, optimizer.weight_decay),
-        _first(optimizer.end_weight_decay, optimizer.weight_decay),
+        _or_default(optimizer.start_weight_decay, optimizer.weight_decay),
+        _or_default(optimizer.end_weight_decay, optimizer.weight_decay),
     )
     if optimizer.weight_decay_incr_style == "constant" and ends[0] != ends[1]:
         problems.append(

@@ -44,7 +44,7 @@ def wait_for_axis(work: Work, axis: Axis, meanwhile: Meanwhile = None) -> None:
     axis.flight_recorder.resume()
 
 
-def _note(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
+def _record(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
     axis.flight_recorder.note(what, axis.name, axis.ranks, 0 if tensor is None else tensor.nbytes)
 
 
@@ -58,7 +58,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
     """Start an in-place all-reduce of a tensor of any shape, which must not be touched until `wait`."""
     if axis.size == 1:
         return None
-    _note("all_reduce", axis, tensor)
+    _record("all_reduce", axis, tensor)
     return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
 
 
@@ -70,7 +70,7 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "
         if storage_position(output) != storage_position(tensor):
             output.copy_(tensor)
         return None
-    _note("reduce_scatter", axis, tensor)
+    _record("reduce_scatter", axis, tensor)
     return _scatter_single(output, tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
 
 
@@ -82,7 +82,7 @@ def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
         if storage_position(output) != storage_position(piece):
             output.copy_(piece)
         return None
-    _note("all_gather", axis, output)
+    _record("all_gather", axis, output)
     return _gather_single(output, piece, group=axis.group, async_op=True)
 
 
@@ -121,7 +121,7 @@ def start_ring_shift(received: Tensor, tensor: Tensor, axis: Axis) -> list[dist.
     if axis.size == 1:
         received.copy_(tensor)
         return []
-    _note("shift", axis, tensor)
+    _record("shift", axis, tensor)
     next_rank, previous_rank = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     return dist.batch_isend_irecv(
         [
@@ -134,7 +134,7 @@ def start_ring_shift(received: Tensor, tensor: Tensor, axis: Axis) -> list[dist.
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Copy a tensor [...] in place from the rank at coordinate `source` of the axis to all; returns it."""
     if axis.size > 1:
-        _note("broadcast", axis, tensor)
+        _record("broadcast", axis, tensor)
         dist.broadcast(tensor, axis.ranks[source], group=axis.group)
     return tensor
 
@@ -143,7 +143,7 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     """Return the picklable value of the rank at coordinate `source` on all ranks of the axis."""
     if axis.size == 1:
         return value
-    _note("broadcast of a value", axis)
+    _record("broadcast of a value", axis)
     values = [value]
     dist.broadcast_object_list(values, axis.ranks[source], group=axis.group)
     return values[0]
@@ -153,7 +153,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable value, in the order of the axis, on all ranks."""
     if axis.size == 1:
         return [value]
-    _note("gathering of values", axis)
+    _record("gathering of values", axis)
     result: list[Any] = [None] * axis.size
     dist.all_gather_object(result, value, group=axis.group)
     return result
@@ -162,7 +162,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of the axis have reached this call."""
     if axis.size > 1:
-        _note("barrier", axis)
+        _record("barrier", axis)
         dist.barrier(group=axis.group)
 
 
@@ -181,11 +181,11 @@ class _Pair(Function):
         return context.of_gradient(gradient), None, None
 
 
-def _identity(tensor: Tensor) -> Tensor:
+def _same_tensor(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _sum(tensor: Tensor, axis: Axis) -> Tensor:
+def _all_reduce_copy(tensor: Tensor, axis: Axis) -> Tensor:
     return all_reduce(tensor.clone(), axis)
 
 
@@ -199,12 +199,12 @@ def _cut_columns(tensor: Tensor, axis: Axis) -> Tensor:
 
 def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: identity. Backward: sum the gradient over the axis. tensor, result: [...]."""
-    return tensor if axis.size == 1 else _Pair.apply(tensor, _identity, partial(_sum, axis=axis))
+    return tensor if axis.size == 1 else _Pair.apply(tensor, _same_tensor, partial(_all_reduce_copy, axis=axis))
 
 
 def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: sum over the axis. Backward: identity, since every rank's gradient is complete. tensor, result: [...]."""
-    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(_sum, axis=axis), _identity)
+    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(_all_reduce_copy, axis=axis), _same_tensor)
 
 
 def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -280,7 +280,7 @@ def start_all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: 
     """
     if axis.size == 1:
         return tensor, None
-    _note("exchange", axis, tensor)
+    _record("exchange", axis, tensor)
     received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     work = dist.all_to_all_single(received, tensor.contiguous(), receive, send, group=axis.group, async_op=True)
     return received, work

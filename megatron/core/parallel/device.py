@@ -122,12 +122,12 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start an interval."""
-        self._read()
+        self._record_time()
 
     def stop(self) -> None:
         """End the interval and add it."""
         before = self._since
-        self._read()
+        self._record_time()
         self._seconds += self._since - before
 
     def take(self) -> float:
@@ -139,7 +139,7 @@ class Stopwatch:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _read(self) -> None:
+    def _record_time(self) -> None:
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()

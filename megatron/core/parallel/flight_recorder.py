@@ -58,7 +58,7 @@ class FlightRecorder:
         """
         key = axis, ranks
         self.counts[key] = self.counts.get(key, 0) + 1
-        file, line = _caller(sys._getframe(1))
+        file, line = _calling_line(sys._getframe(1))
         self._ring[self._noted % _CAPACITY] = (
             operation,
             axis,
@@ -99,7 +99,7 @@ class FlightRecorder:
 
     def where(self) -> str:
         """Return the current activity, iteration and action as text."""
-        return _place(self.activity, self.iteration, self.action)
+        return _position_text(self.activity, self.iteration, self.action)
 
     def last_group(self) -> tuple[str, tuple[int, ...]]:
         """Return the axis and the ranks of the last collective."""
@@ -112,7 +112,7 @@ class FlightRecorder:
         return [_format_note(note) for note in notes if note is not None]
 
 
-def _caller(frame: FrameType | None) -> tuple[str, int]:
+def _calling_line(frame: FrameType | None) -> tuple[str, int]:
     """Return file and line that called a collective: the first frame outside of this package and of torch."""
     first = frame
     while frame is not None:
@@ -123,7 +123,7 @@ def _caller(frame: FrameType | None) -> tuple[str, int]:
     return (first.f_code.co_filename, first.f_lineno) if first is not None else ("", 0)
 
 
-def _place(activity: str, iteration: int, action: object) -> str:
+def _position_text(activity: str, iteration: int, action: object) -> str:
     when = f"{activity}, iteration {iteration}" if iteration else activity
     return f"{when}, {describe_action(action)}" if action else when
 
@@ -132,7 +132,7 @@ def _format_note(note: Note) -> str:
     operation, axis, ranks, size, file, line, activity, iteration, action = note
     unit_bytes, unit = next(pair for pair in _UNITS if size >= pair[0] or pair[0] == 1)
     members = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} .. {ranks[-1]}, {len(ranks)} of them"
-    return f"{operation} over {axis} (ranks {members}) of {size / unit_bytes:.4g} {unit} at {short_path(file)}:{line}, in {_place(activity, iteration, action)}"
+    return f"{operation} over {axis} (ranks {members}) of {size / unit_bytes:.4g} {unit} at {short_path(file)}:{line}, in {_position_text(activity, iteration, action)}"
 
 
 def describe_action(action: object) -> str:

@@ -110,7 +110,7 @@ class Mesh:
         axes, flight_recorder, overlap = {}, FlightRecorder(), Overlap()
 
         def axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
-            this_axis = _axis(name, lists, rank, groups, backend, timeout)
+            this_axis = _create_axis(name, lists, rank, groups, backend, timeout)
             return replace(this_axis, flight_recorder=flight_recorder, overlap=overlap)
 
         for mesh_field in fields(Mesh):
@@ -147,7 +147,7 @@ class Mesh:
         return getattr(self, name)
 
 
-def _axis(
+def _create_axis(
     name: str,
     lists: tuple[tuple[int, ...], ...],
     rank: int,

@@ -92,7 +92,7 @@ class _OffloadGroup:
             first + 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         )
         if storage.nbytes() > 2 * (last - first) * size:  # a small view of a large storage, whose rest may be freed
-            offloaded = OffloadedBytes(_bytes(tensor, first * size, last * size), self.owner.side_stream)
+            offloaded = OffloadedBytes(_byte_view(tensor, first * size, last * size), self.owner.side_stream)
             offset = 0
         else:
             offloaded, offset = self._offload_storage(tensor), first
@@ -120,7 +120,7 @@ class _OffloadGroup:
         source, cached = self._by_storage.get(key, (None, None))
         offloaded = cached() if cached is not None and source is not None and source() is not None else None
         if offloaded is None:  # also if another storage was allocated at the same address
-            offloaded = OffloadedBytes(_bytes(tensor, 0, storage.nbytes()), self.owner.side_stream)
+            offloaded = OffloadedBytes(_byte_view(tensor, 0, storage.nbytes()), self.owner.side_stream)
             self._by_storage[key] = weakref.ref(storage), weakref.ref(offloaded)
         return offloaded
 
@@ -173,7 +173,7 @@ def wrap_forward(module: nn.Module, make_context: Callable[[], Any]) -> None:
     module.register_forward_hook(leave, always_call=True)
 
 
-def _bytes(tensor: Tensor, low: int, high: int) -> Tensor:
+def _byte_view(tensor: Tensor, low: int, high: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         tensor.untyped_storage(), low, (high - low,), (1,)
     )

@@ -91,7 +91,7 @@ class DualBatch:
         with self._changed:
             if self._over[1 - thread]:
                 return
-            self._give(1 - thread)
+            self._hand_over(1 - thread)
             self._changed.wait_for(lambda: self._turn == thread)
 
     def run(self, main: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
@@ -105,24 +105,24 @@ class DualBatch:
             second()
 
         self._turn = 1
-        thread = threading.Thread(target=lambda: self._do(other, 1, errors), name="beside")
+        thread = threading.Thread(target=lambda: self._run_thread(other, 1, errors), name="beside")
         thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._turn == 0)
-        self._do(main, 0, errors)
+        self._run_thread(main, 0, errors)
         thread.join()
         if errors:
             raise errors[0]
 
-    def _do(self, work: Callable[[], None], thread: int, errors: list[BaseException]) -> None:
+    def _run_thread(self, work: Callable[[], None], thread: int, errors: list[BaseException]) -> None:
         try:
             work()
         except BaseException as error:  # raised again by `run`, in the thread that trains
             errors.append(error)
         with self._changed:
             self._over[thread] = True
-            self._give(1 - thread)
+            self._hand_over(1 - thread)
 
-    def _give(self, turn: int) -> None:
+    def _hand_over(self, turn: int) -> None:
         self._turn = turn
         self._changed.notify_all()

@@ -41,11 +41,13 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
             if quantized is not None:
                 for index, box in enumerate(quantized.boxes):
                     drawn = torch.zeros(box.shape, dtype=param.dtype, device=mesh.device)
-                    _draw([(box, drawn)], spec, seed, source)
+                    _draw_initial_values([(box, drawn)], spec, seed, source)
                     quantized.put(index, drawn)
                 continue
             value = torch.zeros(local_shape(spec, mesh), dtype=param.dtype, device=mesh.device)
-            _draw([(one.box, value[one.local.slices()]) for one in local_shards(spec, mesh)], spec, seed, source)
+            _draw_initial_values(
+                [(one.box, value[one.local.slices()]) for one in local_shards(spec, mesh)], spec, seed, source
+            )
             param_on_device = nn.Parameter(value, requires_grad=param.requires_grad)
             param_on_device.spec = spec  # type: ignore[attr-defined]
             setattr(owner, name, param_on_device)
@@ -57,7 +59,9 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
             initialize()
 
 
-def _draw(targets: Sequence[tuple[Box, Tensor]], spec: ParamSpec, seed: int, source: torch.device) -> None:
+def _draw_initial_values(
+    targets: Sequence[tuple[Box, Tensor]], spec: ParamSpec, seed: int, source: torch.device
+) -> None:
     """Write the initial values of boxes of a parameter into tensors. It is drawn as a whole, with one generator; of a
     stack, each of those that the boxes touch.
     """

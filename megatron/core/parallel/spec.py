@@ -133,15 +133,15 @@ def _split_by_shard(outer: LocalShard, shard: Shard, size: int, rank: int) -> It
         local_length = max(0, min(length, part.size - begin))
         if local_length:
             yield LocalShard(
-                _replace(outer.box, shard.dim, start + begin, local_length),
-                _replace(outer.local, shard.dim, local_start, local_length),
+                _replace_dim(outer.box, shard.dim, start + begin, local_length),
+                _replace_dim(outer.local, shard.dim, local_start, local_length),
                 outer.replicas * part.replicas,
                 outer.is_first_replica and rank % part.replicas == 0,
             )
         start, local_start = start + part.size, local_start + length
 
 
-def _replace(box: Box, dim: int, offset: int, size: int) -> Box:
+def _replace_dim(box: Box, dim: int, offset: int, size: int) -> Box:
     offsets, shape = list(box.offset), list(box.shape)
     offsets[dim], shape[dim] = offset, size
     return Box(tuple(offsets), tuple(shape))

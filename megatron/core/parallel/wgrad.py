@@ -61,7 +61,7 @@ class WeightGradStore:
 
     def pop(self, key: Key) -> None:
         """Compute what the backward pass `key` delayed, and accumulate it as autograd would, hooks included."""
-        _add(self._delayed.pop(key, []))  # empty if the whole stage is frozen
+        _accumulate(self._delayed.pop(key, []))  # empty if the whole stage is frozen
 
     def flush(self) -> None:
         """Compute what the current backward pass has delayed so far."""
@@ -70,10 +70,10 @@ class WeightGradStore:
                 self._delayed[self._current],
                 [],
             )  # so that a wait inside this computation finds nothing left
-            _add(delayed)
+            _accumulate(delayed)
 
 
-def _add(delayed: Sequence[DelayedWork]) -> None:
+def _accumulate(delayed: Sequence[DelayedWork]) -> None:
     for edges, compute, into in delayed:
         with torch.no_grad():
             pairs = [pair for pair in zip(edges, compute(), strict=True) if pair[1] is not None]

@@ -134,7 +134,7 @@ class _ScriptRunner:
         """Start this rank's end of a message; wait for it if messages are not to overlap with actions."""
         axis = self.axes[transfer.kind]
         sends, source, target = transfer.src == axis.rank, axis.ranks[transfer.src], axis.ranks[transfer.dst]
-        tensors = self.outputs.pop(transfer.producer) if sends else self._buffers(transfer.consumer)
+        tensors = self.outputs.pop(transfer.producer) if sends else self._receive_buffers(transfer.consumer)
         axis.flight_recorder.note(transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
         if sends:
             message = _Message(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
@@ -155,15 +155,15 @@ class _ScriptRunner:
         flight_recorder.enter(actions[0] if len(actions) == 1 else " and ".join(map(str, actions)))
         flight_recorder.start()
         if len(actions) == 1:
-            self._do(actions[0])
+            self._run_action(actions[0])
         else:
-            forward, backward = (partial(self._do, action) for action in actions)
+            forward, backward = (partial(self._run_action, action) for action in actions)
             self.axes["F"].overlap.run_both(forward, backward, self.work.device)
         flight_recorder.stop()
         for message in earlier:
             message.wait(flight_recorder)
 
-    def _do(self, action: Action) -> None:
+    def _run_action(self, action: Action) -> None:
         if action.op == "F":
             self._deliver(action, self._forward(action))
         elif action.op == "B":
@@ -184,7 +184,7 @@ class _ScriptRunner:
         """Run a stage on its inputs; save what its backward pass needs, if there will be one."""
         received = self.inputs.pop(action).wait(self.axes["F"].flight_recorder) if action.stage > 0 else ()
         if self.last_backward:
-            received = tuple(_leaf(tensor) for tensor in received)
+            received = tuple(_as_leaf(tensor) for tensor in received)
         outputs = self.work.forward(action.stage, action.microbatch, received)
         if self.last_backward:
             floating = [tensor for tensor in outputs if tensor.is_floating_point()]
@@ -207,13 +207,13 @@ class _ScriptRunner:
         self.work.before_backward(action.stage, action.microbatch, last and not delayed)
         pairs = [(edge, gradient) for edge, gradient in zip(saved.edges, gradients, strict=True) if edge is not None]
         if pairs:
-            with self._delayed(action) if delayed else nullcontext():
+            with self._wgrad_delay_context(action) if delayed else nullcontext():
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [
             torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in saved.received if leaf.requires_grad
         ]
 
-    def _delayed(self, action: Action) -> AbstractContextManager[None]:
+    def _wgrad_delay_context(self, action: Action) -> AbstractContextManager[None]:
         """Return the context in which autograd runs if weight gradients are delayed."""
         overlap = self.axes["F"].overlap
         return overlap.delayed_weight_gradients((action.stage, action.microbatch), fill_waits=self.delays)
@@ -229,12 +229,12 @@ class _ScriptRunner:
         else:
             self.outputs[action] = detached
 
-    def _buffers(self, consumer: Action) -> tuple[Tensor, ...]:
+    def _receive_buffers(self, consumer: Action) -> tuple[Tensor, ...]:
         """Return empty tensors for what the action `consumer` receives."""
         stage, microbatch = consumer.stage, consumer.microbatch
         shapes = self.work.receives(stage, microbatch) if consumer.op == "F" else self.saved[stage, microbatch].shapes
         return tuple(torch.empty(shape, dtype=dtype, device=self.work.device) for shape, dtype in shapes)
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor

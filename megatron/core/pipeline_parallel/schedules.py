@@ -77,12 +77,12 @@ def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
     """All forward passes, then all backward passes: the most activation memory, the simplest order (Huang et al.,
     2019).
     """
-    return _plan(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
+    return _plan_rows(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
 
 
 def one_f_one_b(pp: int, m: int) -> Plan:
     """1F1B: a rank warms up just until its first gradient can arrive, and stores at most pp - rank activations."""
-    return _plan(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
+    return _plan_rows(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
 
 
 def one_f_one_b_dual_batch(pp: int, m: int) -> Plan:
@@ -91,7 +91,7 @@ def one_f_one_b_dual_batch(pp: int, m: int) -> Plan:
     The results of a pair are sent when both passes are complete, so a microbatch takes twice as many slots to the last
     rank and back as in 1F1B, and a rank stores at most 2 (pp - rank) activations.
     """
-    return _plan(pp, 1, m, group=pp, warmup=lambda rank: 2 * (pp - rank) - 1)
+    return _plan_rows(pp, 1, m, group=pp, warmup=lambda rank: 2 * (pp - rank) - 1)
 
 
 def zero_bubble(pp: int, m: int) -> Plan:
@@ -147,7 +147,7 @@ def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
 
     Consecutive ranks differ by two warm-up microbatches, so that a message has one slot of time for its transfer.
     """
-    return _plan(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
+    return _plan_rows(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
 
 
 def forward_only(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Plan:
@@ -216,7 +216,7 @@ def dependency(action: Action, stages: int) -> Action | None:
     return Action(action.op, stage, action.microbatch) if 0 <= stage < stages else None
 
 
-def _plan(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]) -> Plan:
+def _plan_rows(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]) -> Plan:
     """Return every rank's row; gradients visit the chunks of a rank in the opposite order of activations."""
     order = tuple(_chunk_order(vpp, m, group))
     rows = []

@@ -82,7 +82,9 @@ def simulate_plan(
                 _deadlock_message({rank: plan[rank][len(playback.end[rank])] for rank in waiting}, plan)
             )
     start, end = playback.start, playback.end
-    return Timeline(_rows(start), _rows(end), _bubble(start, end), tuple(_peak(row) for row in plan))
+    return Timeline(
+        _as_tuples(start), _as_tuples(end), _bubble_share(start, end), tuple(_peak_activations(row) for row in plan)
+    )
 
 
 @dataclass(slots=True)
@@ -116,13 +118,13 @@ class _Simulation:
                 return
             arrivals = [self.done[source][1] + self.message * (self.done[source][0] != rank) for source in sources]
             begin = max([self.end[rank][-1] if self.end[rank] else 0.0, *arrivals])
-            finish = self._finish(begin, actions)
+            finish = self._finish_time(begin, actions)
             for action in actions:
                 self.start[rank].append(begin)
                 self.end[rank].append(finish)
                 self.done[action] = rank, finish
 
-    def _finish(self, time: float, actions: Sequence[Action]) -> float:
+    def _finish_time(self, time: float, actions: Sequence[Action]) -> float:
         for action in actions:
             time += _of_stage(self.time[action.op], action.stage)
             if self.splits and action.op == "B":
@@ -181,13 +183,15 @@ def text_timeline(plan: Plan, timeline: Timeline) -> str:
     Durations are rounded to whole units; actions shorter than half a unit are not shown.
     """
     chunks = num_stages(plan) // len(plan)
-    width = 2 + max(len(_cell(action, len(plan), chunks)) for row in plan for action in row)
+    width = 2 + max(len(_cell_text(action, len(plan), chunks)) for row in plan for action in row)
     columns = round(max(end for row in timeline.end for end in row))
     lines = []
     for rank, (row, start, end) in enumerate(zip(plan, timeline.start, timeline.end, strict=True)):
         cells = ["."] * columns
         for action, begin, finish in zip(row, start, end, strict=True):
-            cells[round(begin) : round(finish)] = [_cell(action, len(plan), chunks)] * (round(finish) - round(begin))
+            cells[round(begin) : round(finish)] = [_cell_text(action, len(plan), chunks)] * (
+                round(finish) - round(begin)
+            )
         lines.append(f"r{rank}".ljust(4) + "".join(cell.ljust(width - 1) for cell in cells).rstrip())
     return "\n".join(lines)
 
@@ -196,7 +200,7 @@ def _of_stage(time: float | Sequence[float], stage: int) -> float:
     return time[stage] if isinstance(time, Sequence) else time
 
 
-def _cell(action: Action, pp: int, chunks: int) -> str:
+def _cell_text(action: Action, pp: int, chunks: int) -> str:
     if action.op == "R":
         return "R"
     letter = chr(ord("a") + action.stage // pp) if chunks > 1 else ""
@@ -230,7 +234,7 @@ def _deadlock_message(stuck: dict[int, Action], plan: Plan) -> str:
     return "this plan never ends: " + ", ".join(links[member] for member in cycle)
 
 
-def _bubble(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> float:
+def _bubble_share(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> float:
     span = max((row[-1] for row in end if row), default=0.0)
     busy = sum(
         finish - begin
@@ -240,7 +244,7 @@ def _bubble(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) ->
     return 1 - busy / (span * len(end)) if span else 0.0
 
 
-def _peak(row: Sequence[Action]) -> int:
+def _peak_activations(row: Sequence[Action]) -> int:
     """Return the largest number of activations stored at once in a rank's row; one that no backward pass uses is not
     stored.
     """
@@ -254,5 +258,5 @@ def _peak(row: Sequence[Action]) -> int:
     return peak
 
 
-def _rows(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+def _as_tuples(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in times)

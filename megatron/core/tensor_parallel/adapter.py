@@ -119,21 +119,23 @@ class LinearAdapter(nn.Module):
 
     def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
         """x: the layer's input; base: its output without a bias if rows have lengths; weight: [out, in], its shard. Returns the adapted output."""
-        low = F.linear(self._dropped(x), torch.cat([pair.lora_A for _, pair in self.named_pairs]))
+        low = F.linear(self._apply_dropout(x), torch.cat([pair.lora_A for _, pair in self.named_pairs]))
         if self.dim == 0:
             low = self.region.copy_to_region(low)
         elif self.dim == 1:
             low = self.region.reduce_from_region(low)
         parts = low.split([pair.rank for _, pair in self.named_pairs], dim=-1)
-        adapted = self._added(base, {name: part for (name, _), part in zip(self.named_pairs, parts, strict=True)})
+        adapted = self._add_low_rank(
+            base, {name: part for (name, _), part in zip(self.named_pairs, parts, strict=True)}
+        )
         if not self.build.dora:
             return adapted
         lengths = {
-            name: pair.magnitude / self._norm(name, pair, weight)
+            name: pair.magnitude / self._weight_row_norms(name, pair, weight)
             for name, pair in self.named_pairs
             if pair.magnitude is not None
         }
-        return adapted * self._joined(lengths, base.new_ones(())).to(adapted.dtype)
+        return adapted * self._concat_parts(lengths, base.new_ones(())).to(adapted.dtype)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ class LinearAdapter(nn.Module):
         if not self.build.dora:
             return None
         factors = {
-            name: pair.magnitude / self._norm(name, pair, weight)
+            name: pair.magnitude / self._weight_row_norms(name, pair, weight)
             for name, pair in self.named_pairs
             if pair.magnitude is not None
         }
@@ -160,14 +162,14 @@ class LinearAdapter(nn.Module):
         """Give rows the lengths that they have in the layer's own matrix. weight: [out, in], the shard of this rank."""
         for name, pair in self.named_pairs:
             if pair.magnitude is not None:
-                pair.magnitude.copy_(self._norm(name, pair, weight))
+                pair.magnitude.copy_(self._weight_row_norms(name, pair, weight))
 
     @property
     def named_pairs(self) -> list[tuple[str, LowRank]]:
         """The pairs of factors by the names of their parts, in order."""
         return cast(list[tuple[str, LowRank]], list(self.pairs.items()))
 
-    def _added(self, base: Tensor, parts: dict[str, Tensor]) -> Tensor:
+    def _add_low_rank(self, base: Tensor, parts: dict[str, Tensor]) -> Tensor:
         """base [.., out] + scale B low, of each part by itself. parts: low, [.., r], by name."""
 
         def sum_of(rows: Tensor, name: str) -> Tensor:
@@ -180,13 +182,13 @@ class LinearAdapter(nn.Module):
         pieces = zip(self.names, base.split(self.sizes, dim=-1), strict=True)
         return torch.cat([sum_of(rows, name) if name in parts else rows for name, rows in pieces], dim=-1)
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         if self.build.dropout == 0.0 or not self.training:
             return x
         with self.build.streams.use(self.stream):
             return torch.native_dropout(x, self.build.dropout, True)[0]
 
-    def _joined(self, parts: dict[str, Tensor], other: Tensor) -> Tensor:
+    def _concat_parts(self, parts: dict[str, Tensor], other: Tensor) -> Tensor:
         """Results of parts, [.., size] each, laid end to end; other: [], of a part without an adapter."""
         if WHOLE in parts:
             return parts[WHOLE]
@@ -207,7 +209,7 @@ class LinearAdapter(nn.Module):
         return torch.cat([parts[name] if name in parts else torch.full_like(rows, other) for name, rows in pieces])
 
     @torch.no_grad()
-    def _norm(self, name: str, pair: LowRank, weight: Tensor) -> Tensor:
+    def _weight_row_norms(self, name: str, pair: LowRank, weight: Tensor) -> Tensor:
         """The length of each row of W + scale B A, [rows of this rank]. Ranks that share a row sum their squares."""
         rows = weight if name == WHOLE else weight.split(self.sizes)[self.names.index(name)]
         squares = torch.addmm(rows, pair.lora_B.to(rows.dtype), pair.lora_A.to(rows.dtype), alpha=pair.scale)

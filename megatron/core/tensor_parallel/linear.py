@@ -79,7 +79,7 @@ class _EnterLinear(Function):
         if later:
             region.wgrad_store.put(
                 [weight] if bias is None else [weight, bias],
-                partial(_later, x, gradient, region, bias is not None, context.into),
+                partial(_delayed_weight_gradients, x, gradient, region, bias is not None, context.into),
                 context.into,
             )
         elif learns:
@@ -94,7 +94,9 @@ def _start_gather(x: Tensor, region: Region) -> tuple[Tensor, collectives.Work]:
     return whole, collectives.start_all_gather(whole, x.contiguous(), region.axis)
 
 
-def _later(x: Tensor, gradient: Tensor, region: Region, bias: bool, into: MainGrad | None) -> tuple[Tensor | None, ...]:
+def _delayed_weight_gradients(
+    x: Tensor, gradient: Tensor, region: Region, bias: bool, into: MainGrad | None
+) -> tuple[Tensor | None, ...]:
     """The weight's and bias's gradients of a layer that enters a region."""
     if region.sequence_parallel:
         x, gathering = _start_gather(x, region)
@@ -293,9 +295,9 @@ class RowLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, in/tp]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
-        return self.adapted(x, self.bias, self._summed)
+        return self.adapted(x, self.bias, self._reduce_with_bias)
 
-    def _summed(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _reduce_with_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.region.axis.size == 1:
             return self._multiply(x, bias)
         overlapped = self.region.overlapped

@@ -39,7 +39,7 @@ class _CrossEntropy(Function):
         local = local.masked_fill(~here, 0)
         target_logit = flat.gather(1, local[:, None])[:, 0].sub_(largest).masked_fill_(~here, 0.0)
         sums = torch.empty_like(largest)
-        for rows, shift, total in zip(_blocks(flat), _blocks(largest), _blocks(sums), strict=True):
+        for rows, shift, total in zip(_row_blocks(flat), _row_blocks(largest), _row_blocks(sums), strict=True):
             torch.sum(rows.sub_(shift[:, None]).exp_(), dim=-1, out=total)
         totals = collectives.all_reduce(torch.stack((sums, target_logit)), axis)
         context.save_for_backward(totals[0], local, here)
@@ -53,13 +53,13 @@ class _CrossEntropy(Function):
         flat, context.flat = context.flat, None
         weight = gradient.masked_fill(~context.counts, 0.0).reshape(-1)
         scale = weight / sums
-        for rows, factor in zip(_blocks(flat), _blocks(scale), strict=True):
+        for rows, factor in zip(_row_blocks(flat), _row_blocks(scale), strict=True):
             rows.mul_(factor[:, None])
         flat.scatter_add_(1, local[:, None], -(weight * here)[:, None].to(flat.dtype))
         return flat.view(*gradient.shape, -1).to(context.dtype), None, None, None
 
 
-def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+def _row_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.split(_ROWS) if tensor.device.type == "cpu" else (tensor,)
 
 

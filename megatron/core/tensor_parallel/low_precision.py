@@ -165,7 +165,7 @@ class _LowLinear(Function):
         flat = x.reshape(-1, x.shape[-1])
         own = scaling.quantise("input", flat, scaling.largest("input", flat))
         largest = scaling.largest("weight", weight) if way.held is None else None
-        whole = _gathered(own, way.axis) if way.gathers and way.axis is not None else own
+        whole = _gather_quantized(own, way.axis) if way.gathers and way.axis is not None else own
         output = recipe.product(whole, way.held or scaling.quantise("weight", weight, largest), x.dtype)
         context.way, context.bias, context.shape = way, bias, x.shape
         # Of what has one scale, 8 bits are enough for the backward pass; blocks along the tokens are made of the input itself.
@@ -196,7 +196,9 @@ class _LowLinear(Function):
         compute = partial(_weight_gradients, scaling, context.kept_scale, flat, rounded, bias=bias is not None)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
-            way.wgrad_store.put([weight] if bias is None else [weight, bias], partial(_later, compute, kept, way))
+            way.wgrad_store.put(
+                [weight] if bias is None else [weight, bias], partial(_delayed_weight_gradients, compute, kept, way)
+            )
         else:
             gradients = compute(kept)
         if way.axis is not None:
@@ -223,7 +225,7 @@ def _weight_gradients(
     return (result, gradient.sum(0)) if bias else (result,)
 
 
-def _later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
+def _delayed_weight_gradients(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
     """The gradients that were left for later; the tokens of other ranks are fetched only now."""
     if way.gathers and way.axis is not None:
         kept, gathering = _start_gather(kept, way.axis)
@@ -241,19 +243,19 @@ def _start_sum(gradient: Tensor, way: Way, shape: torch.Size) -> tuple[Tensor, c
     return own, collectives.start_reduce_scatter(own.view(-1, shape[-1]), gradient, way.axis)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Numbers of 8 bits as what every transport carries."""
     return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor.contiguous()
 
 
 def _start_gather(rows: Tensor, axis: Axis) -> tuple[Tensor, collectives.Work]:
     """Begin to fetch the rows of all ranks."""
-    piece = _bytes(rows)
+    piece = _as_bytes(rows)
     whole = piece.new_empty((piece.shape[0] * axis.size, *piece.shape[1:]))
     return whole.view(rows.dtype), collectives.start_all_gather(whole, piece, axis)
 
 
-def _gathered(x: Quantised, axis: Axis) -> Quantised:
+def _gather_quantized(x: Quantised, axis: Axis) -> Quantised:
     """The rows of all ranks. A block lies in one row."""
     values, arriving = _start_gather(x.values, axis)
     blocks, others = (None, None) if x.blocks is None else _start_gather(x.blocks, axis)

@@ -42,8 +42,8 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis
     for step in range(axis.size):
         place, coming = (axis.rank - step) % axis.size, (axis.rank - step - 1) % axis.size
         works = collectives.start_ring_shift(whole[coming], whole[place], axis) if step < axis.size - 1 else []
-        _multiply(whole[place], matrix, bias, product[place])
-        _wait(works)
+        _matmul_into(whole[place], matrix, bias, product[place])
+        _wait_all(works)
     return product.flatten(0, 1), whole.flatten(0, 1)
 
 
@@ -51,16 +51,16 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
     """Multiply, and reduce-scatter the product over the axis. x: [s, b, i]; matrix: [i, o]; returns [s/tp, b, o]."""
     pieces = x.chunk(axis.size)
     total, own, arriving = (x.new_empty((*pieces[0].shape[:-1], matrix.shape[-1])) for _ in range(3))
-    _multiply(pieces[axis.rank - 1], matrix, None, total)
+    _matmul_into(pieces[axis.rank - 1], matrix, None, total)
     for step in range(1, axis.size):
         works = collectives.start_ring_shift(arriving, total, axis)
-        _multiply(pieces[(axis.rank - 1 - step) % axis.size], matrix, None, own)
-        _wait(works)
+        _matmul_into(pieces[(axis.rank - 1 - step) % axis.size], matrix, None, own)
+        _wait_all(works)
         total, own = own.add_(arriving), total
     return total
 
 
-def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _matmul_into(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """x times the matrix, and the bias, into `out`."""
     rows, out = x.flatten(0, -2), out.flatten(0, -2)
     if bias is None:
@@ -69,6 +69,6 @@ def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, rows, matrix, out=out)
 
 
-def _wait(works: Sequence[collectives.Work]) -> None:
+def _wait_all(works: Sequence[collectives.Work]) -> None:
     for work in works:
         collectives.wait(work)

@@ -29,7 +29,7 @@ class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
         self._tokens = {number: token for token, number in vocab.items()}
         reached = byte_of_character().keys() | {left + right for left, right in merges}
         super().__init__(
-            MergesSource(_tokenizer(vocab, merges), vocab, merges, pattern="gpt2"),
+            MergesSource(_bpe_engine(vocab, merges), vocab, merges, pattern="gpt2"),
             {number: token_bytes(token) for token, number in vocab.items()},
             {token: number for token, number in vocab.items() if token not in reached},
         )
@@ -39,7 +39,7 @@ class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
         return self._tokens[token]
 
 
-def _tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
+def _bpe_engine(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
     import tokenizers
     from tokenizers import models, pre_tokenizers
 

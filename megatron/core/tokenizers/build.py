@@ -129,17 +129,17 @@ class ByteTokenizer(SpecialTokens):
         return [(place, place + 1) for place in range(len(text.encode()))]
 
 
-def _bert(config: TokenizerConfig) -> Tokenizer:
+def _build_bert(config: TokenizerConfig) -> Tokenizer:
     return BertWordPieceTokenizer(
-        _file(config.vocab_file),
+        _required_file(config.vocab_file),
         lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
         extra_ids=config.vocab_extra_ids,
     )
 
 
-def _tiktoken(config: TokenizerConfig) -> Tokenizer:
+def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
     return TikTokenizer(
-        _file(config.tokenizer_model),
+        _required_file(config.tokenizer_model),
         config.tiktoken_pattern,
         vocab_size=config.vocab_size,
         num_special=config.tiktoken_num_special_tokens,
@@ -147,13 +147,13 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     )
 
 
-def _null(config: TokenizerConfig) -> Tokenizer:
+def _build_null(config: TokenizerConfig) -> Tokenizer:
     pad = None if config.null_tokenizer_pad_id == -1 else config.null_tokenizer_pad_id
     assert config.vocab_size is not None, "a tokenizer without its size is refused"
     return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=pad)
 
 
-def _file(path: str | None) -> str:
+def _required_file(path: str | None) -> str:
     """Return the path of a file that `problems_of` requires for this kind."""
     assert path is not None, "a tokenizer without its files is refused"
     return path
@@ -161,20 +161,24 @@ def _file(path: str | None) -> str:
 
 KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType(
     {
-        "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(_file(config.vocab_file), _file(config.merge_file)),
-        "BertWordPieceLowerCase": _bert,
-        "BertWordPieceCase": _bert,
+        "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(
+            _required_file(config.vocab_file), _required_file(config.merge_file)
+        ),
+        "BertWordPieceLowerCase": _build_bert,
+        "BertWordPieceCase": _build_bert,
         "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(
-            _file(config.tokenizer_model), "named", extra_ids=config.vocab_extra_ids
+            _required_file(config.tokenizer_model), "named", extra_ids=config.vocab_extra_ids
         ),
-        "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(_file(config.tokenizer_model), "bare"),
-        "Llama2Tokenizer": lambda config: SentencePieceTokenizer(_file(config.tokenizer_model), "begun"),
+        "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(
+            _required_file(config.tokenizer_model), "bare"
+        ),
+        "Llama2Tokenizer": lambda config: SentencePieceTokenizer(_required_file(config.tokenizer_model), "begun"),
         "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(
-            _file(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
+            _required_file(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
         ),
-        "TikTokenizer": _tiktoken,
+        "TikTokenizer": _build_tiktoken,
         "ByteTokenizer": lambda config: ByteTokenizer(),
-        "NullTokenizer": _null,
+        "NullTokenizer": _build_null,
     }
 )
 
@@ -239,7 +243,7 @@ def unused_settings(config: TokenizerConfig) -> dict[str, str]:
     """Return settings that are given but not used by this kind of tokenizer: setting -> the flag as given."""
     kind = config.tokenizer_type
     return {
-        field.name: f"{spelling(field.name)} {_formatted(getattr(config, field.name))}"
+        field.name: f"{spelling(field.name)} {_format_value(getattr(config, field.name))}"
         for field in fields(config)
         if kind is not None
         and kind in KINDS
@@ -271,7 +275,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     assert config.tokenizer_type is not None, "settings without a kind are refused"
     tokenizer = KINDS[config.tokenizer_type](config)
     if config.chat_template is not None:
-        tokenizer.chat_template = _template(config.chat_template)
+        tokenizer.chat_template = _read_template(config.chat_template)
     return tokenizer
 
 
@@ -302,11 +306,11 @@ def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
         return config.known_size, str(error)
 
 
-def _formatted(value: object) -> str:
+def _format_value(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _template(setting: str) -> str:
+def _read_template(setting: str) -> str:
     """Return the Jinja template given as text or as the path of a file."""
     if any(mark in setting for mark in ("{{", "{%", "\n")):
         return setting

@@ -148,7 +148,7 @@ class MergesSource:
         self.reference = tokenizers_engine(tokenizer)
         self.candidates: Mapping[str, Callable[[], Engine]] = {
             "gigatoken": lambda: gigatoken_json_engine(self.content),
-            "tiktoken": self._tiktoken,
+            "tiktoken": self._tiktoken_engine,
         }
 
     @property
@@ -175,7 +175,7 @@ class MergesSource:
             return None
         return MergeRanks(tuple(map(token_bytes, made)), tuple(self._vocab[token] for token in made), self._pattern)
 
-    def _tiktoken(self) -> Engine:
+    def _tiktoken_engine(self) -> Engine:
         if self.ranks is None:
             raise ValueError("the merges cannot be written as ranks")
         return tiktoken_engine(self.ranks)

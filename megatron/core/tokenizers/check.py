@@ -46,9 +46,9 @@ def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings
     findings = TokenizerFindings()
     _check_special_ids(tokenizer, findings)
     if rows is not None and tokenizer.vocab_size > rows:
-        beyond = [_named(tokenizer, token) for token in range(rows, tokenizer.vocab_size)]
+        beyond = [_token_name(tokenizer, token) for token in range(rows, tokenizer.vocab_size)]
         findings.wrong.append(
-            f"{len(beyond)} ids are beyond the model's {rows}: {_some(beyond)}; give the model a vocabulary of "
+            f"{len(beyond)} ids are beyond the model's {rows}: {_list_some(beyond)}; give the model a vocabulary of "
             f"{tokenizer.vocab_size} or more"
         )
     if tokenizer.unique_identifiers["algorithm"] != "ids as text":  # its texts are numbers, which the samples are not
@@ -65,14 +65,14 @@ def check_corpus(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> Corp
     for texts in batches:
         for text in texts:
             ids = tokenizer.tokenize(text)
-            back = _back(tokenizer, ids)
+            back = _round_trip(tokenizer, ids)
             result.texts += 1
             result.num_bytes += len(text.encode())
             result.ids += len(ids)
             result.highest = max(result.highest, max(ids, default=-1))
             if back != text:
                 result.lost += 1
-                result.first_loss = result.first_loss or _difference(text, back)
+                result.first_loss = result.first_loss or _first_difference(text, back)
     return result
 
 
@@ -90,12 +90,12 @@ def _check_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
     others = [role for role, token in given.items() if role != "pad" and token == given.get("pad")]
     if others:
         findings.wrong.append(
-            f"pad and {', '.join(others)} are one id, {_named(tokenizer, given['pad'])}: what is padding "
+            f"pad and {', '.join(others)} are one id, {_token_name(tokenizer, given['pad'])}: what is padding "
             "cannot be told from it, and would get no loss"
         )
     if "bos" in given and given["bos"] in (given.get("eos"), given["eod"]):
         findings.notes.append(
-            f"bos and eos are one id, {_named(tokenizer, given['bos'])}: begin and end of a text look the same"
+            f"bos and eos are one id, {_token_name(tokenizer, given['bos'])}: begin and end of a text look the same"
         )
     if "pad" not in given:
         findings.notes.append("there is no padding id")
@@ -107,9 +107,9 @@ def _check_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
 def _check_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
     lost = []
     for kind, text in DIFFICULT.items():
-        back = _back(tokenizer, tokenizer.tokenize(text))
+        back = _round_trip(tokenizer, tokenizer.tokenize(text))
         if back != text:
-            lost.append(f"{kind} ({_difference(text, back)})")
+            lost.append(f"{kind} ({_first_difference(text, back)})")
     if lost and promises_round_trips(tokenizer):
         findings.wrong.append(
             f"{len(lost)} of {len(DIFFICULT)} kinds of text do not come back from their ids: {'; '.join(lost)}"
@@ -129,7 +129,7 @@ def _check_forging(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
         if token not in around and any(token in tokenizer.tokenize(text) for text in (name, f"x{name}y", f"x {name} y"))
     ]
     if forged:
-        findings.wrong.append(f"text that holds the name of a special token becomes that token: {_some(forged)}")
+        findings.wrong.append(f"text that holds the name of a special token becomes that token: {_list_some(forged)}")
 
 
 def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: TokenizerFindings) -> None:
@@ -140,13 +140,13 @@ def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: TokenizerFind
         if not token.special and number in tokenizer.tokenize(f"x{token.content}y")
     ]
     if inside:
-        findings.wrong.append(f"added tokens are found inside words of ordinary text: {_some(inside)}")
+        findings.wrong.append(f"added tokens are found inside words of ordinary text: {_list_some(inside)}")
     strips = [repr(token.content) for token in added.values() if token.lstrip or token.rstrip]
     if strips:
-        findings.notes.append(f"added tokens swallow the white space beside them: {_some(strips)}")
+        findings.notes.append(f"added tokens swallow the white space beside them: {_list_some(strips)}")
 
 
-def _back(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def _round_trip(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the decoded text, without the tokens that the tokenizer adds around every text."""
     around = tokenizer.tokenize("")
     count = len(around)
@@ -157,7 +157,7 @@ def _back(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.detokenize(ids)
 
 
-def _difference(text: str, back: str) -> str:
+def _first_difference(text: str, back: str) -> str:
     """Describe where a text and its round trip first differ."""
     place = next(
         (place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back))
@@ -165,13 +165,13 @@ def _difference(text: str, back: str) -> str:
     return f"{ascii(text[place : place + 12])} became {ascii(back[place : place + 12])}"
 
 
-def _named(tokenizer: Tokenizer, token: int) -> str:
+def _token_name(tokenizer: Tokenizer, token: int) -> str:
     try:
         return f"{token} {ascii(tokenizer.id_to_token(token))}"
     except (KeyError, IndexError):
         return f"{token} (no token)"
 
 
-def _some(names: Sequence[str]) -> str:
+def _list_some(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -134,7 +134,7 @@ def gigatoken_engine(ranks: MergeRanks) -> Engine:
         path = os.path.join(folder, "ranks.tiktoken")
         with open(path, "wb") as file:
             file.writelines(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks.tokens))
-        return _gigatoken(gigatoken.Tokenizer.from_tiktoken(path, name, {}), np.asarray(ranks.ids, np.int32))
+        return _gigatoken_engine(gigatoken.Tokenizer.from_tiktoken(path, name, {}), np.asarray(ranks.ids, np.int32))
 
 
 def gigatoken_json_engine(tokenizer_json: str) -> Engine:
@@ -143,10 +143,10 @@ def gigatoken_json_engine(tokenizer_json: str) -> Engine:
 
     parsed = json.loads(tokenizer_json)
     parsed.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
-    return _gigatoken(gigatoken.Tokenizer.from_json(json.dumps(parsed)), None)
+    return _gigatoken_engine(gigatoken.Tokenizer.from_json(json.dumps(parsed)), None)
 
 
-def _gigatoken(encoder: Any, table: np.ndarray | None) -> Engine:
+def _gigatoken_engine(encoder: Any, table: np.ndarray | None) -> Engine:
     """Return an engine that encodes all texts at once on all processors; on one inside a worker process."""
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -199,11 +199,11 @@ def choose_engine(
         except Exception as error:  # whatever an optional library raises, another does its work
             problem = f"cannot be used: {error}"
         if problem is None:
-            return engine, _sentence(
+            return engine, _engine_report(
                 name, f"its ids equal those of {reference_name} on {len(DIFFICULT)} kinds of difficult text", refusals
             )
         refusals.append(f"{name} {problem}")
-    return reference, _sentence(reference_name, "it defines the ids", refusals)
+    return reference, _engine_report(reference_name, "it defines the ids", refusals)
 
 
 def sample_difference(engine: Engine, reference: Engine) -> str | None:
@@ -217,5 +217,5 @@ def sample_difference(engine: Engine, reference: Engine) -> str | None:
     return "gives other ids for several texts at once"
 
 
-def _sentence(name: str, reason: str, refusals: Sequence[str]) -> str:
+def _engine_report(name: str, reason: str, refusals: Sequence[str]) -> str:
     return "; ".join([f"text is encoded by {name} {metadata.version(name)}: {reason}", *refusals])

@@ -55,7 +55,7 @@ class HuggingFaceTokenizer(SpecialTokens):
     def __init__(self, model: str | Path, *, include_special: bool = True) -> None:
         path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
         self._text = read_text(path, FLAG)
-        self._tokenizer = _load(self._text, path)
+        self._tokenizer = _load_json(self._text, path)
         self._tokenizer.encode_special_tokens = True
         self._tokens = {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self._tokens, default=-1) + 1
@@ -64,7 +64,7 @@ class HuggingFaceTokenizer(SpecialTokens):
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
-        named, extra, self.chat_template = _settings(
+        named, extra, self.chat_template = _tokenizer_settings(
             path.parent, {token: number for number, token in self._tokens.items()}, added
         )
         self.bos, self.eos, self.pad = named["bos"], named["eos"], named["pad"]
@@ -76,7 +76,9 @@ class HuggingFaceTokenizer(SpecialTokens):
             )
         self.eod: int = end
         sentinels = [token for token in added if token.startswith("<extra_id_")]
-        self.additional_special_tokens_ids = extra or tuple(added[token] for token in sorted(sentinels, key=_number))
+        self.additional_special_tokens_ids = extra or tuple(
+            added[token] for token in sorted(sentinels, key=_sentinel_number)
+        )
         self.special = added
         self.added_tokens = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
@@ -86,14 +88,14 @@ class HuggingFaceTokenizer(SpecialTokens):
         self._bytes = _byte_level(json.loads(self._text), self._tokenizer, added) if self._frame_known else None
 
     @cached_property
-    def _choice(self) -> tuple[Engine, str]:
+    def _choose_engine(self) -> tuple[Engine, str]:
         if self._bytes is None:
-            return self._plain, "text is encoded by tokenizers: it defines the ids"
+            return self._plain_engine, "text is encoded by tokenizers: it defines the ids"
         engine, reason = self._bytes.choice
         return (lambda texts: with_prefix_and_suffix(self._prefix, *engine(texts), self._suffix)), reason
 
     @cached_property
-    def _plain(self) -> Engine:
+    def _plain_engine(self) -> Engine:
         """The engine of the tokenizers library, which defines the ids."""
         if not self._frame_known:
             return tokenizers_engine(self._tokenizer, add_special_tokens=True)
@@ -101,14 +103,14 @@ class HuggingFaceTokenizer(SpecialTokens):
         return lambda texts: with_prefix_and_suffix(self._prefix, *bare(texts), self._suffix)
 
     @cached_property
-    def _marking(self) -> Any:
+    def _special_token_engine(self) -> Any:
         """A second instance that recognizes the names of special tokens in text."""
-        return _load(self._text, "tokenizer.json")
+        return _load_json(self._text, "tokenizer.json")
 
     @property
     def engine(self) -> str:
         """The library that encodes text, and why it was chosen."""
-        return self._choice[1]
+        return self._choose_engine[1]
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -136,16 +138,16 @@ class HuggingFaceTokenizer(SpecialTokens):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, with the special tokens that tokenizer.json adds around it, unless turned off."""
-        return self._plain([text])[0].tolist()
+        return self._plain_engine([text])[0].tolist()
 
     def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text, in which names of special tokens become those tokens; nothing is added around it."""
         text.encode()
-        return self._marking.encode(text, add_special_tokens=False).ids
+        return self._special_token_engine.encode(text, add_special_tokens=False).ids
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
-        return self._choice[0](texts)
+        return self._choose_engine[0](texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -169,7 +171,7 @@ class HuggingFaceTokenizer(SpecialTokens):
         return [*((0, 0) for _ in self._prefix), *spans, *((0, 0) for _ in self._suffix)]
 
 
-def _load(text: str, path: str | Path) -> Any:
+def _load_json(text: str, path: str | Path) -> Any:
     import tokenizers
 
     try:
@@ -181,18 +183,18 @@ def _load(text: str, path: str | Path) -> Any:
     return tokenizer
 
 
-def _number(sentinel: str) -> int:
+def _sentinel_number(sentinel: str) -> int:
     digits = "".join(letter for letter in sentinel if letter.isdigit())
     return int(digits) if digits else 0
 
 
-def _settings(
+def _tokenizer_settings(
     folder: Path, numbers: Mapping[str, int], added: Mapping[str, int]
 ) -> tuple[dict[str, int | None], tuple[int, ...], str | None]:
     """Return (ids of the named special tokens, ids of additional ones, chat template) from the files beside a
     tokenizer.json.
     """
-    config = _config(folder)
+    config = _merged_config(folder)
 
     def number(value: object, key: str) -> int:
         token = value.get("content") if isinstance(value, dict) else value
@@ -215,11 +217,11 @@ def _settings(
     return (
         named,
         tuple(number(token, "a special token") for token in extra),
-        _template(folder, config.get("chat_template")),
+        _chat_template(folder, config.get("chat_template")),
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _merged_config(folder: Path) -> dict[str, Any]:
     """Return the merged content of the files beside a tokenizer.json, without nulls."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -231,7 +233,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _template(folder: Path, setting: object) -> str | None:
+def _chat_template(folder: Path, setting: object) -> str | None:
     """Return the chat template; if there are several, the one named default."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja", FLAG)
@@ -257,7 +259,7 @@ def _surrounding_ids(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] 
 
 def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str, int]) -> ByteLevelBPE | None:
     """Return the equivalent byte-level BPE if the tokenizer is nothing more than that, else None."""
-    model, pattern = parsed["model"], _pattern(parsed.get("pre_tokenizer"))
+    model, pattern = parsed["model"], _split_pattern(parsed.get("pre_tokenizer"))
     if pattern is None or not _is_plain_bpe(parsed):
         return None
     halves = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
@@ -286,7 +288,7 @@ def _is_plain_bpe(parsed: Mapping[str, Any]) -> bool:
     )
 
 
-def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+def _split_pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     """Return the splitting pattern, in `MergeRanks` notation, of a pre-tokenizer that splits by one expression; else
     None.
     """

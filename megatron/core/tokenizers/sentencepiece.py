@@ -42,7 +42,7 @@ class SentencePieceTokenizer(SpecialTokens):
         self, model: str | Path, kind: Literal["bare", "begun", "named"] = "bare", *, extra_ids: int = 0
     ) -> None:
         content = read_bytes(model, "--tokenizer-model")
-        self._model = pieces = _load(content, model)
+        self._model = pieces = _load_model(content, model)
         self._tokens = [pieces.id_to_piece(number) for number in range(len(pieces))]
         self._prefix: tuple[int, ...] = ()
         self._identity = {"model": hash_parts([content]), "kind": kind}
@@ -52,7 +52,7 @@ class SentencePieceTokenizer(SpecialTokens):
         sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
         if kind == "named":
             missing = {name: f"<{name.upper()}>" for name in numbers if name not in ends}
-            special |= self._add([*ADDED, *missing.values(), *sentinels])
+            special |= self._add_special_tokens([*ADDED, *missing.values(), *sentinels])
             ends |= {name: special[token] for name, token in missing.items()}
         if kind == "begun":
             if "bos" not in ends:
@@ -75,7 +75,7 @@ class SentencePieceTokenizer(SpecialTokens):
         self.additional_special_tokens_ids = tuple(map(special.__getitem__, sentinels))
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
 
-    def _add(self, tokens: Sequence[str]) -> dict[str, int]:
+    def _add_special_tokens(self, tokens: Sequence[str]) -> dict[str, int]:
         """Return the ids of special tokens, which follow the model's pieces unless the model has them."""
         numbers = {token: number for number, token in enumerate(self._tokens)}
         added = {token: numbers.setdefault(token, len(numbers)) for token in tokens}
@@ -89,11 +89,11 @@ class SentencePieceTokenizer(SpecialTokens):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text; for Llama2Tokenizer with <s> before it."""
-        return [*self._prefix, *self._bare(text)]
+        return [*self._prefix, *self._encode_plain(text)]
 
     def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text, in which names of special tokens become those tokens; nothing is added before it."""
-        return tokenize_around_special(text, self.special, self._bare)
+        return tokenize_around_special(text, self.special, self._encode_plain)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
@@ -105,10 +105,10 @@ class SentencePieceTokenizer(SpecialTokens):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; added tokens appear by name."""
         return "".join(
-            part if isinstance(part, str) else self._model.decode(part) for part in self._runs(map(int, ids))
+            part if isinstance(part, str) else self._model.decode(part) for part in self._split_runs(map(int, ids))
         )
 
-    def _runs(self, ids: Any) -> list[str | list[int]]:
+    def _split_runs(self, ids: Any) -> list[str | list[int]]:
         """Return runs of the model's ids, and the names of added tokens between them; ids without a token are skipped."""
         runs: list[str | list[int]] = []
         for token in ids:
@@ -131,11 +131,11 @@ class SentencePieceTokenizer(SpecialTokens):
         offsets = self._model.encode(text, out_type="offset_mapping")["offsets"] if text else []
         return [*((0, 0) for _ in self._prefix), *byte_spans(text, offsets)]
 
-    def _bare(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str) -> list[int]:
         return self._model.encode(text.encode())
 
 
-def _load(content: bytes, model: str | Path) -> Any:
+def _load_model(content: bytes, model: str | Path) -> Any:
     import sentencepiece
 
     if not content:

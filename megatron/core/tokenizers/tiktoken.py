@@ -112,7 +112,7 @@ def _json_layout(
             f"{len(content)} ranks of {model}: give {num_special + 256} to {len(content) + num_special}"
         )
     rows = content[: size - num_special]
-    tokens = _checked([(row["token_bytes"], row["rank"]) for row in rows], model)
+    tokens = _check_ranks([(row["token_bytes"], row["rank"]) for row in rows], model)
     return tokens, [num_special + rank for rank in range(len(tokens))], special
 
 
@@ -139,7 +139,7 @@ def _plain_layout(
             raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")
     rows = _plain_rows(model)
     ranks = [rank for rank, _ in rows]
-    tokens = _checked([(token, place) for place, (_, token) in enumerate(rows)], model)
+    tokens = _check_ranks([(token, place) for place, (_, token) in enumerate(rows)], model)
     count, end = PUBLISHED_ENDS.get(pattern, (None, 0))
     if names is None and len(rows) == count and end not in ranks:
         return tokens, ranks, {PLAIN_END: end}
@@ -162,7 +162,7 @@ def _plain_rows(model: str | Path) -> list[tuple[int, bytes]]:
     return rows
 
 
-def _checked(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
+def _check_ranks(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
     """Return the bytes of (base64, rank) rows; refuses duplicates and files without all single bytes."""
     tokens = []
     for place, (text, rank) in enumerate(rows):

@@ -92,7 +92,7 @@ def train_sentencepiece(
     sentencepiece.set_random_generator_seed(1)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=_text_lines(texts),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -120,7 +120,7 @@ def write_all(folder: Path, files: dict[str, str | bytes]) -> None:
         partial.replace(folder / name)
 
 
-def _lines(texts: Iterable[Sequence[str]]) -> Iterator[str]:
+def _text_lines(texts: Iterable[Sequence[str]]) -> Iterator[str]:
     for batch in texts:
         for text in batch:
             for line in text.split("\n"):

@@ -28,7 +28,7 @@ class BertWordPieceTokenizer(SpecialTokens):
     engine = "text is encoded by tokenizers: it defines the ids"
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool, extra_ids: int = 0) -> None:
-        vocab = _parse(read_text(vocab_file, "--vocab-file"), vocab_file)
+        vocab = _parse_vocab(read_text(vocab_file, "--vocab-file"), vocab_file)
         self.lower_case = lower_case
         sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
         for token in ("[BOS]", "[EOS]", *sentinels):
@@ -44,7 +44,7 @@ class BertWordPieceTokenizer(SpecialTokens):
         self._vocab = vocab
 
     @cached_property
-    def _pieces(self) -> Any:
+    def _wordpieces(self) -> Any:
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -57,8 +57,8 @@ class BertWordPieceTokenizer(SpecialTokens):
         return pieces
 
     @cached_property
-    def _encode(self) -> Engine:
-        return tokenizers_engine(self._pieces)
+    def _engine(self) -> Engine:
+        return tokenizers_engine(self._wordpieces)
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -71,7 +71,7 @@ class BertWordPieceTokenizer(SpecialTokens):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, without [CLS] and [SEP]."""
-        return self._encode([text])[0].tolist()
+        return self._engine([text])[0].tolist()
 
     def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text, in which [CLS], [SEP] and the other names in brackets become those tokens."""
@@ -79,11 +79,11 @@ class BertWordPieceTokenizer(SpecialTokens):
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
-        return self._encode(texts)
+        return self._engine(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the words of ids, joined from pieces and separated by spaces."""
-        return self._pieces.decode(
+        return self._wordpieces.decode(
             [token for token in map(int, ids) if 0 <= token < self.vocab_size], skip_special_tokens=False
         )
 
@@ -94,10 +94,10 @@ class BertWordPieceTokenizer(SpecialTokens):
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each piece."""
         text.encode()
-        return byte_spans(text, self._pieces.encode(text, add_special_tokens=False).offsets)
+        return byte_spans(text, self._wordpieces.encode(text, add_special_tokens=False).offsets)
 
 
-def _parse(text: str, path: str | Path) -> dict[str, int]:
+def _parse_vocab(text: str, path: str | Path) -> dict[str, int]:
     lines = text.removesuffix("\n").split("\n")
     tokens = [line.rstrip("\r") for line in lines]
     vocab = {token: number for number, token in enumerate(tokens)}

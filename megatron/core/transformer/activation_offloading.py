@@ -32,7 +32,7 @@ def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.d
     if not config.offloads:
         return
     offload = ActivationOffload(device, config.min_offloaded_tensor_size)
-    wrap_forward(stage, partial(_begun, offload))
+    wrap_forward(stage, partial(_begin_offload, offload))
     layers = [layer for layer in stage.modules() if isinstance(layer, Layer)]
     chosen = layers[: config.cpu_offloading_num_layers]
     for layer in chosen:
@@ -42,16 +42,16 @@ def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.d
             offload.offloading(*group) if any(layer in chosen for layer in group) else nullcontext()
         )
     for layer in layers if config.fine_grained_activation_offloading else ():
-        for name, part in _parts(layer):
+        for name, part in _offloadable_modules(layer):
             wrap_forward(part, partial(offload.offloading, part) if name in config.offload_modules else without_offload)
 
 
-def _begun(offload: ActivationOffload) -> AbstractContextManager[None]:
+def _begin_offload(offload: ActivationOffload) -> AbstractContextManager[None]:
     offload.begin()
     return nullcontext()
 
 
-def _parts(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
+def _offloadable_modules(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a layer that have names, and those inside them whose activations are not theirs."""
     mixer = layer.self_attention if isinstance(layer.self_attention, (SelfAttention, MultiLatentAttention)) else None
     experts = layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None

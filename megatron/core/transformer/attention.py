@@ -86,11 +86,11 @@ class SelfAttention(nn.Module):
         Returns the attention's output and the normed input, both like x.
         """
         qkv, normed = self.build.normed_linear(norm, self.linear_qkv, x)
-        q, k, v = self._heads(qkv)
+        q, k, v = self._split_heads(qkv)
         if context.table is not None and self.plan.rope:
-            q, k = self._turn(q, context.table), self._turn(k, context.table)
+            q, k = self._apply_rotary(q, context.table), self._apply_rotary(k, context.table)
         if self.build.model.qk_l2_norm:
-            q, k = self._scaled(q), self._scaled(k)
+            q, k = self._normalize_qk(q), self._normalize_qk(k)
         mask = context.mask.within(self.plan.window)
         if self.peaks is not None and self.training:
             self.peaks.see(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
             k,
             v,
             mask,
-            Scores(bias=bias, sink=self._sink(q)),
+            Scores(bias=bias, sink=self._attention_sink(q)),
             training=self.training,
             kernel=context.attention(self.build, self.plan.index),
         )
@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
         linear = self.linear_qkv
         return {linear.weight: rows} if linear.bias is None else {linear.weight: rows, linear.bias: rows}
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d] and k, v: [s, b, g/tp, d]."""
         sizes = [self.heads, self.groups, self.groups]
         q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_size).split(sizes, dim=2)
@@ -130,14 +130,14 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         return q, k, v
 
-    def _scaled(self, x: Tensor) -> Tensor:
+    def _normalize_qk(self, x: Tensor) -> Tensor:
         return self.build.kernels.rms_norm(x, None, self.build.model.norm_epsilon)
 
-    def _sink(self, q: Tensor) -> Tensor | None:
+    def _attention_sink(self, q: Tensor) -> Tensor | None:
         """The score [n/tp] of what takes weight and gives nothing, if there is such."""
         return q.new_zeros(self.heads) if self.build.model.softmax_type == "off-by-one" else self.softmax_offset
 
-    def _turn(self, x: Tensor, table: RotaryTable) -> Tensor:
+    def _apply_rotary(self, x: Tensor, table: RotaryTable) -> Tensor:
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rotates_pairs)
 
 

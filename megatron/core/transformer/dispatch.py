@@ -207,9 +207,9 @@ class AllGatherDispatcher:
 
     def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
         """See `Dispatcher.dispatch`."""
-        tokens, weights = self._gather(tokens), self._gather(routing.weights)
-        experts = self._gather(routing.experts)
-        kept = None if routing.kept is None else self._gather(routing.kept.to(torch.uint8)).bool()
+        tokens, weights = self._gather_tokens(tokens), self._gather_tokens(routing.weights)
+        experts = self._gather_tokens(routing.experts)
+        kept = None if routing.kept is None else self._gather_tokens(routing.kept.to(torch.uint8)).bool()
         here = self.num_experts // self.ep.size
         capacity = None if capacity is None else capacity * self.ep.size * self.etp.size
         permutation = sort_by_expert(
@@ -232,7 +232,7 @@ class AllGatherDispatcher:
         summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch)
         return collectives.scatter_then_gather(summed, self.etp)
 
-    def _gather(self, values: Tensor) -> Tensor:
+    def _gather_tokens(self, values: Tensor) -> Tensor:
         if not values.dtype.is_floating_point:
             return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep)
         gathered = collectives.gather_then_scatter(values, self.etp)
@@ -280,9 +280,9 @@ class AllToAllDispatcher:
         counts = arriving.sum((0, 1)).to(tokens.device)
 
         def wait() -> ExpertInputs:
-            arrived = self._sorted(collectives.finish_async(coming, handle.exchange), handle)
+            arrived = self._sort_by_expert(collectives.finish_async(coming, handle.exchange), handle)
             return ExpertInputs(
-                arrived, self._sorted(collectives.finish_async(weights, beside), handle).squeeze(1), counts
+                arrived, self._sort_by_expert(collectives.finish_async(weights, beside), handle).squeeze(1), counts
             )
 
         return Dispatched(wait, permutation, handle)
@@ -297,7 +297,7 @@ class AllToAllDispatcher:
             collectives.all_to_all(own, forth.receive, forth.send, self.ep, switch), dispatched.permutation
         )
 
-    def _sorted(self, rows: Tensor, handle: _ExchangeHandle) -> Tensor:
+    def _sort_by_expert(self, rows: Tensor, handle: _ExchangeHandle) -> Tensor:
         return reorder_rows(
             collectives.uneven_gather_then_scatter(rows, handle.gathered, self.etp),
             handle.index,

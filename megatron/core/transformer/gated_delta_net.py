@@ -89,11 +89,11 @@ class GatedDeltaNet(nn.Module):
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
         exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
-        parts, z = self._split(projected)
+        parts, z = self._split_projection(projected)
         if context.cache is not None:
             mixed = context.cache.scan(self, parts, self._go_on)
         else:
-            mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
+            mixed, _ = self._conv_and_scan(parts, exchange, borders(context.mask), None)
         return self.out_proj(self.out_norm(exchange.to_positions(mixed), z).flatten(2)), normed
 
     def first_state(self, batch: int) -> MixerState:
@@ -104,15 +104,15 @@ class GatedDeltaNet(nn.Module):
 
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
-        parts, z = self._split(self.in_proj(normed))
+        parts, z = self._split_projection(self.in_proj(normed))
         mixed, state = self._go_on(parts, state)
         return self.out_proj(self.out_norm(mixed, z).flatten(2)), state
 
     def _go_on(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         """Convolution and scan of split tokens [s, b, ...] behind a state."""
-        return self._mix(parts, ALONE, None, state)
+        return self._conv_and_scan(parts, ALONE, None, state)
 
-    def _split(self, projected: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _split_projection(self, projected: Tensor) -> tuple[list[Tensor], Tensor]:
         """[s, b, out/tp] to q, k [s, b, nk/tp, dk], v [s, b, nv/tp, dv], b, a [s, b, nv/tp, 1], and z like v."""
         heads, sizes = (self.key_heads, self.value_heads), self.sizes
         keys, values = heads[0] * sizes.key_size, heads[1] * sizes.value_size
@@ -121,7 +121,7 @@ class GatedDeltaNet(nn.Module):
         v, z = (each.unflatten(2, (heads[1], -1)) for each in (v, z))
         return [q, k, v, b[..., None], a[..., None]], z
 
-    def _mix(
+    def _conv_and_scan(
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
         """Convolution and scan. parts: q, k, v, b, a as split. Returns [s, b, nv/tp/cp, dv] of all positions, and the state behind them."""
@@ -137,7 +137,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (q, k, v), strict=True)
         )
-        q, k = (_unit(each.to(format_)) for each in (q, k))
+        q, k = (_l2_normalize(each.to(format_)) for each in (q, k))
         q = q * self.sizes.key_size**-0.5
         dt_bias, a_log = (exchange.share(each, self.value_heads).to(format_) for each in (self.dt_bias, self.A_log))
         rate, fading = b[..., 0].to(format_).sigmoid(), -a_log.exp() * F.softplus(a[..., 0].to(format_) + dt_bias)
@@ -174,6 +174,6 @@ class HeadNorm(nn.Module):
         return (normed * F.silu(z.to(format_))).to(o.dtype)
 
 
-def _unit(x: Tensor) -> Tensor:
+def _l2_normalize(x: Tensor) -> Tensor:
     """Vectors along the last dimension at length one; the epsilon stands inside the root."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -81,7 +81,7 @@ class Layer(nn.Module):
             update, normed = self.cross_attention(
                 x, self.pre_cross_attn_layernorm, memory, context.memory_mask, context.cache
             )
-            x = self._sum(x, normed, update, None)
+            x = self._add_residual(x, normed, update, None)
         if self.recomputes_mlp:
             return recompute(partial(self.mlp_block, context=context), self.build.streams, x)
         return self.mlp_block(x, context=context)
@@ -104,16 +104,16 @@ class Layer(nn.Module):
         assert self.self_attention is not None, "a layer whose mixer is called has one"
         mixed, normed = self.self_attention(x, self.input_layernorm, context, bias)
         mixed = mixed if self.attention_scale is None else self.attention_scale(mixed)
-        return self._sum(x, normed, mixed, self.post_attention_layernorm)
+        return self._add_residual(x, normed, mixed, self.post_attention_layernorm)
 
     def mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         """Return x plus what the MLP or the experts add to it, [s or s/tp, b, h]: the second half of a layer."""
         assert self.mlp is not None, "a layer whose MLP is called has one"
         thought, normed = self.mlp(x, self.pre_mlp_layernorm, context)
         thought = thought if self.mlp_scale is None else self.mlp_scale(thought)
-        return self._sum(x, normed, thought, self.post_mlp_layernorm)
+        return self._add_residual(x, normed, thought, self.post_mlp_layernorm)
 
-    def _sum(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:
+    def _add_residual(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:
         """The residual and its update, of which one is normed if so. The residual's format may be wider than the norm's."""
         if self.norms_updates and norm is not None:
             update, norm = norm(update), None

@@ -99,11 +99,11 @@ class MambaMixer(nn.Module):
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
         exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
-        z, *parts = self._split(projected)
+        z, *parts = self._split_projection(projected)
         if context.cache is not None:
             mixed = context.cache.scan(self, parts, self._go_on)
         else:
-            mixed, _ = self._mix(parts, exchange, borders(context.mask), None)
+            mixed, _ = self._conv_and_scan(parts, exchange, borders(context.mask), None)
         return self.out_proj(self.norm(exchange.to_positions(mixed).flatten(2), z)), normed
 
     def first_state(self, batch: int) -> MixerState:
@@ -114,22 +114,22 @@ class MambaMixer(nn.Module):
 
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
-        z, *parts = self._split(self.in_proj(normed))
+        z, *parts = self._split_projection(self.in_proj(normed))
         mixed, state = self._go_on(parts, state)
         return self.out_proj(self.norm(mixed.flatten(2), z)), state
 
     def _go_on(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         """Convolution and scan of split tokens [s, b, ...] behind a state."""
-        return self._mix(parts, ALONE, None, state)
+        return self._conv_and_scan(parts, ALONE, None, state)
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+    def _split_projection(self, projected: Tensor) -> tuple[Tensor, ...]:
         """[s, b, (2 d + 2 g N + n)/tp] to z [s, b, d/tp], x [s, b, n/tp, p], B and C [s, b, g/tp, N], dt [s, b, n/tp, 1]."""
         inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
         z, x, b, c, dt = projected.split((inner, inner, shared, shared, self.heads), dim=-1)
         groups = (self.groups, self.sizes.state)
         return z, x.unflatten(2, (self.heads, -1)), b.unflatten(2, groups), c.unflatten(2, groups), dt[..., None]
 
-    def _mix(
+    def _conv_and_scan(
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
         """Convolution and scan. parts: x, B, C, dt as split. Returns [s, b, n/tp/cp, p] of all positions, and the state behind them."""

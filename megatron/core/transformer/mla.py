@@ -76,18 +76,20 @@ class MultiLatentAttention(nn.Module):
 
         Returns the attention's output and the normed input, both like x.
         """
-        (query, latent, shared), normed = self.build.normed_linear(norm, self._down, x)
+        (query, latent, shared), normed = self.build.normed_linear(norm, self._down_projections, x)
         table = context.table if self.plan.rope else None
         mask = context.mask.within(self.plan.window)
         if context.cache is not None:
-            kept = torch.cat((self.build.region.copy_to_region(latent), self._turn(shared, table)[:, :, 0]), dim=-1)
+            kept = torch.cat(
+                (self.build.region.copy_to_region(latent), self._apply_rotary(shared, table)[:, :, 0]), dim=-1
+            )
             result = self.absorbed(
-                self._query(query, table), kept, mask, context.attention(self.build, self.plan.index)
+                self._query_heads(query, table), kept, mask, context.attention(self.build, self.plan.index)
             )
             return self.linear_proj(result), normed
 
         def up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
-            return self._query(query, table), *self._key_and_value(latent, shared, table)
+            return self._query_heads(query, table), *self._key_and_value(latent, shared, table)
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.peaks is not None and self.training:
@@ -133,7 +135,7 @@ class MultiLatentAttention(nn.Module):
         assert query is not None, "queries have a projection, with or without a latent"
         return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
 
-    def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _down_projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [s or s/tp, b, h]. Returns queries or their latent, the latent [s or s/tp, b, r] of keys and values, and the
         shared key [s, b, 1, d], not yet rotated. Latents are normed if they have norms.
         """
@@ -148,22 +150,22 @@ class MultiLatentAttention(nn.Module):
         latent = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent)
         return query, latent, self.build.region.copy_to_region(shared.contiguous())[:, :, None]
 
-    def _query(self, query: Tensor, table: RotaryTable | None) -> Tensor:
+    def _query_heads(self, query: Tensor, table: RotaryTable | None) -> Tensor:
         """Queries or their latent to [s, b, n/tp, dk + d], rotated."""
         q = query if self.linear_q_up_proj is None else self.linear_q_up_proj(query)
         still, turned = q.unflatten(-1, (self.heads, -1)).split(
             [self.mla.qk_head_dim, self.mla.qk_pos_emb_head_dim], dim=-1
         )
-        return torch.cat((still, self._turn(turned, table)), dim=-1)
+        return torch.cat((still, self._apply_rotary(turned, table)), dim=-1)
 
     def _key_and_value(self, latent: Tensor, shared: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
         """[s or s/tp, b, r] and [s, b, 1, d] to keys [s, b, n/tp, dk + d] and values [s, b, n/tp, dv]."""
         pairs = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1))
         still, value = pairs.split([self.mla.qk_head_dim, self.mla.v_head_dim], dim=-1)
-        turned = self._turn(shared, table).expand(-1, -1, self.heads, -1)
+        turned = self._apply_rotary(shared, table).expand(-1, -1, self.heads, -1)
         return torch.cat((still, turned), dim=-1), value
 
-    def _turn(self, x: Tensor, table: RotaryTable | None) -> Tensor:
+    def _apply_rotary(self, x: Tensor, table: RotaryTable | None) -> Tensor:
         if table is None:
             return x
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rotates_pairs)

@@ -111,10 +111,10 @@ class GroupedLinear(nn.Module):
         return self._multiply(x, counts) + bias.to(x.dtype)
 
     def _multiply(self, x: Tensor, counts: Tensor) -> Tensor:
-        product = self._product(x, counts)
+        product = self._grouped_product(x, counts)
         return product + self.adapter(x, counts) if self.adapter is not None and self.adapter.enabled else product
 
-    def _product(self, x: Tensor, counts: Tensor) -> Tensor:
+    def _grouped_product(self, x: Tensor, counts: Tensor) -> Tensor:
         if quantized_of(self.weight) is not None:
             return frozen_grouped_linear(x, self.weight, counts, self.grouped_linear)
         if self.wgrad_store is None or self.scaling is not None:
@@ -140,11 +140,11 @@ class Experts(nn.Module):
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
         if self.build.recomputes("moe_act"):
             return discard_intermediate(
-                lambda x: recompute(self._act, self.build.streams, x, rows.weights), down, wide
+                lambda x: recompute(self._activate, self.build.streams, x, rows.weights), down, wide
             )[0]
-        return down(self._act(wide, rows.weights))
+        return down(self._activate(wide, rows.weights))
 
-    def _act(self, wide: Tensor, weights: Tensor) -> Tensor:
+    def _activate(self, wide: Tensor, weights: Tensor) -> Tensor:
         # The last matmul is linear, so a row is weighed before it, where it is narrow.
         return (self.build.activation(wide) * weights[:, None]).to(wide.dtype)
 
@@ -176,14 +176,16 @@ class MoELayer(nn.Module):
         dispatched = self.dispatcher.dispatch(
             own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None
         )
-        shared = self._shared(x, context) if moe.moe_shared_expert_overlap else None  # while tokens are on their way
+        shared = (
+            self._shared_experts_output(x, context) if moe.moe_shared_expert_overlap else None
+        )  # while tokens are on their way
         outputs = self.experts(dispatched.wait())
         routed = region.gather_tokens(self.dispatcher.combine(outputs, dispatched).view(own.shape), length)
         if shared is None:
-            shared = self._shared(x, context)
+            shared = self._shared_experts_output(x, context)
         return routed if shared is None else routed + shared
 
-    def _shared(self, x: Tensor, context: ForwardContext) -> Tensor | None:
+    def _shared_experts_output(self, x: Tensor, context: ForwardContext) -> Tensor | None:
         experts = self.shared_experts
         if experts is None:
             return None

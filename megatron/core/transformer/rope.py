@@ -31,11 +31,11 @@ def frequencies(config: RopeConfig, head_size: int, device: torch.device, dtype:
     steps = torch.arange(0, size, 2, device=device, dtype=dtype) / size
     result = 1.0 / config.rotary_base**steps  # rounded as the published networks round it
     if config.is_yarn:
-        return _yarn(result, config)
-    return _llama3(result, config) if config.use_rope_scaling else result
+        return _yarn_scaling(result, config)
+    return _llama3_scaling(result, config) if config.use_rope_scaling else result
 
 
-def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
+def _llama3_scaling(frequencies: Tensor, config: RopeConfig) -> Tensor:
     """Slow turns are slowed by a factor, fast ones kept, those between blended (Llama 3.1)."""
     turns = config.rope_scaling_original_length * frequencies / (2 * math.pi)
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
@@ -43,7 +43,7 @@ def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
     return (1 - blend) * frequencies / config.rope_scaling_factor + blend * frequencies
 
 
-def _yarn(frequencies: Tensor, config: RopeConfig) -> Tensor:
+def _yarn_scaling(frequencies: Tensor, config: RopeConfig) -> Tensor:
     """Pairs that turn seldom over the original length are slowed by the factor, fast ones kept, those between blended by their
     number (YaRN; Peng et al., 2023)."""
     size = 2 * len(frequencies)

@@ -94,16 +94,18 @@ class Router(nn.Module):
         if self.moe.moe_router_force_load_balancing:
             scores = self._at_random(scores, context)
         scores = scores.flatten(0, 1)
-        experts = self._experts(scores, microbatch_context, context.depth)
+        experts = self._choose_experts(scores, microbatch_context, context.depth)
         weights = weigh(scores, experts, self.moe)
         if microbatch_context is not None:
-            weights = self._balanced(weights, scores, context, x.shape[1])
+            weights = self._with_balancing_losses(weights, scores, context, x.shape[1])
         routing = Routing(weights, experts)
         if self.moe.moe_expert_capacity_factor is not None:
             limit = capacity(experts.shape[0], self.moe)
             routing = drop(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
         if microbatch_context is not None:
-            microbatch_context.compute_once((self, context.depth, "tally"), lambda: self._count(routing, context))
+            microbatch_context.compute_once(
+                (self, context.depth, "tally"), lambda: self._count_routing(routing, context)
+            )
         return routing
 
     def served(self, context: ForwardContext) -> int:
@@ -134,7 +136,7 @@ class Router(nn.Module):
             router.tally = torch.zeros_like(router.tally)
             router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
 
-    def _experts(self, scores: Tensor, microbatch_context: MicrobatchContext | None, depth: int) -> Tensor:
+    def _choose_experts(self, scores: Tensor, microbatch_context: MicrobatchContext | None, depth: int) -> Tensor:
         """The choice, or in training that of an earlier step that is replayed."""
         if microbatch_context is not None and self.replayed is not None:
             result = self.replayed.get((microbatch_context.sample, depth))
@@ -152,7 +154,9 @@ class Router(nn.Module):
             self.recorded[microbatch_context.sample, depth] = result
         return result
 
-    def _balanced(self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int) -> Tensor:
+    def _with_balancing_losses(
+        self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int
+    ) -> Tensor:
         """The weights, whose backward pass also brings the gradients of the balancing losses and of the z-loss."""
         moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
@@ -174,13 +178,15 @@ class Router(nn.Module):
                         (self, context.depth, "so far"), lambda: self._so_far(by_sequence.sum(0))
                     )[None]
                 loss = balancing_share(shares, chosen, num_tokens=num_tokens // len(chosen))
-                weights = self._joined(weights, loss, coefficient, _NAMES[kind], context)
+                weights = self._with_loss(weights, loss, coefficient, _NAMES[kind], context)
         if moe.moe_z_loss_coeff:
             loss = size_share(scores, num_tokens=num_tokens)
-            weights = self._joined(weights, loss, moe.moe_z_loss_coeff, "z_loss", context)
+            weights = self._with_loss(weights, loss, moe.moe_z_loss_coeff, "z_loss", context)
         return weights
 
-    def _joined(self, weights: Tensor, loss: Tensor, coefficient: float, name: str, context: ForwardContext) -> Tensor:
+    def _with_loss(
+        self, weights: Tensor, loss: Tensor, coefficient: float, name: str, context: ForwardContext
+    ) -> Tensor:
         microbatch_context = context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
         count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
@@ -193,7 +199,7 @@ class Router(nn.Module):
         self.chosen_so_far += collectives.all_reduce(chosen.clone(), self.build.mesh.dp)
         return self.chosen_so_far.clone()
 
-    def _count(self, routing: Routing, context: ForwardContext) -> None:
+    def _count_routing(self, routing: Routing, context: ForwardContext) -> None:
         own = self.tally[self.served(context)]
         own[:-1] += count_choices(routing.experts, self.num_experts)[0]
         if routing.kept is not None:
@@ -217,17 +223,17 @@ class Router(nn.Module):
 def choose(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) -> Tensor:
     """The k experts of each token, int64 [t, k]. scores: [t, e]; expert_bias: [e], which counts here and in no weight."""
     if moe.moe_router_score_function != "softmax":
-        scores = _positive(scores, moe.moe_router_score_function)
+        scores = _positive_scores(scores, moe.moe_router_score_function)
     elif moe.moe_router_pre_softmax:
         scores = scores.softmax(-1)
     if expert_bias is not None:
         scores = scores + expert_bias
     if moe.moe_router_num_groups:
-        scores = scores.masked_fill(~_allowed(scores, moe), -torch.inf)
+        scores = scores.masked_fill(~_best_group_mask(scores, moe), -torch.inf)
     return scores.topk(moe.moe_router_topk, dim=-1).indices
 
 
-def _allowed(scores: Tensor, moe: MoEConfig) -> Tensor:
+def _best_group_mask(scores: Tensor, moe: MoEConfig) -> Tensor:
     """Bool [t, e]: the experts of the best groups (DeepSeek-V2 and V3, 2024)."""
     assert moe.moe_router_group_topk is not None, "with groups comes how many of them a token may use"
     groups = scores.unflatten(-1, (moe.moe_router_num_groups, -1))
@@ -243,7 +249,7 @@ def weigh(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
     if even:
         weights = (scores.sigmoid() if moe.moe_router_topk == 1 else scores.softmax(-1)).gather(1, experts)
     elif function != "softmax":
-        weights = _positive(scores.gather(1, experts), function)
+        weights = _positive_scores(scores.gather(1, experts), function)
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY) if moe.moe_router_topk > 1 else weights
     elif moe.moe_router_pre_softmax:
         weights = scores.softmax(-1).gather(1, experts)
@@ -257,11 +263,11 @@ def affinities(scores: Tensor, function: str) -> Tensor:
     """What balancing losses look at: each token's shares among all experts, which add up to 1. scores: [t, e]."""
     if function == "softmax":
         return scores.softmax(-1)
-    result = _positive(scores, function)
+    result = _positive_scores(scores, function)
     return result / (result.sum(-1, keepdim=True) + _TINY)
 
 
-def _positive(scores: Tensor, function: str) -> Tensor:
+def _positive_scores(scores: Tensor, function: str) -> Tensor:
     return scores.sigmoid() if function == "sigmoid" else F.softplus(scores).sqrt()
 
 

@@ -38,7 +38,7 @@ class Stack(nn.Module):
         bias: [1, n/tp, s, s], added to the scores of every layer. memory: [keys or keys/tp, b, h], what cross attention
         looks at.
         """
-        for group, drop in self._groups():
+        for group, drop in self._recompute_groups():
             run = _Run(group, context)
             if drop and self.training:
                 with self.offloading(group):
@@ -47,7 +47,7 @@ class Stack(nn.Module):
                 x = run(x, bias, memory)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
-    def _groups(self) -> list[tuple[list[Layer], bool]]:
+    def _recompute_groups(self) -> list[tuple[list[Layer], bool]]:
         """(layers, whether their activations are dropped), in order."""
         choice, layers = self.build.recompute, [layer for layer in self.layers.values() if isinstance(layer, Layer)]
         if choice.recompute_granularity != "full":

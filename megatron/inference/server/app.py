@@ -83,7 +83,7 @@ class RequestFilter:
             await send(message)
 
         try:
-            refused = self._refusal(scope)
+            refused = self._auth_error(scope)
             await (self._app if refused is None else error_answer(scope["path"], refused))(scope, receive, counted)
         finally:
             # Any path may be asked for, and only those that there are get a number of their own.
@@ -93,7 +93,7 @@ class RequestFilter:
                 "%s %s: %d in %.3f s", scope["method"], ascii(scope["path"])[1:-1], status, time.monotonic() - begun
             )
 
-    def _refusal(self, scope: Scope) -> Refused | None:
+    def _auth_error(self, scope: Scope) -> Refused | None:
         """Why a call is not let in."""
         given = dict(reversed(scope["headers"]))  # the first of each name counts
         host = host_of(given.get(b"host", b""))
@@ -165,12 +165,12 @@ def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]
     @app.get("/v1/models")
     async def models() -> Response:
         return json_answer(
-            {"object": "list", "data": [_model(serving, begun, name) for name in ("", *serving.adapters)]}
+            {"object": "list", "data": [_model_entry(serving, begun, name) for name in ("", *serving.adapters)]}
         )
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return json_answer(_model(serving, begun, serving.adapter_named(name)))
+        return json_answer(_model_entry(serving, begun, serving.adapter_named(name)))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -286,7 +286,7 @@ def error_answer(path: str, error: Refused) -> Response:
     return Response(json.dumps(body), error.status, error.headers, "application/json")
 
 
-def _model(serving: Serving, begun: int, adapter: str) -> dict[str, Any]:
+def _model_entry(serving: Serving, begun: int, adapter: str) -> dict[str, Any]:
     """What is told of the network, or of an adapter beside it."""
     parent = {"parent": serving.model} if adapter else {}
     return {

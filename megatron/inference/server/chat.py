@@ -24,7 +24,7 @@ class Chat:
         if template == "tokenizer" and tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; start the server with --chat-format")
         self._encoder = Encoder(tokenizer, template)
-        self.stop_ids, self.stop_words = self._ends()
+        self.stop_ids, self.stop_words = self._answer_end()
 
     def ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The conversation and what stands before an answer; `Refused` if the template does not take it."""
@@ -34,7 +34,7 @@ class Chat:
             raise Refused(f"messages: {error}") from None
         return (~encoded).tolist()  # the encoder turns over what is not learnt
 
-    def _ends(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def _answer_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Found in a small conversation: the answer is `b`, and what comes after it ends it."""
         try:
             pieces = self._encoder.template.pieces(
@@ -64,11 +64,11 @@ def messages_of(value: Any) -> list[dict[str, str]]:
             raise Refused(f"{where} has {unknown[0][:100]!r}, which is not served; it may have role, content and name")
         if message.get("role") not in _ROLES:
             raise Refused(f"{where}: role must be one of {', '.join(_ROLES)}")
-        messages.append({"role": message["role"], "content": _content(message.get("content"), where)})
+        messages.append({"role": message["role"], "content": _content_text(message.get("content"), where)})
     return messages
 
 
-def _content(value: Any, where: str) -> str:
+def _content_text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else []

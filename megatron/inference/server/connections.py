@@ -25,39 +25,39 @@ class Connection(H11Protocol):
     _waits: asyncio.TimerHandle | None = None
 
     @property
-    def _limits(self) -> Limits:
+    def _server_limits(self) -> Limits:
         assert isinstance(self.config.app, RequestFilter), "Server serves nothing else"
         return self.config.app.limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, if there is room."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections and not self._make_room():
-            self._close(_BUSY)
+        if len(self.connections) > self._server_limits.connections and not self._make_room():
+            self._respond_and_close(_BUSY)
         else:
-            self._watch()
+            self._set_time_limit()
 
     def data_received(self, data: bytes) -> None:
         """A part of a request."""
         super().data_received(data)
-        self._watch()
+        self._set_time_limit()
 
     def on_response_complete(self) -> None:
         """An answer is given; the next request may be there already."""
         super().on_response_complete()
-        self._watch()
+        self._set_time_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
         self._wait_no_longer()
         super().connection_lost(exc)
 
-    def _watch(self) -> None:
+    def _set_time_limit(self) -> None:
         """Set the time limit where nothing is being answered, and none where something is."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait_no_longer()
         elif self._waits is None:
-            self._waits = self.loop.call_later(self._limits.header_seconds, self._too_slow)
+            self._waits = self.loop.call_later(self._server_limits.header_seconds, self._too_slow)
 
     def _wait_no_longer(self) -> None:
         if self._waits is not None:
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
             self._waits = None
 
     def _too_slow(self) -> None:
-        self._close(_TOO_SLOW if self.cycle is None else b"")
+        self._respond_and_close(_TOO_SLOW if self.cycle is None else b"")
 
     def _make_room(self) -> bool:
         """Close the connection that has waited longest; whether there is one."""
@@ -78,7 +78,7 @@ class Connection(H11Protocol):
             min(waiting, key=waiting.__getitem__)._too_slow()
         return bool(waiting)
 
-    def _close(self, response: bytes) -> None:
+    def _respond_and_close(self, response: bytes) -> None:
         """Say this and close; some time later also if the client has not read what it was told."""
         self._wait_no_longer()
         self.connections.discard(self)  # at once, and not when the system has closed it
@@ -87,4 +87,4 @@ class Connection(H11Protocol):
         else:
             self.transport.write(response)
             self.transport.close()
-            self.loop.call_later(self._limits.header_seconds, self.transport.abort)
+            self.loop.call_later(self._server_limits.header_seconds, self.transport.abort)

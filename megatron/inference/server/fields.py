@@ -122,7 +122,7 @@ def only(*values: Any) -> Check:
 
 def integer(low: int | None = None, high: int | None = None, *, rule: str = "") -> Check:
     """A check for whole numbers. said: in words."""
-    rule = rule or "must be an integer" + _limits(low, high)
+    rule = rule or "must be an integer" + _range_text(low, high)
     return lambda value: (
         "" if is_integer(value) and (low is None or value >= low) and (high is None or value <= high) else rule
     )
@@ -130,9 +130,9 @@ def integer(low: int | None = None, high: int | None = None, *, rule: str = "") 
 
 def number(low: float, high: float, *, above: bool = False, rule: str = "") -> Check:
     """A check for numbers from low, or from above it, to high."""
-    rule = rule or "must be a number" + _limits(low, high)
+    rule = rule or "must be a number" + _range_text(low, high)
     return lambda value: "" if is_number(value) and (low < value if above else low <= value) and value <= high else rule
 
 
-def _limits(low: float | None, high: float | None) -> str:
+def _range_text(low: float | None, high: float | None) -> str:
     return (f" from {low}" if low is not None else "") + (f" to {high}" if high is not None else "")

@@ -34,12 +34,12 @@ def exposition(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
     """The text. answers: number of HTTP answers by (path, status)."""
     lines = []
     for field, name, kind, description in _ROWS:
-        lines += [*_head(name, kind, description), f"{_PREFIX}{name} {getattr(metrics, field)}"]
-    lines += _head("finished_total", "counter", "requests that ended, by the reason")
+        lines += [*_metric_header(name, kind, description), f"{_PREFIX}{name} {getattr(metrics, field)}"]
+    lines += _metric_header("finished_total", "counter", "requests that ended, by the reason")
     lines += [
         f'{_PREFIX}finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())
     ]
-    lines += _head("http_answers_total", "counter", "HTTP answers, by path and status")
+    lines += _metric_header("http_answers_total", "counter", "HTTP answers, by path and status")
     lines += [
         f'{_PREFIX}http_answers_total{{path="{path}",status="{status}"}} {count}'
         for (path, status), count in sorted(answers.items())
@@ -47,5 +47,5 @@ def exposition(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(name: str, kind: str, description: str) -> list[str]:
+def _metric_header(name: str, kind: str, description: str) -> list[str]:
     return [f"# HELP {_PREFIX}{name} {description}", f"# TYPE {_PREFIX}{name} {kind}"]

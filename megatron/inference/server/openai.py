@@ -36,7 +36,7 @@ from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, 
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
 
 
-def _prompt(value: Any) -> str:
+def _prompt_problem(value: Any) -> str:
     ids = (
         isinstance(value, list)
         and bool(value)
@@ -53,7 +53,7 @@ def _prompt(value: Any) -> str:
     )
 
 
-def _stop(value: Any) -> str:
+def _stop_problem(value: Any) -> str:
     words = [value] if isinstance(value, str) else value
     good = (
         isinstance(words, list)
@@ -63,7 +63,7 @@ def _stop(value: Any) -> str:
     return "" if good else f"must be a string, or at most {_MOST_STOPS} of them, of 1 to {_LONGEST_STOP} characters"
 
 
-def _options(value: Any) -> str:
+def _stream_options_problem(value: Any) -> str:
     good = (
         isinstance(value, dict)
         and set(value) <= {"include_usage", "include_obfuscation"}
@@ -81,10 +81,10 @@ _COMMON = (
     Field("repetition_penalty", number(0.01, 100.0), 1.0),
     Field("n", integer(1, _MOST_CHOICES), 1),
     Field("seed", integer(-(2**63), 2**64 - 1)),
-    Field("stop", _stop, []),
+    Field("stop", _stop_problem, []),
     Field("ignore_eos", boolean, False),
     Field("stream", boolean, False),
-    Field("stream_options", _options),
+    Field("stream_options", _stream_options_problem),
     Field("frequency_penalty", only(0, 0.0)),
     Field("presence_penalty", only(0, 0.0)),
     Field("logit_bias", only({})),
@@ -94,7 +94,7 @@ _COMMON = (
 )
 COMPLETION = (
     *_COMMON,
-    Field("prompt", _prompt, needed=True),
+    Field("prompt", _prompt_problem, needed=True),
     Field("max_tokens", integer(0), 16),
     Field("logprobs", integer(0, _MOST_TOP)),
     Field("echo", boolean, False),
@@ -151,11 +151,14 @@ def completion(body: bytes, serving: Serving) -> CompletionRequest:
             f"{len(several)} prompts with n={fields['n']} are more than the {serving.limits.prompts} texts of one call"
         )
     ids = [tuple(part if isinstance(part, list) else serving.read(part) or [serving.tokenizer.eod]) for part in several]
-    texts = (part if isinstance(part, str) else serving.tokenizer.detokenize(_known(part, serving)) for part in several)
+    texts = (
+        part if isinstance(part, str) else serving.tokenizer.detokenize(_require_known_ids(part, serving))
+        for part in several
+    )
     echo = tuple(texts) if fields["echo"] else ()
     scored, top = fields["logprobs"] is not None, fields["logprobs"] or 0
     return CompletionRequest(
-        fields, _requests(fields, serving, ids, fields["max_tokens"], scored, top), chat=False, echo=echo
+        fields, _requests_of(fields, serving, ids, fields["max_tokens"], scored, top), chat=False, echo=echo
     )
 
 
@@ -190,7 +193,7 @@ def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Completion
     )
     return CompletionRequest(
         fields,
-        _requests(fields, serving, [ids], count, fields["logprobs"], fields["top_logprobs"] or 0, chat),
+        _requests_of(fields, serving, [ids], count, fields["logprobs"], fields["top_logprobs"] or 0, chat),
         chat=True,
     )
 
@@ -200,13 +203,13 @@ def _demand_stream(fields: dict[str, Any]) -> None:
         raise Refused("stream_options needs stream to be true")
 
 
-def _known(ids: Sequence[int], serving: Serving) -> Sequence[int]:
+def _require_known_ids(ids: Sequence[int], serving: Serving) -> Sequence[int]:
     if not all(0 <= token < serving.ids for token in ids):
         raise Refused(f"the ids of prompt must be from 0 to {serving.ids - 1}")
     return ids
 
 
-def _requests(
+def _requests_of(
     fields: dict[str, Any],
     serving: Serving,
     prompts: Sequence[tuple[int, ...]],
@@ -228,7 +231,7 @@ def _requests(
     stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
     requests = []
     for ids in prompts:
-        serving.demand(_known(ids, serving), count)
+        serving.demand(_require_known_ids(ids, serving), count)
         for number_of_choice in range(fields["n"]):
             seed = None if fields["seed"] is None else (fields["seed"] + number_of_choice) % 2**63
             requests.append(
@@ -272,12 +275,16 @@ async def whole(completion: CompletionRequest, call: PendingRequests, serving: S
             }
         )
     kind = "chat.completion" if completion.chat else "text_completion"
-    return {**_head(completion, serving, kind), "choices": choices, "usage": _usage(completion, replies)}
+    return {
+        **_response_header(completion, serving, kind),
+        "choices": choices,
+        "usage": _usage_fields(completion, replies),
+    }
 
 
 async def chunks(completion: CompletionRequest, call: PendingRequests, serving: Serving) -> AsyncIterator[str]:
     """The answer as server-sent events, the last of which is [DONE]."""
-    head = _head(completion, serving, "chat.completion.chunk" if completion.chat else "text_completion")
+    head = _response_header(completion, serving, "chat.completion.chunk" if completion.chat else "text_completion")
     usage = {"usage": None} if (completion.fields["stream_options"] or {}).get("include_usage") else {}
     scores = [
         _Scores(serving, completion.chat, Spelling(serving.tokenizer, request.prompt))
@@ -285,25 +292,31 @@ async def chunks(completion: CompletionRequest, call: PendingRequests, serving: 
     ]
     replies: dict[int, Reply] = {}
     try:
-        for choice in _opening(completion):
-            yield _event({**head, "choices": [choice], **usage})
+        for choice in _opening_event(completion):
+            yield _server_sent_event({**head, "choices": [choice], **usage})
         async for place, event in call.events():
             if event.reply is not None and event.reply.reason == "error":
-                yield _event(error_body(event.reply.problem, 500))
+                yield _server_sent_event(error_body(event.reply.problem, 500))
                 return
             if event.reply is not None:
                 replies[place] = event.reply
-            yield _event({**head, "choices": [_delta(completion, place, event, scores[place])], **usage})
+            yield _server_sent_event(
+                {**head, "choices": [_delta_event(completion, place, event, scores[place])], **usage}
+            )
         if usage:
-            yield _event(
-                {**head, "choices": [], "usage": _usage(completion, [replies[place] for place in sorted(replies)])}
+            yield _server_sent_event(
+                {
+                    **head,
+                    "choices": [],
+                    "usage": _usage_fields(completion, [replies[place] for place in sorted(replies)]),
+                }
             )
         yield "data: [DONE]\n\n"
     finally:
         call.cancel()
 
 
-def _opening(completion: CompletionRequest) -> list[dict[str, Any]]:
+def _opening_event(completion: CompletionRequest) -> list[dict[str, Any]]:
     """What is said before the first token."""
     places = range(len(completion.requests))
     if completion.chat:
@@ -318,7 +331,7 @@ def _opening(completion: CompletionRequest) -> list[dict[str, Any]]:
     ]
 
 
-def _delta(completion: CompletionRequest, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
+def _delta_event(completion: CompletionRequest, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
     delta: dict[str, Any] = (
         {"delta": {"content": event.text} if event.text else {}} if completion.chat else {"text": event.text}
     )
@@ -344,9 +357,10 @@ class _Scores:
             return {
                 "content": [
                     {
-                        **_named(piece, raw_logprob(token)),
+                        **_logprob_entry(piece, raw_logprob(token)),
                         "top_logprobs": [
-                            _named(self._name(number), max(score, LEAST_LOGPROB)) for number, score in token.top
+                            _logprob_entry(self._token_name(number), max(score, LEAST_LOGPROB))
+                            for number, score in token.top
                         ],
                     }
                     for piece, token in zip(texts, tokens, strict=True)
@@ -358,7 +372,7 @@ class _Scores:
             offsets.append(self._offset)
             self._offset += len(piece)
         top = [
-            {self._name(number): max(score, LEAST_LOGPROB) for number, score in token.top}
+            {self._token_name(number): max(score, LEAST_LOGPROB) for number, score in token.top}
             if token.logprob is not None
             else None
             for token in tokens
@@ -370,16 +384,16 @@ class _Scores:
             "text_offset": offsets,
         }
 
-    def _name(self, token: int) -> str:
+    def _token_name(self, token: int) -> str:
         text = self._serving.tokenizer.detokenize([token])
         return text if text and "\ufffd" not in text else self._serving.tokenizer.id_to_token(token)
 
 
-def _named(piece: str, logprob: float | None) -> dict[str, Any]:
+def _logprob_entry(piece: str, logprob: float | None) -> dict[str, Any]:
     return {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace"))}
 
 
-def _head(completion: CompletionRequest, serving: Serving, kind: str) -> dict[str, Any]:
+def _response_header(completion: CompletionRequest, serving: Serving, kind: str) -> dict[str, Any]:
     return {
         "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": kind,
@@ -388,7 +402,7 @@ def _head(completion: CompletionRequest, serving: Serving, kind: str) -> dict[st
     }
 
 
-def _usage(completion: CompletionRequest, replies: Sequence[Reply]) -> dict[str, Any]:
+def _usage_fields(completion: CompletionRequest, replies: Sequence[Reply]) -> dict[str, Any]:
     prompt = sum(len(request.prompt) for request in completion.requests[:: completion.fields["n"]])
     new = sum(len(reply.tokens) for reply in replies)
     return {
@@ -401,7 +415,7 @@ def _usage(completion: CompletionRequest, replies: Sequence[Reply]) -> dict[str,
     }
 
 
-def _event(content: dict[str, Any]) -> str:
+def _server_sent_event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 

@@ -30,14 +30,14 @@ _RETIRED = {
 }
 
 
-def _prompts(value: Any) -> str:
+def _prompts_problem(value: Any) -> str:
     if not isinstance(value, list) or not all(isinstance(prompt, str) for prompt in value):
         return "is not a list of strings"
     return "" if value else "is empty"
 
 
 FIELDS = (
-    Field("prompts", _prompts, needed=True),
+    Field("prompts", _prompts_problem, needed=True),
     Field("tokens_to_generate", integer(0, rule="must be an integer greater than or equal to 0"), 64),
     Field("logprobs", boolean, False),
     Field(
@@ -61,7 +61,7 @@ FIELDS = (
 )
 
 
-def _across(fields: dict[str, Any], serving: Serving) -> list[str]:
+def _field_conflicts(fields: dict[str, Any], serving: Serving) -> list[str]:
     """What is wrong between fields that are right by themselves."""
     width, most = fields["beam_width"], serving.limits.prompts
     return [
@@ -98,7 +98,7 @@ def _across(fields: dict[str, Any], serving: Serving) -> list[str]:
 def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Request]]:
     """The fields of a body and what is asked of the engine; `Refused` says all that is wrong."""
     fields = read(FIELDS, body, _RETIRED)
-    refuse(_across(fields, serving))
+    refuse(_field_conflicts(fields, serving))
     tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]
     begin = [] if not fields["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     sampling = Sampling(
@@ -137,24 +137,26 @@ async def generate(body: bytes, serving: Serving, searches: Searches) -> dict[st
     """The answer to a body."""
     fields, requests = await asyncio.to_thread(requests_of, body, serving)
     if fields["beam_width"] is not None:
-        beams = await searches.run(_search(fields, requests[0], serving))
+        beams = await searches.run(_beam_search_of(fields, requests[0], serving))
         return {
             "text": [
                 fields["prompts"][0] + following(serving.tokenizer, requests[0].prompt, beam.ids) for beam in beams
             ],
-            "segments": [_segments(serving, requests[0], beam.ids) for beam in beams],
+            "segments": [_reply_segments(serving, requests[0], beam.ids) for beam in beams],
             "scores": [beam.score for beam in beams],
         }
     replies = await PendingRequests(serving.service, requests).replies()
     return {
         "text": [prompt + reply.text for prompt, reply in zip(fields["prompts"], replies, strict=True)],
-        "segments": [_segments(serving, request, reply.ids) for request, reply in zip(requests, replies, strict=True)],
-        "logprobs": [_logprobs(reply) for reply in replies] if fields["logprobs"] else None,
+        "segments": [
+            _reply_segments(serving, request, reply.ids) for request, reply in zip(requests, replies, strict=True)
+        ],
+        "logprobs": [_reply_logprobs(reply) for reply in replies] if fields["logprobs"] else None,
         "reasons": [reply.reason for reply in replies],
     }
 
 
-def _search(fields: dict[str, Any], request: Request, serving: Serving) -> Callable[[Ask], list[Beam]]:
+def _beam_search_of(fields: dict[str, Any], request: Request, serving: Serving) -> Callable[[Ask], list[Beam]]:
     ends = request.stop_ids or (serving.tokenizer.eod,)
 
     def search(ask: Ask) -> list[Beam]:
@@ -173,10 +175,10 @@ def _search(fields: dict[str, Any], request: Request, serving: Serving) -> Calla
     return search
 
 
-def _segments(serving: Serving, request: Request, ids: Sequence[int]) -> list[str]:
+def _reply_segments(serving: Serving, request: Request, ids: Sequence[int]) -> list[str]:
     return segments(serving.tokenizer, [*request.prompt, *ids])
 
 
-def _logprobs(reply: Reply) -> list[float | None]:
+def _reply_logprobs(reply: Reply) -> list[float | None]:
     """Of every token but the first, which stands after nothing."""
     return [raw_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)]

@@ -36,7 +36,7 @@ class PendingRequests:
         self._ended = [False] * len(requests)
         try:
             for place, request in enumerate(requests):
-                self._streams.append(service.submit(request, self._listener(place)))
+                self._streams.append(service.submit(request, self._event_listener(place)))
         except (Busy, Stopped, ConfigError) as error:
             self.cancel()
             raise refusal(error) from error
@@ -72,7 +72,7 @@ class PendingRequests:
                 self._ended[place] = True
                 stream.cancel()
 
-    def _listener(self, place: int) -> Listener:
+    def _event_listener(self, place: int) -> Listener:
         return lambda event: self._hand_over(place, event)
 
     def _hand_over(self, place: int, event: Event) -> None:
@@ -94,7 +94,7 @@ def refusal(error: Busy | Stopped | ConfigError) -> Refused:
 
 async def until_disconnected(work: Awaitable[T], receive: Callable[[], Awaitable[object]]) -> T:
     """Await `work`; cancel it and raise `ClientDisconnected` if the client disconnects. receive: of ASGI, after the body was read."""
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
@@ -106,7 +106,7 @@ async def until_disconnected(work: Awaitable[T], receive: Callable[[], Awaitable
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
-async def _left(receive: Callable[[], Awaitable[object]]) -> None:
+async def _wait_for_disconnect(receive: Callable[[], Awaitable[object]]) -> None:
     while True:
         message = await receive()
         if isinstance(message, dict) and message["type"] == "http.disconnect":

@@ -51,13 +51,13 @@ def read_environments(path: str) -> tuple[WeightedEnvironment, ...]:
         raise ConfigError(f"--langrl-env-config {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"--langrl-env-config {path} is no list of environments; see docs/rl.md for one")
-    made = tuple(_environment(entry, Path(path), place) for place, entry in enumerate(entries, start=1))
+    made = tuple(_build_environment(entry, Path(path), place) for place, entry in enumerate(entries, start=1))
     if not any(one.weight for one in made):
         raise ConfigError(f"--langrl-env-config {path} has no environment to train on; give one a weight above 0")
     return made
 
 
-def _environment(entry: Mapping[str, Any], path: Path, place: int) -> WeightedEnvironment:
+def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> WeightedEnvironment:
     where = f"--langrl-env-config {path}, environment {place}"
     unknown = set(entry) - _KEYS
     if unknown or not isinstance(entry.get("agent_type"), str):

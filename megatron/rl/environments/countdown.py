@@ -70,36 +70,36 @@ def value_of(text: str) -> tuple[Fraction, list[int]] | None:
     if not tokens or "".join(tokens) != re.sub(r"\s", "", text):
         return None
     try:
-        value, rest = _sum(tokens)
+        value, rest = _parse_sum(tokens)
     except (ValueError, ZeroDivisionError, RecursionError):
         return None
     return None if rest else (value, [int(token) for token in tokens if token.isdigit()])
 
 
-def _sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
+def _parse_sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
     """Read terms joined by + and -."""
-    value, tokens = _product(tokens)
+    value, tokens = _parse_product(tokens)
     while tokens and tokens[0] in "+-":
-        sign, (other, rest) = tokens[0], _product(tokens[1:])
+        sign, (other, rest) = tokens[0], _parse_product(tokens[1:])
         value, tokens = (value + other if sign == "+" else value - other), rest
     return value, tokens
 
 
-def _product(tokens: list[str]) -> tuple[Fraction, list[str]]:
+def _parse_product(tokens: list[str]) -> tuple[Fraction, list[str]]:
     """Read factors joined by * and /."""
-    value, tokens = _factor(tokens)
+    value, tokens = _parse_factor(tokens)
     while tokens and tokens[0] in "*/":
-        sign, (other, rest) = tokens[0], _factor(tokens[1:])
+        sign, (other, rest) = tokens[0], _parse_factor(tokens[1:])
         value, tokens = (value * other if sign == "*" else value / other), rest
     return value, tokens
 
 
-def _factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
+def _parse_factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
     """Read a number or a bracket. Raises `ValueError` for anything else."""
     if not tokens:
         raise ValueError("the expression ends too early")
     if tokens[0] == "(":
-        value, rest = _sum(tokens[1:])
+        value, rest = _parse_sum(tokens[1:])
         if not rest or rest[0] != ")":
             raise ValueError("a bracket is not closed")
         return value, rest[1:]

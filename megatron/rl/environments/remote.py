@@ -46,11 +46,11 @@ class Remote(Environment):
     async def play(self, problem: Problem, conversation: Conversation) -> float:
         """Let the server begin the conversation, answer and judge."""
         number = problem.facts["number"]
-        given = await self._post("problem", {"number": number})
-        conversation.add(_text(given, "prompt"))
+        given = await self._post_json("problem", {"number": number})
+        conversation.add(_text_field(given, "prompt"))
         for _ in range(self._turns):
             answer = await conversation.generate()
-            reply = await self._post(
+            reply = await self._post_json(
                 "reward",
                 {
                     "number": number,
@@ -61,10 +61,10 @@ class Remote(Environment):
             )
             if "reward" in reply:
                 return float(reply["reward"])
-            conversation.add(_text(reply, "text"))
+            conversation.add(_text_field(reply, "text"))
         raise RemoteFailed(f"{self._url} gave no reward in {self._turns} turns")
 
-    async def _post(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post_json(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         return await asyncio.to_thread(self._request, what, body)
 
     def _request(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Remote(Environment):
         return reply
 
 
-def _text(reply: dict[str, Any], key: str) -> str:
+def _text_field(reply: dict[str, Any], key: str) -> str:
     if not isinstance(reply.get(key), str):
         raise RemoteFailed(f"a reply without the text {key!r}: {str(reply)[:200]}")
     return reply[key]

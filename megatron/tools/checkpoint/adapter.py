@@ -50,7 +50,7 @@ def exported(args: argparse.Namespace) -> str:
     """Write the adapters of a run as a folder that PEFT loads."""
     adapters = read_adapters(open_checkpoint(args.adapter, args.ckpt_step))
     peft.write(adapters, args.save, base=args.base or adapters.base.get("where"))
-    return _counted(adapters, f"{args.save} (PEFT)")
+    return _summary(adapters, f"{args.save} (PEFT)")
 
 
 def imported(args: argparse.Namespace) -> str:
@@ -60,8 +60,8 @@ def imported(args: argparse.Namespace) -> str:
     source = AdapterSource(adapters)
     source.values[BASE] = {"hash": source_hash(base, adapters.model.adapter), "where": base.where}
     source.values |= {name: value for name, value in base.values.items() if name == "run.tokenizer"}
-    path = rewrite(source, args.save, iteration=0, settings={**_settings(base), **source.settings})
-    return _counted(adapters, str(path))
+    path = rewrite(source, args.save, iteration=0, settings={**_source_settings(base), **source.settings})
+    return _summary(adapters, str(path))
 
 
 def merged(args: argparse.Namespace) -> str:
@@ -73,10 +73,10 @@ def merged(args: argparse.Namespace) -> str:
     source = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     if (args.saver or (PUBLISHED if is_folder(base.where) else OWN)) == PUBLISHED:
         export(source, args.save, like=base.where if is_folder(base.where) else None)
-        return _counted(adapters, f"{args.save} (Hugging Face)") + _trained_on(adapters)
+        return _summary(adapters, f"{args.save} (Hugging Face)") + _trained_on(adapters)
     iteration = base.values.get("run.progress", {}).get("iteration", 0)
-    path = rewrite(source, args.save, iteration=iteration, settings=_settings(source))
-    return _counted(adapters, str(path)) + _trained_on(adapters)
+    path = rewrite(source, args.save, iteration=iteration, settings=_source_settings(source))
+    return _summary(adapters, str(path)) + _trained_on(adapters)
 
 
 def _trained_on(adapters: AdapterSet) -> str:
@@ -87,7 +87,7 @@ def _trained_on(adapters: AdapterSet) -> str:
     return f"\nthey were trained on this base in {format}, and are in its weights as they were before: evaluate what was merged"
 
 
-def _settings(source: Source) -> dict[str, Any]:
+def _source_settings(source: Source) -> dict[str, Any]:
     """Settings of a run for what a source holds: what its format leaves out has its default."""
     network = (
         {}
@@ -98,7 +98,7 @@ def _settings(source: Source) -> dict[str, Any]:
     return {**source.settings, **network, **tokenizer}
 
 
-def _counted(adapters: AdapterSet, target: str) -> str:
+def _summary(adapters: AdapterSet, target: str) -> str:
     ranks = sorted({pair.rank for pair in adapters.pairs})
     whole = f", {len(adapters.saved)} whole parameters" if adapters.saved else ""
     return f"{adapters.where}: {len(adapters.pairs)} adapters of rank {', '.join(map(str, ranks))}{whole} -> {target}"

@@ -45,7 +45,7 @@ class Combined:
     def __init__(self, language: Source, vision: Source, given: VisionConfig) -> None:
         self._language, self._vision = language, vision
         self.where = f"{language.where} and {vision.where}"
-        model = _network(language, vision, given)
+        model = _combined_network(language, vision, given)
         tokenizer = folder_tokenizer(Path(language.where)) if is_folder(language.where) else {}
         self.settings = {**language.settings, **to_values(model), **tokenizer}
         self.values = {name: value for name, value in language.values.items() if name == "run.tokenizer"}
@@ -64,7 +64,7 @@ class Combined:
         return (self._vision if name.startswith(_ENCODER) else self._language).read(name, box)
 
 
-def _network(language: Source, vision: Source, given: VisionConfig) -> ModelConfig:
+def _combined_network(language: Source, vision: Source, given: VisionConfig) -> ModelConfig:
     """The whole network. given: of the projector, and what of the encoder is used."""
     for source, expected in ((language, "gpt"), (vision, "vit")):
         if architecture_of(source) != expected:

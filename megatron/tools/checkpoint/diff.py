@@ -86,13 +86,13 @@ def compare(args: argparse.Namespace) -> bool:
         )
     else:
         print(f"a: {a.where}\nb: {b.where}")
-        for line in _lines(differences, settings, args.most):
+        for line in _difference_lines(differences, settings, args.most):
             print(line)
         print(f"{counted(len(differences), 'difference')} in {counted(len(names), 'tensor')}")
     return bool(differences)
 
 
-def _lines(differences: Sequence[Difference], settings: Sequence[str], most: int) -> Iterator[str]:
+def _difference_lines(differences: Sequence[Difference], settings: Sequence[str], most: int) -> Iterator[str]:
     """The first `most` differences, the largest of all, and the settings that differ."""
     yield from (f"  {one}" for one in differences[:most])
     if len(differences) > most:

@@ -70,7 +70,7 @@ def open_all(path: str, step: int | None, every: bool) -> Iterator[Source | Find
     """
     scan = scan_folder(path)
     if (Path(path) / COMMIT).is_file() or not scan.steps and (not scan.damaged or find_foreign(path, step)):
-        yield _opened(path, partial(open_checkpoint, path, step))
+        yield _try_open(path, partial(open_checkpoint, path, step))
         return
     damaged = [text for iteration, text in scan.damaged if step in (None, iteration)]
     yield from (Finding(path, "its commit", (text,)) for text in damaged)
@@ -78,10 +78,10 @@ def open_all(path: str, step: int | None, every: bool) -> Iterator[Source | Find
     if not steps and not damaged:
         yield Finding(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
     for one in steps if every else steps[:1]:
-        yield _opened(str(one.folder), partial(open_saved, one.folder))
+        yield _try_open(str(one.folder), partial(open_saved, one.folder))
 
 
-def _opened(path: str, opener: Callable[[], Source]) -> Source | Finding:
+def _try_open(path: str, opener: Callable[[], Source]) -> Source | Finding:
     try:
         return opener()
     except (CheckpointError, OSError) as error:

@@ -81,23 +81,23 @@ class Compiler:
         }
         for stage in trainer.stages:
             for layer in (part for part in stage.modules() if isinstance(part, Layer)):
-                kinds[_compile(layer, compile_, ops)] += 1
+                kinds[_compile_layer(layer, compile_, ops)] += 1
         self._say(
             f"compile by {config.compile_backend}: "
-            + ("; ".join(_told(kind, count) for kind, count in kinds.items()) or "no layers here")
+            + ("; ".join(_describe_layers(kind, count) for kind, count in kinds.items()) or "no layers here")
         )
         self._first, self.again = True, 0
 
     @contextmanager
     def watching(self, iteration: int) -> Iterator[None]:
         """Around a training step: says what the first one compiled, and warns once when a later one compiles."""
-        began, before, broken = time.time(), _graphs(), _breaks()
+        began, before, broken = time.time(), _num_graphs(), _graph_breaks()
         yield
-        graphs, breaks = _graphs() - before, _breaks() - broken
+        graphs, breaks = _num_graphs() - before, _graph_breaks() - broken
         if self._first:
             seconds = sum(one.duration_us or 0 for one in _compiled_since(began)) / 1e6
             self._say(
-                f"compile: {_counted(graphs, 'graph')}, {_counted(breaks.total(), 'graph break')}; first step "
+                f"compile: {_count_text(graphs, 'graph')}, {_count_text(breaks.total(), 'graph break')}; first step "
                 f"{time.time() - began:.1f} s, of it {seconds:.1f} s in the compiler"
             )
             for reason, count in breaks.items():
@@ -105,7 +105,7 @@ class Compiler:
         elif graphs and not self.again:
             reasons = {one.recompile_reason.strip() for one in _compiled_since(began) if one.recompile_reason}
             self._say(
-                f"WARNING: iteration {iteration} compiled {_counted(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
+                f"WARNING: iteration {iteration} compiled {_count_text(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
                 "Of later ones nothing is said"
             )
         self.again += 0 if self._first else graphs
@@ -125,7 +125,7 @@ def compile_as(config: CompileConfig) -> Callable[[Callable], Callable]:
     )
 
 
-def _compile(
+def _compile_layer(
     layer: Layer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
 ) -> tuple[tuple[str, str], ...]:
     """Compile what can be of a layer. Returns its obstacles."""
@@ -136,20 +136,20 @@ def _compile(
     if any(why.values()):
         for part in layer.modules():
             if isinstance(build := getattr(part, "build", None), Build):
-                vars(part)["build"] = replace(build, kernels=_faster(build.kernels, ops))
+                vars(part)["build"] = replace(build, kernels=_compiled_kernels(build.kernels, ops))
             if isinstance(part, Norm):
-                part.kernels = _faster(part.kernels, ops)
+                part.kernels = _compiled_kernels(part.kernels, ops)
     for name in whole:
         setattr(layer, name, compile_(getattr(layer, name)))
     return tuple(why.items())
 
 
-def _faster(kernels: Kernels, ops: dict[str, dict[Callable, Callable]]) -> Kernels:
+def _compiled_kernels(kernels: Kernels, ops: dict[str, dict[Callable, Callable]]) -> Kernels:
     return replace(kernels, **{op: known.get(getattr(kernels, op), getattr(kernels, op)) for op, known in ops.items()})
 
 
-def _told(kind: tuple[tuple[str, str], ...], count: int) -> str:
-    layers = _counted(count, "layer")
+def _describe_layers(kind: tuple[tuple[str, str], ...], count: int) -> str:
+    layers = _count_text(count, "layer")
     if not any(why for _, why in kind):
         return f"{layers} whole"
     return f"{layers} with " + ", ".join(
@@ -157,15 +157,15 @@ def _told(kind: tuple[tuple[str, str], ...], count: int) -> str:
     )
 
 
-def _counted(count: int, what: str) -> str:
+def _count_text(count: int, what: str) -> str:
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
-def _graphs() -> int:
+def _num_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _breaks() -> Counter[str]:
+def _graph_breaks() -> Counter[str]:
     return Counter(torch._dynamo.utils.counters["graph_break"])
 
 

@@ -48,10 +48,10 @@ class _CapturedLayer:
 
     def __init__(self, part: _Part, given: Any, tensors: Sequence[Tensor]) -> None:
         self._part, self._lasts, self._record = part, part.recordings.lasts, part.recordings.record
-        self._inputs = tuple(self._own(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors)
+        self._inputs = tuple(self._static_place(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors)
         places = iter(self._inputs)
-        args, named = _mapped(given, lambda _: next(places))
-        self._forward, self._output = self._recorded(lambda: part.call(*args, **dict(named)))
+        args, named = _map_tensors(given, lambda _: next(places))
+        self._forward, self._output = self._record_or_refuse(lambda: part.call(*args, **dict(named)))
         self._lasts.add(storage_position(self._output))
         self._backward: Callable[[], None] | None = None
         self.weights: list[Tensor] = []
@@ -59,21 +59,21 @@ class _CapturedLayer:
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """The output of the part for these tensors."""
         for place, tensor in zip(self._inputs, tensors, strict=True):
-            self._fill(place, tensor)
+            self._copy_into(place, tensor)
         self._forward()
         return self._output.detach()
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of each input; those of weights are added into their buckets."""
         if self._backward is None:
-            self._gradient = self._own(gradient)
-            self._backward, self._found = self._recorded(self._differentiate)
+            self._gradient = self._static_place(gradient)
+            self._backward, self._found = self._record_or_refuse(self._input_gradients)
             self._lasts.update(storage_position(one) for one in self._found if one is not None)
-        self._fill(self._gradient, gradient)
+        self._copy_into(self._gradient, gradient)
         self._backward()
         return self._found
 
-    def _differentiate(self) -> tuple[Tensor | None, ...]:
+    def _input_gradients(self) -> tuple[Tensor | None, ...]:
         differentiable = [place for place in self._inputs if place.requires_grad]
         weights = list(self._part.gradients)
         # The graph is kept, since memory that it let go of would be another recording's.
@@ -91,16 +91,16 @@ class _CapturedLayer:
         remaining = iter(gradients[: len(differentiable)])
         return tuple(next(remaining) if place.requires_grad else None for place in self._inputs)
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _static_place(self, tensor: Tensor) -> Tensor:
         """Where a tensor of this kind will be: in its own place, if that is a recording's, else in a new one."""
         return tensor.detach() if storage_position(tensor) in self._lasts else tensor.detach().clone()
 
-    def _fill(self, place: Tensor, tensor: Tensor) -> None:
+    def _copy_into(self, place: Tensor, tensor: Tensor) -> None:
         if storage_position(place) != storage_position(tensor):
             assert storage_position(place) not in self._lasts, "what follows a recording is always the same one"
             place.data.copy_(tensor)  # autograd's watch over what it keeps would take it for a mistake
 
-    def _recorded(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def _record_or_refuse(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         try:
             return self._record(work)
         except RuntimeError as error:
@@ -143,7 +143,7 @@ class _Part:
                 place if place in self.recordings.lasts else None,
             )
 
-        free = self._free.setdefault(_mapped(given, kind_of), [])
+        free = self._free.setdefault(_map_tensors(given, kind_of), [])
         if not free:
             free.append(_CapturedLayer(self, given, tensors))
             self.recordings.count += 1
@@ -191,7 +191,8 @@ class CapturedGraphs:
                 for method in methods:
                     setattr(layer, method, _Part(layer, method, self, parallel))
         self._say(
-            "CUDA graphs: " + ("; ".join(_told(methods, count) for methods, count in kinds.items()) or "no layers here")
+            "CUDA graphs: "
+            + ("; ".join(_describe_layers(methods, count) for methods, count in kinds.items()) or "no layers here")
         )
 
     @contextmanager
@@ -216,19 +217,19 @@ def _methods_of(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
     return ("forward",) if (len(chosen) == len(methods) or (whole and len(modules) == len(methods))) else chosen
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """The value with its tensors changed, and without what layers say: recorded parts say nothing."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
-        return tuple(_mapped(one, change) for one in value)
+        return tuple(_map_tensors(one, change) for one in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return dataclasses.replace(value, **{name: _mapped(part, change) for name, part in parts})
+        return dataclasses.replace(value, **{name: _map_tensors(part, change) for name, part in parts})
     return None if isinstance(value, MicrobatchContext) else value
 
 
-def _told(methods: tuple[str, ...], count: int) -> str:
+def _describe_layers(methods: tuple[str, ...], count: int) -> str:
     return (
         f"{count} layer{'' if count == 1 else 's'}: {' and '.join(_NAMES[method] for method in methods) or 'nothing'}"
     )

@@ -121,7 +121,7 @@ class Checkpoint:
     def prepare(self) -> None:
         """Before the first step: take what saves beside training need, so that the first one is as short as the others."""
         if self.config.checkpoint.save and self.config.checkpoint.async_save:
-            self._writer().prepare(self.state())
+            self._get_saver().prepare(self.state())
 
     def save(self) -> None:
         """Write the state of the run into `--save`; raises `CheckpointError` if that fails."""
@@ -144,7 +144,7 @@ class Checkpoint:
             ended += [] if (outcome := self.finish()) is None else [outcome]
             waited = time.perf_counter() - since
             if waited > 0.1:
-                self._warn(
+                self._log_warning(
                     f"the save of iteration {self.trainer.progress.iteration} waited {waited:.1f} s for that of iteration {earlier}; "
                     "a longer --save-interval avoids this"
                 )
@@ -152,7 +152,7 @@ class Checkpoint:
             parallel.finish_gather()  # overlapped with a forward pass that has not come yet
         iteration = self.trainer.progress.iteration
         self.on_its_way = iteration
-        writer, on_cpu = self._writer(), self.mesh.device.type == "cpu"
+        writer, on_cpu = self._get_saver(), self.mesh.device.type == "cpu"
         writer.start(
             self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=on_cpu
         )
@@ -162,11 +162,11 @@ class Checkpoint:
 
     def poll(self) -> SaveOutcome | None:
         """Bring a save on its way forward, without waiting for it. Returns how it ended, once."""
-        return None if self.on_its_way is None else self._ended(self._writer().poll())
+        return None if self.on_its_way is None else self._report_save(self._get_saver().poll())
 
     def finish(self) -> SaveOutcome | None:
         """Wait for a save on its way. Returns how it ended."""
-        return None if self.on_its_way is None else self._ended(self._writer().finish())
+        return None if self.on_its_way is None else self._report_save(self._get_saver().finish())
 
     def resume(self) -> bool:
         """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
@@ -187,13 +187,13 @@ class Checkpoint:
         """Load what is requested, and return where it came from."""
         if request is None:
             if self.config.checkpoint.load:
-                self._say(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
+                self._log_info(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
             return None
         for note in request.notes:
-            self._warn(note)
+            self._log_warning(note)
         opened = open_wanted(request, self.config, self.mesh.world)
         if opened.refused and opened.step is not None:
-            self._warn(
+            self._log_warning(
                 "\n".join(
                     [
                         f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED",
@@ -202,7 +202,7 @@ class Checkpoint:
                 )
             )
         for note in opened.notes:
-            self._say(note)
+            self._log_info(note)
         self.load(opened, started)
         return opened.source
 
@@ -235,41 +235,43 @@ class Checkpoint:
         source = self._with_adapters(source)
         names = _values_to_load(opened, optimizer=continues)
         values = load(dict.fromkeys(names), source, axis)
-        schedule = self._schedule(values.get("run.schedule"), source)
+        schedule = self._restore_schedule(values.get("run.schedule"), source)
         if continues:
             self._say_formats(opened.source.settings)
         slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
-        state = self._part_of(source, self._tensors(formats, slots, optimizer=continues))
+        state = self._part_of(source, self._load_targets(formats, slots, optimizer=continues))
         if options.allow_missing_vision_projection_checkpoint:
             state = self._without_missing_projector(state, formats)
         histories = self._fitting_histories(formats) if continues else {}
         state, replacements = self._with_starts(state, formats)
         load(state | streams | histories, source, axis, complete=("model.",), instead=replacements)
-        self._settle(slots)
+        self._mark_written(slots)
         self._load_histories(histories)
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
-        self._adopt(values)
+        self._restore_counters(values)
         self.trainer.schedule = schedule
         self._remember_base(source)
         if values and options.save and opened.step is not None and same_folder(options.save, opened.step.folder.parent):
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
-        self._say(f"loaded {what} {source.where}: {_speed(opened.size, time.perf_counter() - started)}")
+        self._log_info(f"loaded {what} {source.where}: {_speed_text(opened.size, time.perf_counter() - started)}")
 
     def _without_missing_projector(self, state: dict[str, Any], formats: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is loaded without the projector of images where the checkpoint has none, which is printed."""
         if any(name.startswith(_PROJECTOR) for name in formats):
             return state
-        self._say("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
+        self._log_info("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
         return {name: value for name, value in state.items() if not name.startswith(_PROJECTOR)}
 
     def _check_tokenizer(self, source: Source) -> None:
         """Refuse a checkpoint of another tokenizer, or warn of it where --allow-other-tokenizer is given."""
         allowed = self.config.checkpoint.allow_other_tokenizer
-        note = decided(self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer(), allowed=allowed))
+        note = decided(
+            self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer_record(), allowed=allowed)
+        )
         if note:
-            self._warn(note)
+            self._log_warning(note)
 
     def _loads_optimizer(self, opened: Opened) -> bool:
         """Whether the optimizer's state is loaded. A foreign checkpoint may have none, which is printed."""
@@ -280,7 +282,7 @@ class Checkpoint:
         if opened.step is not None or any(name.startswith("optimizer.") for name in source.formats):
             return True
         why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
-        self._say(f"{why}: the optimizer starts afresh")
+        self._log_info(f"{why}: the optimizer starts afresh")
         return False
 
     def _load_histories(self, histories: Mapping[str, Tensor]) -> None:
@@ -299,13 +301,13 @@ class Checkpoint:
         slots = tuple(self.trainer.optimizer.slots())
         state = {
             name: value
-            for name, value in self._tensors(formats, slots, optimizer=False).items()
+            for name, value in self._load_targets(formats, slots, optimizer=False).items()
             if not name.startswith(initial)
         }
         adopted = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
-        load(state, source, self.mesh.world, complete=adopted, instead=self._instead(formats))
-        self._settle(slots)
-        self._say(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
+        load(state, source, self.mesh.world, complete=adopted, instead=self._read_from_main_weights(formats))
+        self._mark_written(slots)
+        self._log_info(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state(self) -> Tree:
         """Everything that a save holds: this rank's part."""
@@ -318,7 +320,7 @@ class Checkpoint:
             state[OPTIONAL] = optional
         state["run.config"] = to_values(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
-        state["run.tokenizer"] = self._tokenizer() if self.mesh.world.is_first else None
+        state["run.tokenizer"] = self._tokenizer_record() if self.mesh.world.is_first else None
         if options.save_optim:
             for slot, segment, tensor in trainer.optimizer.slots():
                 add_to_tree(
@@ -330,7 +332,7 @@ class Checkpoint:
             state["run.schedule"] = None if trainer.schedule is None else trainer.schedule.state()
             state |= {f"run.amax.{name}": scaling.history for name, scaling in histories_of(trainer.stages).items()}
         if options.save_rng:
-            state |= self._streams()
+            state |= self._random_streams()
         return state
 
     def weights(self, *, rounded: bool = False) -> Tree:
@@ -366,12 +368,12 @@ class Checkpoint:
         slots = tuple(self.trainer.optimizer.slots())
         state = {
             name: value
-            for name, value in self._tensors(source.formats, slots, optimizer=False).items()
+            for name, value in self._load_targets(source.formats, slots, optimizer=False).items()
             if is_adapter(name) or name in source.formats
         }
-        load(state, source, self.mesh.world, complete=("model.",), instead=self._instead(source.formats))
-        self._settle(slots)
-        self._say(
+        load(state, source, self.mesh.world, complete=("model.",), instead=self._read_from_main_weights(source.formats))
+        self._mark_written(slots)
+        self._log_info(
             f"loaded adapters of {folder}, trained on {adapters.base.get('where')}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters"
         )
 
@@ -390,11 +392,11 @@ class Checkpoint:
         """What the adapters of this run belong to. All ranks call this together. where: its weights come from."""
         return {"hash": base_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
 
-    def _streams(self) -> Tree:
+    def _random_streams(self) -> Tree:
         place = f"{self.mesh.pp.rank}.{self.mesh.tp.rank}.{self.mesh.dp_cp.rank}"
         return {f"run.random.{place}.{name}": value for name, value in self.trainer.run.streams.state().items()}
 
-    def _tensors(self, formats: Formats, slots: Sequence[Slot], *, optimizer: bool) -> Tree:
+    def _load_targets(self, formats: Formats, slots: Sequence[Slot], *, optimizer: bool) -> Tree:
         """What a load fills: weights, and slots of the optimizer. Masters that are not in the checkpoint, or not asked
         for, are filled from the weights, in the precision in which those were saved."""
         tensors = self.weights()
@@ -406,7 +408,7 @@ class Checkpoint:
                 add_to_tree(tensors, name, sharded_optimizer_state(segment, tensor, self.mesh))
         return tensors
 
-    def _instead(self, formats: Formats) -> dict[str, str]:
+    def _read_from_main_weights(self, formats: Formats) -> dict[str, str]:
         """Weights to read from their main weights: those saved in another format than this run's, so as to round only once."""
         replacements = {}
         for stage in self.trainer.stages:
@@ -418,7 +420,7 @@ class Checkpoint:
 
     def _with_starts(self, state: Tree, formats: Formats) -> tuple[Tree, dict[str, str]]:
         """(the state without what keeps its initial values, name -> what is read in its place): see `ParamSpec.starts_from`."""
-        replacements = self._instead(formats)
+        replacements = self._read_from_main_weights(formats)
         for param in (param for stage in self.trainer.stages for param in stage.parameters()):
             name, start = f"model.{spec_of(param).name}", spec_of(param).starts_from
             if start is None or name in formats:
@@ -429,7 +431,7 @@ class Checkpoint:
                 state = {other: value for other, value in state.items() if other != name}
         return state, replacements
 
-    def _settle(self, slots: Sequence[Slot]) -> None:
+    def _mark_written(self, slots: Sequence[Slot]) -> None:
         """Let everybody know that weights and slots were written."""
         self.trainer.optimizer.load_slots(slots)
         for parallel in self.trainer.parallels:
@@ -440,15 +442,15 @@ class Checkpoint:
         formats = opened.source.formats
         if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
             return {}
-        now = _layout(to_values(self.config), self.mesh.world.size)
-        then = _layout(opened.source.settings, opened.world_size)
-        mine = self._streams()
+        now = _layout_of(to_values(self.config), self.mesh.world.size)
+        then = _layout_of(opened.source.settings, opened.world_size)
+        mine = self._random_streams()
         if now == then and all(
             name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()
         ):
             return {name: torch.empty_like(value) for name, value in mine.items()}
         why = f"the checkpoint was written by {then}, this run is {now}" if now != then else "they are another device's"
-        self._say(f"dropout streams start afresh from --seed: {why}")
+        self._log_info(f"dropout streams start afresh from --seed: {why}")
         return {}
 
     def _fitting_histories(self, formats: Formats) -> Tree:
@@ -458,7 +460,7 @@ class Checkpoint:
             name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in names if name in formats
         }
         if len(histories) < len(names):
-            self._say(
+            self._log_info(
                 f"the checkpoint has no history of {len(names) - len(histories)} of {len(names)} layers with delayed scales: "
                 "in the next step these scale by their own values"
             )
@@ -469,9 +471,11 @@ class Checkpoint:
         mine = to_values(self.config)
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if name in saved and saved[name] != mine[name]:
-                self._say(f"the optimizer's state is converted: {spelling(name)} was {saved[name]} and is {mine[name]}")
+                self._log_info(
+                    f"the optimizer's state is converted: {spelling(name)} was {saved[name]} and is {mine[name]}"
+                )
 
-    def _schedule(self, saved: Mapping[str, Any] | None, source: Source) -> Schedule | None:
+    def _restore_schedule(self, saved: Mapping[str, Any] | None, source: Source) -> Schedule | None:
         """The learning rate's curve from now on; refuses one that differs from the checkpoint's unless told whose wins."""
         mine, requested, train = self.trainer.schedule, self.config.schedule, self.config.train
         if mine is None or saved is None:
@@ -491,7 +495,7 @@ class Checkpoint:
             samples=source.values.get("run.progress", {}).get("schedule_samples", 0),
         )
 
-    def _adopt(self, values: Mapping[str, Any]) -> None:
+    def _restore_counters(self, values: Mapping[str, Any]) -> None:
         """Take over counters. Without optimizer state the learning rate's curve begins anew, as in Megatron."""
         continues = "run.optimizer_steps" in values
         for field in dataclasses.fields(self.trainer.progress):
@@ -502,7 +506,7 @@ class Checkpoint:
             if "run.loss_scale" in values:
                 self.trainer.optimizer.scaler.load(values["run.loss_scale"])
 
-    def _writer(self) -> Saver:
+    def _get_saver(self) -> Saver:
         """What writes into `--save`; made at the first save."""
         options = self.config.checkpoint
         assert options.save is not None, "saves are made when --save is given"
@@ -512,16 +516,16 @@ class Checkpoint:
             self._staging.saver = self._saver
         return self._saver
 
-    def _ended(self, outcome: SaveOutcome | None) -> SaveOutcome | None:
+    def _report_save(self, outcome: SaveOutcome | None) -> SaveOutcome | None:
         """Tell how a save ended, if it did."""
         if outcome is None:
             return None
         self.on_its_way = None
         for note in outcome.notes:
-            self._warn(note)
+            self._log_warning(note)
         if outcome.problems:
             newest = "none" if self.last_saved is None else f"that of iteration {self.last_saved}"
-            self._warn(
+            self._log_warning(
                 "\n".join(
                     [
                         f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}",
@@ -531,12 +535,12 @@ class Checkpoint:
             )
             return outcome
         self.last_saved = outcome.iteration
-        self._export(outcome)
+        self._export_weights(outcome)
         waited = f", while training waited {outcome.blocked:.2f} s" if self.config.checkpoint.async_save else ""
-        self._say(f"saved checkpoint {outcome.folder}: {_speed(outcome.size, outcome.seconds)}{waited}")
+        self._log_info(f"saved checkpoint {outcome.folder}: {_speed_text(outcome.size, outcome.seconds)}{waited}")
         return outcome
 
-    def _export(self, outcome: SaveOutcome) -> None:
+    def _export_weights(self, outcome: SaveOutcome) -> None:
         """Write the weights of a save for others to read (`--export-hf`). That it fails is told, and is no error."""
         options = self.config.checkpoint
         if options.export_hf is None or not self.mesh.world.is_first:
@@ -544,20 +548,20 @@ class Checkpoint:
         target = Path(options.export_hf) / f"iter_{outcome.iteration:07d}"
         try:
             family = export(open_saved(outcome.folder), target, like=options.export_hf_like)
-            self._say(f"exported checkpoint {target}: {family.name}")
+            self._log_info(f"exported checkpoint {target}: {family.name}")
         except (CheckpointError, OSError) as error:
-            self._warn(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
+            self._log_warning(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
 
-    def _tokenizer(self) -> dict[str, Any]:
+    def _tokenizer_record(self) -> dict[str, Any]:
         """What this run's ids mean."""
         if not self._fingerprint:
             self._fingerprint = fingerprint(self.trainer.run.tokenizer)
         return self._fingerprint
 
-    def _say(self, text: str) -> None:
+    def _log_info(self, text: str) -> None:
         self.trainer.run.say(text)
 
-    def _warn(self, text: str) -> None:
+    def _log_warning(self, text: str) -> None:
         if self.mesh.world.is_first:
             self.trainer.run.log.warning(text)
 
@@ -573,13 +577,13 @@ def _check_contents(opened: Opened, *, optimizer: bool, streams: bool) -> None:
         raise CheckpointError(f"{opened.source.where} lacks what this run wants to load", problems)
 
 
-def _layout(values: Mapping[str, Any], world_size: int) -> str:
+def _layout_of(values: Mapping[str, Any], world_size: int) -> str:
     """The layout that decides which rank has which dropout stream."""
     tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
     return f"tensor {tp} x pipeline {pp} x data {world_size // (tp * pp)}"
 
 
-def _speed(size: int, seconds: float) -> str:
+def _speed_text(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3g} GB in {seconds:.2f} s ({size / 1e9 / seconds:.2g} GB/s)"
 
 

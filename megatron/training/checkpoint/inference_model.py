@@ -107,7 +107,7 @@ def load_network(
     if not (source.settings.get("tokenizer_type") or is_folder(source.where)):
         # Megatron's own files count the rows that pad the vocabulary, unless they are told.
         source = open_checkpoint(path, step, {"true_vocab_size": made.vocab_size})
-    config = _config(source, settings, parallel, dtype)
+    config = _resolve_config(source, settings, parallel, dtype)
     rows = config.model.true_vocab_size
     # Special tokens that the network has never seen are common, and no text holds one.
     if made.vocab_size - sum(number >= rows for number in made.special.values()) > rows:
@@ -115,8 +115,8 @@ def load_network(
             f"the tokenizer has {made.vocab_size} ids, and the embedding of {source.where} {rows} rows; give the tokenizer "
             "that belongs to this network"
         )
-    mesh = _join(config, device or pick_device())
-    return InferenceModel(config, mesh, _stages(source, kind, config, mesh), made, source)
+    mesh = _join_mesh(config, device or pick_device())
+    return InferenceModel(config, mesh, _build_stages(source, kind, config, mesh), made, source)
 
 
 def architecture_of(source: Source) -> str:
@@ -160,7 +160,7 @@ def _demand_same_tokenizer(source: Source, tokenizer: Tokenizer) -> None:
         )
 
 
-def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str) -> RunConfig:
+def _resolve_config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str) -> RunConfig:
     """The checkpoint's network under this layout; `ConfigError` with every rule that it breaks."""
     if dtype == "auto":
         dtype = str(source.formats[_EMBEDDING].dtype).removeprefix("torch.")
@@ -187,7 +187,7 @@ def _config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig
     )
 
 
-def _join(config: RunConfig, device: torch.device) -> Mesh:
+def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
     """The mesh of all ranks; without a launcher, of this process alone."""
     set_current_device(device)
     keep_freed_memory(device)
@@ -202,7 +202,7 @@ def _join(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, mesh: Mesh) -> tuple[AnyStage, ...]:
+def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, mesh: Mesh) -> tuple[AnyStage, ...]:
     """This rank's stages, filled from the checkpoint."""
     dtype = getattr(torch, config.precision.dtype)
     need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")

@@ -52,7 +52,7 @@ def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, 
     other = to_values(theirs)
     differences = network_differences(theirs, config.model)
     lines = {
-        role: [_line(name, other[name], mine[name]) for name in differences if network[name] == role]
+        role: [_difference_line(name, other[name], mine[name]) for name in differences if network[name] == role]
         for role in ("network", "adaptable")
     }
     if weights_only:
@@ -60,8 +60,8 @@ def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, 
     data, named = _other_settings(saved, mine, config)
     return Differences(
         network=(*lines["network"], *lines["adaptable"]),
-        data=tuple(_line(name, saved[name], mine[name]) for name in data),
-        named=tuple(_line(name, saved[name], mine[name]) + _remark(name, config) for name in named),
+        data=tuple(_difference_line(name, saved[name], mine[name]) for name in data),
+        named=tuple(_difference_line(name, saved[name], mine[name]) + _setting_remark(name, config) for name in named),
     )
 
 
@@ -75,7 +75,9 @@ def _other_settings(
     others = [
         name
         for name, role in roles.items()
-        if role == "data" and name not in unread and _meaning(name, saved[name]) != _meaning(name, mine[name])
+        if role == "data"
+        and name not in unread
+        and _comparable_value(name, saved[name]) != _comparable_value(name, mine[name])
     ]
     named = [
         name
@@ -102,7 +104,7 @@ def _unused_data(config: RunConfig) -> set[str]:
     return {name for name, holds in unused.items() if holds}
 
 
-def _meaning(name: str, value: Any) -> Any:
+def _comparable_value(name: str, value: Any) -> Any:
     """What a setting of data says, without what may change beside: the folder of a file, blanks."""
     if value is None:
         return "969,30,1" if name == "split" else None
@@ -111,17 +113,17 @@ def _meaning(name: str, value: Any) -> Any:
     return value.replace(" ", "") if name == "split" else value
 
 
-def _remark(name: str, config: RunConfig) -> str:
+def _setting_remark(name: str, config: RunConfig) -> str:
     if name in _DURATION and not config.data.mock_data:
         return " (if that takes another number of epochs of the data, they are shuffled in another order)"
     return " (the folder)" if name in _PATHS else ""
 
 
-def _line(name: str, saved: Any, mine: Any) -> str:
-    return f"{_LABELS.get(name) or spelling(name)}: {_word(saved)} in the checkpoint, {_word(mine)} in this run"
+def _difference_line(name: str, saved: Any, mine: Any) -> str:
+    return f"{_LABELS.get(name) or spelling(name)}: {_value_text(saved)} in the checkpoint, {_value_text(mine)} in this run"
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:

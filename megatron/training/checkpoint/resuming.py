@@ -62,11 +62,11 @@ class Opened:
 def find_wanted(config: RunConfig) -> ResumeRequest | None:
     """Look for what a run loads, without opening it; None for a fresh start."""
     options = config.checkpoint
-    request = _look(options.load, options, weights_only=options.finetune, chosen=True) if options.load else None
+    request = _resolve_path(options.load, options, weights_only=options.finetune, chosen=True) if options.load else None
     if request is not None:
         return request
     if options.pretrained_checkpoint:
-        request = _look(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
+        request = _resolve_path(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
         if request is None:
             raise CheckpointError(
                 f"--pretrained-checkpoint {options.pretrained_checkpoint} holds no complete checkpoint"
@@ -91,11 +91,11 @@ def open_wanted(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened
     if request.steps:
         opened = _open_ours(request, config, axis)
     else:
-        source = _together(lambda: _open_foreign(request, config), axis)
+        source = _on_all_ranks(lambda: _open_foreign(request, config), axis)
         opened = Opened(
             source,
             request.weights_only or "run.progress" not in source.values,
-            size=sum(_bytes(source, name) for name in source.formats),
+            size=sum(_tensor_bytes(source, name) for name in source.formats),
         )
     if config.model.moe.moe_use_upcycling and is_dense(opened.source):
         opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
@@ -143,7 +143,7 @@ def decided(axis: Axis, action: Callable[[], Result]) -> Result:
     return result
 
 
-def _look(path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool) -> ResumeRequest | None:
+def _resolve_path(path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool) -> ResumeRequest | None:
     """What a path means. chosen: whether --ckpt-step and --require-iteration speak of it."""
     step = options.ckpt_step if chosen else None
     foreign = find_foreign(path, step) if not store.scan_folder(path).steps else None
@@ -197,7 +197,7 @@ def _format_of(request: ResumeRequest) -> CheckpointFormat:
     return next(one for one in FOREIGN if one.name == request.checkpoint_format)
 
 
-def _together(action: Callable[[], Result], axis: Axis) -> Result:
+def _on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
     """Act on every rank; all fail if one does."""
     result, error = None, None
     try:
@@ -238,7 +238,7 @@ def _checked_settings(opened: Opened, config: RunConfig, *, complete: bool) -> t
     return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)
 
 
-def _bytes(source: Source, name: str) -> int:
+def _tensor_bytes(source: Source, name: str) -> int:
     format = source.formats[name]
     size = format.dtype.itemsize
     for extent in format.shape:

@@ -69,7 +69,7 @@ class Upcycled:
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, [*box.shape]: experts are cut from the dense MLP, routers newly initialized."""
         if name.endswith(".router.weight"):
-            return self._router(name)[box.slices()]
+            return self._router_rows(name)[box.slices()]
         if ".router." in name:
             return torch.zeros(box.shape)
         if name not in self._made:
@@ -79,7 +79,7 @@ class Upcycled:
         inner = Box(box.offset[1:], box.shape[1:])
         return torch.stack(
             [
-                self._expert(dense, which, (first + place) % self.moe.moe_upcycling_granularity, inner)
+                self._expert_slice(dense, which, (first + place) % self.moe.moe_upcycling_granularity, inner)
                 for place in range(count)
             ]
         )
@@ -101,7 +101,7 @@ class Upcycled:
             if self.moe.moe_router_enable_expert_bias:
                 self.formats[f"{prefix}router.expert_bias"] = each
 
-    def _expert(self, dense: str, which: str, piece: int, box: Box) -> Tensor:
+    def _expert_slice(self, dense: str, which: str, piece: int, box: Box) -> Tensor:
         """A box of a parameter of one expert, which is slice number `piece` of a copy."""
         width = self.moe.expert_width
         if which == "linear_fc2.bias":
@@ -126,7 +126,7 @@ class Upcycled:
             total = 1.0
         return moe.moe_upcycling_granularity / (total * (moe.moe_router_topk_scaling_factor or 1.0))
 
-    def _router(self, name: str) -> Tensor:
+    def _router_rows(self, name: str) -> Tensor:
         """[e, h]: the rows that a fresh router begins with, each for all slices of a copy."""
         model = self.config.model
         init = xavier_uniform() if model.init_method_xavier_uniform else normal(model.init_method_std)

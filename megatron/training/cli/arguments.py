@@ -142,9 +142,9 @@ def read_flags(
     parser.set_defaults(**(defaults or {}))
     known = {word for action in parser._actions for word in action.option_strings}
     words, messages, problems = translate(_yaml_words(argv), known)
-    args, unknown = _parse(parser, words, problems)
-    args.origins = _origins(parser, argv, words, defaults or {})
-    problems += _unknown_flags(unknown, known) or _unquoted(parser, words, unknown)
+    args, unknown = _parse_words(parser, words, problems)
+    args.origins = _setting_origins(parser, argv, words, defaults or {})
+    problems += _unknown_flags(unknown, known) or _unknown_words_text(parser, words, unknown)
     try:
         if args.use_checkpoint_args:
             _take_from_checkpoint(args)
@@ -179,7 +179,7 @@ def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     return config
 
 
-def _parse(
+def _parse_words(
     parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
     """What argparse makes of the words. A flag with a bad value is put on the list and left out, so that the rest is read."""
@@ -188,17 +188,17 @@ def _parse(
         try:
             return parser.parse_known_args(left)
         except argparse.ArgumentError as error:
-            message = _sentence(parser, left, error)
+            message = _parse_error_text(parser, left, error)
             problems += (
                 [] if any(problem.startswith(f"{message.partition(':')[0]}: ") for problem in problems) else [message]
             )
-            shorter = _without(left, (error.argument_name or "").split("/"))
+            shorter = _without_flags(left, (error.argument_name or "").split("/"))
             if len(shorter) == len(left):
                 refuse(problems)
             left = shorter
 
 
-def _sentence(parser: argparse.ArgumentParser, words: Sequence[str], error: argparse.ArgumentError) -> str:
+def _parse_error_text(parser: argparse.ArgumentParser, words: Sequence[str], error: argparse.ArgumentError) -> str:
     """What argparse complains of: the flag as it was typed, what was given, and what can be."""
     names = (error.argument_name or "").split("/")
     flag = next((word.partition("=")[0] for word in words if word.partition("=")[0] in names), names[0])
@@ -220,7 +220,7 @@ def _sentence(parser: argparse.ArgumentParser, words: Sequence[str], error: argp
     return f"{flag}: {error.message}"
 
 
-def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
+def _unknown_words_text(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
     """What to say of words that belong to no flag: those behind a flag of one value were one, before the shell cut it at its blanks."""
     problems = []
     single = {
@@ -243,7 +243,7 @@ def _unquoted(parser: argparse.ArgumentParser, words: Sequence[str], left: Seque
     return [*problems, *(f"{word!r} belongs to no flag; leave it out" for word in rest)]
 
 
-def _origins(
+def _setting_origins(
     parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]
 ) -> dict[str, str]:
     """Setting -> where it was given. argv: the command line; words: all flags as argparse sees them, those of a file too."""
@@ -260,7 +260,7 @@ def _origins(
     )
 
 
-def _without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+def _without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """The words without these flags and their values."""
     remaining, dropping = [], False
     for word in words:
@@ -292,14 +292,14 @@ def _read_yaml(path: str) -> list[str]:
         raise ConfigError(
             f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values"
         )
-    return [word for name, value in _flatten(content) for word in _words_of(str(name), value)]
+    return [word for name, value in _flatten_mapping(content) for word in _words_of(str(name), value)]
 
 
-def _flatten(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _flatten_mapping(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Settings of a mapping; a mapping inside is a heading only."""
     values: list[tuple[str, Any]] = []
     for name, value in content.items():
-        values += _flatten(value) if isinstance(value, Mapping) else [(name, value)]
+        values += _flatten_mapping(value) if isinstance(value, Mapping) else [(name, value)]
     return values
 
 

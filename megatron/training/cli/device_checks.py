@@ -33,7 +33,7 @@ def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str
             ("machine", line)
             for line in _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
         ),
-        *(("machine", line) for line in (_lacking(config, pick_device()) if here else ())),
+        *(("machine", line) for line in (_missing_on_device(config, pick_device()) if here else ())),
     ]
 
 
@@ -50,7 +50,7 @@ def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> 
     return problems
 
 
-def _lacking(config: RunConfig, device: torch.device) -> list[str]:
+def _missing_on_device(config: RunConfig, device: torch.device) -> list[str]:
     """What this machine lacks of what the run asks for."""
     problems = []
     if device.type == "cpu" and config.graphs.cuda_graph_impl != "none":

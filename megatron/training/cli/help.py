@@ -83,7 +83,7 @@ def first_screen(parser: argparse.ArgumentParser) -> str:
     common = {action.dest: action for _, _, actions in every for action in actions if action.dest in COMMON}
     titles = ", ".join(f"{title} ({len(actions)})" for title, _, actions in every)
     number = sum(len(actions) for _, _, actions in every)
-    formatted = _formatted(
+    formatted = _format_sections(
         parser, [("The flags that most runs need", None, [common[name] for name in COMMON if name in common])]
     )
     listed = parser._get_formatter()
@@ -104,10 +104,10 @@ def matching(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
         )
         if chosen:
             matches.append((title, description if chosen is actions else None, chosen))
-    return _formatted(parser, matches) if matches else ""
+    return _format_sections(parser, matches) if matches else ""
 
 
-def _formatted(parser: argparse.ArgumentParser, sections: Iterable[Section]) -> str:
+def _format_sections(parser: argparse.ArgumentParser, sections: Iterable[Section]) -> str:
     formatter = parser._get_formatter()
     for title, description, actions in sections:
         formatter.start_section(title)

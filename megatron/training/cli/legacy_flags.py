@@ -34,7 +34,7 @@ class LegacyFlag:
     yields: bool = False
 
 
-def _rows(group: FlagGroup) -> list[LegacyFlag]:
+def _group_rows(group: FlagGroup) -> list[LegacyFlag]:
     rows = [LegacyFlag(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
     for entry in group.values.split():
         name, _, harmless = entry.partition("=")
@@ -62,7 +62,7 @@ ROWS: tuple[LegacyFlag, ...] = (
         )
         for old in RENAMES
     ),
-    *(row for group in GROUPS for row in _rows(group)),
+    *(row for group in GROUPS for row in _group_rows(group)),
 )
 TABLE: Mapping[str, LegacyFlag] = MappingProxyType({row.flag: row for row in ROWS})
 FAMILIES: Mapping[str, LegacyFlag] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
@@ -122,14 +122,14 @@ class _Translation:
                 self.yielding.append((formatted, row))
             elif row.sentence:
                 self.messages.append(f"{formatted} is understood as {' '.join([*row.becomes, *given])}")
-        elif (accepted := _accepted(row, given)) is not None:
+        elif (accepted := _accepted_as(row, given)) is not None:
             self.messages.append(f"{formatted} is {accepted}: {row.sentence}")
         else:
             advice = "; leave it out" if row.kind == "later" and ";" not in row.sentence else ""
             self.errors.append(f"{formatted}: {row.sentence}{advice}")
 
 
-def _accepted(row: LegacyFlag, given: Sequence[str]) -> str | None:
+def _accepted_as(row: LegacyFlag, given: Sequence[str]) -> str | None:
     """How a flag that is not ours is taken; None: it is refused."""
     if row.kind == "ignored":
         return "ignored"
@@ -199,10 +199,10 @@ def _values_at(argv: Sequence[str], place: int) -> list[str]:
 
 
 def _changes_nothing(row: LegacyFlag, given: Sequence[str]) -> bool:
-    return bool(given) and all(any(_same(word, harmless) for harmless in row.harmless) for word in given)
+    return bool(given) and all(any(_equal_words(word, harmless) for harmless in row.harmless) for word in given)
 
 
-def _same(word: str, other: str) -> bool:
+def _equal_words(word: str, other: str) -> bool:
     """Equal as numbers if both are numbers, else as words."""
     try:
         return float(word) == float(other)

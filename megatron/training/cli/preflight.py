@@ -65,13 +65,15 @@ def preflight(
     wrong = problems_of(config.tokenizer)
     problems += [("tokenizer", line) for line in wrong]
     config = dataclasses.replace(config, tokenizer=without_unused_settings(config.tokenizer))
-    notes, tokenizer, absent = list(accepted(given, device)), None, list(_absent(config, reads_data=reads_data))
+    notes, tokenizer, absent = list(accepted(given, device)), None, list(_missing_files(config, reads_data=reads_data))
     if files and not problems:
         problems += [("files", line) for line in absent]
     elif not files:
         notes += [f"{line} (on this machine)" for line in absent]
     if not wrong and not missing_files(config.tokenizer):
-        tokenizer, lines = _read(config.tokenizer, tuple(map(os.path.getmtime, _files(config.tokenizer))))
+        tokenizer, lines = _read_tokenizer(
+            config.tokenizer, tuple(map(os.path.getmtime, _tokenizer_file_names(config.tokenizer)))
+        )
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
         config = dataclasses.replace(config, model=_with_tokenizer(config, tokenizer))
@@ -111,12 +113,12 @@ def fitted(config: RequestedRun, world_size: int) -> tuple[RequestedRun, int]:
     """With --elastic, the config in a layout for these ranks, and how many of them train."""
     if not config.parallel.elastic or config.train.global_batch_size is None:
         return config, world_size
-    return fit(config, world_size, lambda config, ranks: {name for name, _ in _examine(config, ranks)[1]})
+    return fit(config, world_size, lambda config, ranks: {name for name, _ in _resolve_and_check(config, ranks)[1]})
 
 
 def examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
-    result, problems = _examine(*fitted(config, world_size))
+    result, problems = _resolve_and_check(*fitted(config, world_size))
     if config.parallel.elastic and config.train.global_batch_size is None:
         problems.append(
             (
@@ -127,7 +129,7 @@ def examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tupl
     return result, problems
 
 
-def _examine(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
+def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     config, problems = given.resolve(world_size), []
     if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
         try:
@@ -138,7 +140,7 @@ def _examine(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tupl
     if not problems:  # what these two work out needs sizes that are known to be sound
         problems += [
             ("batch-over-time", message)
-            for message in _complaints(
+            for message in _problems_of_attempt(
                 lambda: BatchSchedule.build(
                     config.train,
                     data_parallel_size=config.parallel.data_parallel_size(world_size),
@@ -149,7 +151,9 @@ def _examine(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tupl
         if not config.train.skip_train:
             problems += [
                 ("learning-rate-over-time", message)
-                for message in _complaints(lambda: Schedule.build(config.schedule, config.optimizer, config.train))
+                for message in _problems_of_attempt(
+                    lambda: Schedule.build(config.schedule, config.optimizer, config.train)
+                )
             ]
     return config, problems
 
@@ -165,7 +169,7 @@ def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=schedule.full))
 
 
-def _complaints(attempt: Callable[[], object]) -> list[str]:
+def _problems_of_attempt(attempt: Callable[[], object]) -> list[str]:
     """What an attempt finds wrong with the settings."""
     try:
         attempt()
@@ -180,22 +184,22 @@ def lines_of(error: ConfigError) -> list[str]:
     return [line.strip() for line in lines[1:]] or lines
 
 
-def _absent(config: RunConfig, *, reads_data: bool) -> Iterator[str]:
+def _missing_files(config: RunConfig, *, reads_data: bool) -> Iterator[str]:
     """Files that the run will want and that are not here, and a folder that it cannot write."""
     for file in missing_files(config.tokenizer):
         yield f"{file}, of the tokenizer, is not here; give the path of a file that is"
     if reads_data and config.data.dataloader_type != "external":
-        yield from _complaints(lambda: check_data_files(config.data))
+        yield from _problems_of_attempt(lambda: check_data_files(config.data))
     if config.checkpoint.save and (why := why_unwritable(config.checkpoint.save)):
         yield why
 
 
-def _files(config: TokenizerConfig) -> list[str]:
+def _tokenizer_file_names(config: TokenizerConfig) -> list[str]:
     return [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
 
 
 @lru_cache(maxsize=2)
-def _read(config: TokenizerConfig, times: tuple[float, ...]) -> tuple[Tokenizer | None, list[str]]:
+def _read_tokenizer(config: TokenizerConfig, times: tuple[float, ...]) -> tuple[Tokenizer | None, list[str]]:
     """(the tokenizer, what is wrong with its files). times: when they were written."""
     try:
         return build_tokenizer(config), []

@@ -84,7 +84,7 @@ class Batch:
             return self
         extras = dict(self.extras)
         for depth in range(1, depths + 1):
-            counts = _further(self.loss_mask, depth)
+            counts = _shift_left(self.loss_mask, depth)
             if self.documents is not None:
                 # The last label is of a token behind the sequence; its document is taken for that of the last token.
                 known = torch.cat((self.documents, self.documents[:, -1:]), dim=1)[:, depth + 1 :]
@@ -92,8 +92,8 @@ class Batch:
             length, number = self.tokens.shape[1], counts.sum(dtype=torch.float64).clamp(min=1)
             ratio = length / max(length - depth, 1) if per_token else self.loss_mask.sum(dtype=torch.float64) / number
             extras |= {
-                f"mtp_{depth}_tokens": _further(self.tokens, depth),
-                f"mtp_{depth}_labels": _further(self.labels, depth),
+                f"mtp_{depth}_tokens": _shift_left(self.tokens, depth),
+                f"mtp_{depth}_labels": _shift_left(self.labels, depth),
                 f"mtp_{depth}_loss_mask": counts,
                 f"mtp_{depth}_weights": counts.to(torch.float64) * ratio,
             }
@@ -131,14 +131,14 @@ class Batch:
     @property
     def targets(self) -> Tensor | None:
         """Return the labels [b, s], -1 where their loss does not count, so that nothing is computed for those."""
-        return None if self.labels is None else _counted(self.labels, self.loss_mask)
+        return None if self.labels is None else _masked_labels(self.labels, self.loss_mask)
 
     @property
     def ahead(self) -> MTPInputs | None:
         """What the model is told of the tokens ahead, if anything is known of them: their labels as in `targets`."""
         ids, labels, masks = (self._rows_ahead(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
-        return MTPInputs(ids, tuple(map(_counted, labels, masks)), states) if ids else None
+        return MTPInputs(ids, tuple(map(_masked_labels, labels, masks)), states) if ids else None
 
     def _rows_ahead(self, name: str) -> tuple[Tensor, ...]:
         return tuple(row for key, row in self.extras.items() if key.startswith("mtp_") and key.endswith(f"_{name}"))
@@ -183,11 +183,11 @@ def language_loss(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -
     return total, count, report
 
 
-def _counted(labels: Tensor, mask: Tensor | None) -> Tensor:
+def _masked_labels(labels: Tensor, mask: Tensor | None) -> Tensor:
     """The labels, -1 where the mask is 0."""
     return labels if mask is None else labels.masked_fill(mask == 0, -1)
 
 
-def _further(rows: Tensor, places: int) -> Tensor:
+def _shift_left(rows: Tensor, places: int) -> Tensor:
     """What stands so many places further, 0 behind the end. rows: [b, s]."""
     return torch.cat((rows[:, places:], torch.zeros_like(rows[:, :places])), dim=1)

@@ -156,7 +156,7 @@ class Explanation:
                 for rank in ranks
             ]
         taken: list[list[list[int]]] = [[] for _ in ranks]
-        for consumed, count in self._stretches(split, step):
+        for consumed, count in self._sample_ranges(split, step):
             for rank in ranks:
                 order = in_turn(
                     self.config, len(dataset), consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
@@ -172,7 +172,7 @@ class Explanation:
         for place in range(max(map(len, numbers))):
             for rank in range(self.num_ranks) if ranks is None else ranks:
                 if place < len(numbers[rank]):
-                    yield self._microbatch(split, step, place, rank, numbers[rank][place])
+                    yield self._explain_microbatch(split, step, place, rank, numbers[rank][place])
 
     def sightings(self, split: str, prefix: str, document: int) -> list[SampleUse]:
         """Every place where a document of a prefix is seen in the run, in the order of time."""
@@ -180,7 +180,7 @@ class Explanation:
         if not samples:
             return []
         if split == "train" and self.config.data.dataloader_type == "cyclic":
-            steps = self._walk()
+            steps = self._steps_with_numbers()
         else:
             steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(samples)))
         return [
@@ -208,7 +208,7 @@ class Explanation:
             sample for number in numbers for sample in dataset.places(number, parts[number].holding(document)).tolist()
         }
 
-    def _walk(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
+    def _steps_with_numbers(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
         """(step, its numbers) of all steps of the training, each order drawn once."""
         size, begin = len(self.dataset("train")), self.start
         for first, last, consumed in ((0, begin.iteration, 0), (begin.iteration, self.steps, begin.train_samples)):
@@ -224,7 +224,7 @@ class Explanation:
     def _is_whole(self, split: str) -> bool:
         return split == "valid" and self.config.data.full_validation
 
-    def _evaluations(self, split: str) -> list[int]:
+    def _evaluation_iterations(self, split: str) -> list[int]:
         """The iterations after which a split is evaluated, from the start on; the last evaluation follows the training."""
         train = self.config.train
         if train.skip_train:
@@ -234,7 +234,7 @@ class Explanation:
 
     def _evaluations_at(self, split: str, step: int) -> list[int]:
         """Which evaluations of a split, counted from the start, are done after iteration `step`."""
-        at = self._evaluations(split)
+        at = self._evaluation_iterations(split)
         numbers = [number for number, iteration in enumerate(at) if iteration == step]
         if not numbers:
             iterations = ", ".join(map(str, at[:6])) + (", ..." if len(at) > 6 else "")
@@ -243,7 +243,7 @@ class Explanation:
             )
         return numbers
 
-    def _stretches(self, split: str, step: int) -> list[tuple[int, int]]:
+    def _sample_ranges(self, split: str, step: int) -> list[tuple[int, int]]:
         """(consumed samples before, microbatches on each rank) of what a step reads."""
         train = self.config.train
         if split != "train":
@@ -261,7 +261,7 @@ class Explanation:
     def _steps_with(self, split: str, samples: Sequence[int]) -> list[int]:
         """The steps that may read some of these samples, in order; just those in training, where they come in turn."""
         if split != "train":
-            return list(dict.fromkeys(self._evaluations(split)))
+            return list(dict.fromkeys(self._evaluation_iterations(split)))
         begin = self.start
         steps = []
         for sample in samples:
@@ -269,16 +269,16 @@ class Explanation:
             steps.append(late.iteration + self.schedule.iterations(sample, late.train_samples) + 1)
         return sorted({step for step in steps if step <= self.steps})
 
-    def _microbatch(self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]) -> Microbatch:
+    def _explain_microbatch(self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]) -> Microbatch:
         dataset = self.dataset(split)
         arrays = read(dataset, numbers)
         samples = tuple(
-            self._shown(dataset, number, {key: array[row] for key, array in arrays.items()})
+            self._span_text(dataset, number, {key: array[row] for key, array in arrays.items()})
             for row, number in enumerate(numbers)
         )
         return Microbatch(split, step, place, rank, digest(arrays), samples)
 
-    def _shown(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SpanText:
+    def _span_text(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SpanText:
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
         spans, ids = dataset.sources(real), sample.get("tokens", np.empty(0, np.int64))
@@ -305,17 +305,17 @@ class Explanation:
             dataset_sample=int(dataset.dataset_sample_index[real]) if blended else real,
             pieces=pieces,
             texts={key: self.tokenizer.detokenize(sample[key].tolist()) for key in WHOLE_TEXTS if key in sample},
-            loss=_ranges(sample["loss_mask"] > 0),
-            position_restarts=() if positions is None else _changes(np.diff(positions) != 1),
-            attention_restarts=() if documents is None else _changes(np.diff(documents) != 0),
+            loss=_true_runs(sample["loss_mask"] > 0),
+            position_restarts=() if positions is None else _change_positions(np.diff(positions) != 1),
+            attention_restarts=() if documents is None else _change_positions(np.diff(documents) != 0),
         )
 
 
-def _ranges(mask: np.ndarray) -> tuple[tuple[int, int], ...]:
+def _true_runs(mask: np.ndarray) -> tuple[tuple[int, int], ...]:
     """[first, one past last) of every run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).tolist()
     return tuple(zip(edges[::2], edges[1::2]))
 
 
-def _changes(where: np.ndarray) -> tuple[int, ...]:
+def _change_positions(where: np.ndarray) -> tuple[int, ...]:
     return tuple((np.flatnonzero(where) + 1).tolist())

@@ -86,9 +86,9 @@ class BatchSchedule:
         Sizes that lie before `consumed_samples` no longer matter: a run may resume on more ranks than it began with.
         """
         now = bisect_right(self.steps, (consumed_samples, math.inf)) - 1
-        refuse(filter(None, (self._problem(size) for _, size in self.steps[max(now, 0) :])))
+        refuse(filter(None, (self._size_problem(size) for _, size in self.steps[max(now, 0) :])))
 
-    def _problem(self, size: int) -> str:
+    def _size_problem(self, size: int) -> str:
         below, above = size // self.unit * self.unit, -(-size // self.unit) * self.unit
         if size < self.unit and self.rounds_down:
             return (
@@ -163,7 +163,7 @@ def step_sizes(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
     for entry in schedule.replace(",", " ").split():
         threshold, _, size = entry.partition(":")
         try:
-            steps.append((_number(threshold) // seq_length, _number(size)))
+            steps.append((_parse_count(threshold) // seq_length, _parse_count(size)))
         except (ValueError, OverflowError):
             problems.append(f"--step-batch-size-schedule entry {entry!r} is not TOKENS:SIZE, such as 250B:1536")
     steps.sort()
@@ -179,7 +179,7 @@ def step_sizes(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
     return tuple(steps)
 
 
-def _number(text: str) -> int:
+def _parse_count(text: str) -> int:
     """A count with an optional suffix: "250B" is 250 * 10**9."""
     text = text.strip().upper()
     factor = SUFFIXES.get(text[-1:], 1)

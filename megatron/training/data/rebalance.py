@@ -58,20 +58,24 @@ class RebalancedBatches:
     def begin(self, num_microbatches: int) -> int:
         """Read the next global batch, of so many microbatches a rank before it was regrouped; the number of this rank's."""
         axis = self.mesh.dp
-        documents = [document for _ in range(num_microbatches * axis.size) for document in documents_of(self._read())]
+        documents = [
+            document for _ in range(num_microbatches * axis.size) for document in documents_of(self._read_batch())
+        ]
         self.plan = divided([len(document["tokens"]) for document in documents], self.config, axis.size)
-        self._waiting = deque(self._batch(share, documents) for share in self.plan.shares if share.includes(axis.rank))
+        self._waiting = deque(
+            self._pack_documents(share, documents) for share in self.plan.shares if share.includes(axis.rank)
+        )
         if not self._waiting:  # a rank with nothing to do takes part in the sums with nothing
-            self._waiting.append(self._nothing())
+            self._waiting.append(self._empty_batch())
         return len(self._waiting)
 
-    def _read(self) -> Batch:
+    def _read_batch(self) -> Batch:
         batch = next(self.rows, None)
         if batch is None:
             raise DataError("the data ended before the run did; train on fewer samples or give more data")
         return batch
 
-    def _batch(self, share: SequenceGroup, documents: Sequence[Document]) -> Batch:
+    def _pack_documents(self, share: SequenceGroup, documents: Sequence[Document]) -> Batch:
         """One share's documents end to end, filled up to a length that its ranks can cut."""
         local, tp = [documents[number] for number in share.sequences], self.mesh.tp.size
         unit = lcm(2 * share.size, share.size * tp) if self.config.parallel.sequence_parallel else 2 * share.size
@@ -80,9 +84,9 @@ class RebalancedBatches:
         rows = {name: F.pad(torch.cat([document[name] for document in local]), (0, fill))[None] for name in local[0]}
         numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(local)]
         rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
-        return _made(rows).over_context(self.mesh.sequence_axis(share.size))
+        return _batch_of_rows(rows).over_context(self.mesh.sequence_axis(share.size))
 
-    def _nothing(self) -> Batch:
+    def _empty_batch(self) -> Batch:
         length = lcm(2, self.mesh.tp.size)
         ids = torch.zeros((1, length), dtype=torch.int64, device=self.mesh.device)
         names = [
@@ -90,7 +94,9 @@ class RebalancedBatches:
             for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
             for name in ("tokens", "labels", "loss_mask", "weights")
         ]
-        return _made({**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)})
+        return _batch_of_rows(
+            {**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)}
+        )
 
 
 def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
@@ -126,6 +132,6 @@ def documents_of(batch: Batch) -> Iterator[Document]:
                 yield document
 
 
-def _made(rows: dict[str, Tensor]) -> Batch:
+def _batch_of_rows(rows: dict[str, Tensor]) -> Batch:
     fields: dict[str, Any] = {name: rows[name] for name in ("tokens", "labels", "loss_mask", "positions", "documents")}
     return Batch(**fields, extras={name: row for name, row in rows.items() if name not in fields})

@@ -87,10 +87,12 @@ def read(dataset: Dataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
 
     the samples of these numbers, stacked [b, ...]. Where `FILL` stands, a sample without loss.
     """
-    return collate([_fill(dataset) if number == FILL else _sample(dataset, number) for number in numbers])
+    return collate(
+        [_padding_sample(dataset) if number == FILL else _read_sample(dataset, number) for number in numbers]
+    )
 
 
-def _sample(dataset: Dataset, number: int) -> dict[str, np.ndarray]:
+def _read_sample(dataset: Dataset, number: int) -> dict[str, np.ndarray]:
     try:
         return dataset[number]
     except DataError as error:
@@ -100,8 +102,8 @@ def _sample(dataset: Dataset, number: int) -> dict[str, np.ndarray]:
         raise RuntimeError(f"sample {number} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _fill(dataset: Dataset) -> dict[str, np.ndarray]:
-    sample = _sample(dataset, 0)
+def _padding_sample(dataset: Dataset) -> dict[str, np.ndarray]:
+    sample = _read_sample(dataset, 0)
     return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
 

@@ -125,7 +125,7 @@ class StepValidator(StepHooks):
         if again:
             return False
         self.count += 1
-        self.problem += self._culprits(work)
+        self.problem += self._nonfinite_ranks(work)
         folder = folder_of(self.config)
         if folder is None:
             self.problem += "; there is no folder for the evidence (--error-dir or --save)"
@@ -137,7 +137,7 @@ class StepValidator(StepHooks):
         """Remember its largest gradient."""
         self.largest.append(torch.linalg.vector_norm(bucket.grad, math.inf))
 
-    def _culprits(self, work: StepWork) -> str:
+    def _nonfinite_ranks(self, work: StepWork) -> str:
         """The ranks whose own loss or gradients were not finite before those of others came to them, in words."""
         rank, culprits = work.trainer.run.mesh.world.rank, []
         if not all(bool(pair.isfinite().all()) for report in work.reports for pair in report.values()):

@@ -102,15 +102,20 @@ def leak_of(build: Build, kind: AttentionKind, length: int, *, separate: bool) -
     documents = (torch.arange(length) // max(1, length * 3 // 10))[
         None
     ]  # borders that are no borders of ranks or blocks
-    inputs = _inputs(build, length)
-    before = _run(build, kind, inputs, documents if separate else None)
+    inputs = _random_inputs(build, length)
+    before = _attention_outputs(build, kind, inputs, documents if separate else None)
     local = Zigzag(length, build.mesh.cp.size).places(build.mesh.cp.rank, torch.device("cpu"))
     border, problem = int((documents == 1).nonzero()[0, 1]), ""
     for place in sorted({border - 1, border, length // 2, length - 2} & set(range(length))):
         changed = [x.clone() for x in inputs]
         for x in changed:
             x[place] += 4.0
-        differs = (_run(build, kind, changed, documents if separate else None) != before).flatten(1).any(dim=1).cpu()
+        differs = (
+            (_attention_outputs(build, kind, changed, documents if separate else None) != before)
+            .flatten(1)
+            .any(dim=1)
+            .cpu()
+        )
         distance = local - place
         left, right = kind.window or (-1, -1)
         may = (distance >= 0) if kind.causal else torch.ones_like(local, dtype=torch.bool)
@@ -130,7 +135,7 @@ def leak_of(build: Build, kind: AttentionKind, length: int, *, separate: bool) -
     return problem
 
 
-def _inputs(build: Build, length: int) -> list[Tensor]:
+def _random_inputs(build: Build, length: int) -> list[Tensor]:
     """Queries, keys and values of a whole sequence, as many heads as a rank of this run has."""
     model, tp = build.model, build.mesh.tp.size
     size = model.rotary_size + (model.mla.qk_head_dim if model.mla.multi_latent_attention else 0)
@@ -141,7 +146,7 @@ def _inputs(build: Build, length: int) -> list[Tensor]:
     return [torch.randn(length, 1, *shape, generator=generator).to(build.mesh.device, build.dtype) for shape in shapes]
 
 
-def _run(build: Build, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None) -> Tensor:
+def _attention_outputs(build: Build, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None) -> Tensor:
     """This rank's outputs, [s/cp, 1, n/tp * dv]."""
     cp, length = build.mesh.cp, len(inputs[0])
     pieces = [Zigzag(length, cp.size).piece(x, cp.rank) for x in inputs]

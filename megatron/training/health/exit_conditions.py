@@ -41,7 +41,7 @@ class NotFinite(Exception):
     """A loss or a gradient is not a number, so that the weights are or soon will be spoiled."""
 
 
-def _alone(vote: bool) -> bool:
+def _single_process_vote(vote: bool) -> bool:
     """How a single process agrees."""
     return vote
 
@@ -59,8 +59,8 @@ class ExitConditions:
         self,
         train: TrainConfig,
         *,
-        agree: Callable[[bool], bool] = _alone,
-        poll: Callable[[bool], bool] = _alone,
+        agree: Callable[[bool], bool] = _single_process_vote,
+        poll: Callable[[bool], bool] = _single_process_vote,
         started: float | None = None,
         ending: RunOutcome | None = None,
         tolerates_overflow: bool = False,

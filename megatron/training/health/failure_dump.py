@@ -69,11 +69,11 @@ def write_failure_dump(
         target.mkdir(parents=True, exist_ok=True)
         torch.save(dict(streams), target / random_file(mesh.world.rank))
         if mesh.tp.is_first and mesh.pp.is_first:
-            read = {"rank": mesh.world.rank, "microbatches": [_arrays(batch) for batch in work.seen]}
+            read = {"rank": mesh.world.rank, "microbatches": [_batch_arrays(batch) for batch in work.seen]}
             torch.save(read, target / data_file(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
             (target / STEP).write_text(
-                json.dumps(_facts(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
+                json.dumps(_step_facts(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
                 encoding="utf-8",
             )
     except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
@@ -124,7 +124,7 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     return table, "; ".join(words)
 
 
-def _facts(work: StepWork, problem: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
+def _step_facts(work: StepWork, problem: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
     trainer, config = work.trainer, work.trainer.run.config
     here = config.checkpoint.save or config.checkpoint.load
     steps = [step for step in scan_folder(here).steps if step.iteration <= trainer.progress.iteration] if here else []
@@ -143,7 +143,7 @@ def _facts(work: StepWork, problem: str, losses: Mapping[str, float], norm: floa
     }
 
 
-def _arrays(batch: Batch) -> dict[str, Any]:
+def _batch_arrays(batch: Batch) -> dict[str, Any]:
     """A microbatch as plain values and tensors on the CPU."""
     arrays: dict[str, Any] = {
         "samples": list(batch.samples) if batch.samples is not None else None,

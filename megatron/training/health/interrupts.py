@@ -31,7 +31,7 @@ class Interrupts:
         self._noticed = 0.0
         self._ours, self._systems = socket.socketpair()
         self._systems.setblocking(False)
-        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+        self._thread = threading.Thread(target=self._watch_signals, name="interrupts", daemon=True)
 
     def __enter__(self) -> Interrupts:
         self._wakeup_before = signal.set_wakeup_fd(self._systems.fileno(), warn_on_full_buffer=False)
@@ -46,12 +46,12 @@ class Interrupts:
         self._thread.join()
         self._ours.close()
 
-    def _watch(self) -> None:
+    def _watch_signals(self) -> None:
         while numbers := self._ours.recv(64):
             if signal.SIGINT in numbers:
-                self._interrupted()
+                self._on_interrupt()
 
-    def _interrupted(self) -> None:
+    def _on_interrupt(self) -> None:
         if not self._noticed:
             self._noticed, self._ending.signal = time.monotonic(), "SIGINT"
             self._first()

@@ -101,13 +101,13 @@ class ReplicaCheck:
         # By name: ranks that share two axes must meet on them in one order.
         groups = [by_axis[name] for name in sorted(by_axis)]
         for group in groups:
-            differs = torch.maximum(differs, _differs(group))
+            differs = torch.maximum(differs, _differs_flag(group))
         if bool(collectives.all_reduce(differs, self.mesh.world, "max")):
-            raise ReplicasDiffer(self._message(groups))
+            raise ReplicasDiffer(self._differences_message(groups))
 
     def items(self) -> Iterator[ReplicatedState]:
         """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
-        yield from self._weights()
+        yield from self._replicated_weights()
         yield from self._optimizer_state()
         trainer, mesh = self.trainer, self.mesh
         for name, scaling in histories_of(trainer.stages).items():
@@ -123,7 +123,7 @@ class ReplicaCheck:
             for name, value in counters.items()
         )
 
-    def _weights(self) -> Iterator[ReplicatedState]:
+    def _replicated_weights(self) -> Iterator[ReplicatedState]:
         """Weights that several ranks hold, or one rank twice: whole ones, sharded ones, and both copies of a tied matrix."""
         mesh = self.mesh
         tied: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # on this rank, by name and axis
@@ -169,7 +169,7 @@ class ReplicaCheck:
         if isinstance(value, str):
             number = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little", signed=True)
             return torch.tensor(number, device=self.mesh.device)
-        words = _words(value)
+        words = _as_integers(value)
         total = torch.zeros((), dtype=torch.int64, device=words.device)
         for part in words.split(_BLOCK * _ROWS):
             whole = len(part) // _BLOCK * _BLOCK
@@ -181,14 +181,14 @@ class ReplicaCheck:
         # Beside the value for "none"; that two hashes meet there is as rare as any other meeting.
         return total.clamp(min=_NONE + 1, max=-(_NONE + 2))
 
-    def _message(self, groups: Sequence[Sequence[tuple[ReplicatedState, Tensor]]]) -> str:
+    def _differences_message(self, groups: Sequence[Sequence[tuple[ReplicatedState, Tensor]]]) -> str:
         """What differs, and on which ranks; the same on all."""
-        findings = [finding for group in groups for finding in self._findings(group)]
+        findings = [finding for group in groups for finding in self._axis_differences(group)]
         place = name_of_rank(self.mesh.world.rank)
         gathered = collectives.gather_objects((findings, place), self.mesh.world)
         lines = list(dict.fromkeys(line for theirs, _ in gathered for line in theirs))
         listed = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-        suspects = Counter(word for line in lines for word in _accused(line))
+        suspects = Counter(word for line in lines for word in _blamed_ranks(line))
         nodes = [f"{gathered[rank][1]} is named {count} times" for rank, count in suspects.most_common(3)]
         return "\n  ".join(
             [
@@ -199,7 +199,7 @@ class ReplicaCheck:
             ]
         )
 
-    def _findings(self, group: Sequence[tuple[ReplicatedState, Tensor]]) -> list[str]:
+    def _axis_differences(self, group: Sequence[tuple[ReplicatedState, Tensor]]) -> list[str]:
         """What differs within this rank, and over the axis of the group; called by all ranks of the axis."""
         axis = group[0][0].axis
         findings = [
@@ -211,11 +211,13 @@ class ReplicaCheck:
         for (name, _, _), held in zip(rows, zip(*collectives.gather_objects(rows, axis), strict=True), strict=True):
             for slot in sorted({slot for _, slot, _ in held}):
                 ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
-                findings += _finding(name, axis.name, ranks, [number for _, place, number in held if place == slot])
+                findings += _difference_text(
+                    name, axis.name, ranks, [number for _, place, number in held if place == slot]
+                )
         return findings
 
 
-def _words(value: Tensor) -> Tensor:
+def _as_integers(value: Tensor) -> Tensor:
     """The value's memory as a flat tensor of whole numbers, the widest of up to 32 bits that fit."""
     flat = value.contiguous().flatten().view(torch.uint8) if value.numel() else value.new_zeros(4, dtype=torch.uint8)
     width = next(width for width in (4, 2, 1) if len(flat) % width == 0 and flat.storage_offset() % width == 0)
@@ -223,7 +225,7 @@ def _words(value: Tensor) -> Tensor:
     return words if width == 4 else words.to(torch.int32)
 
 
-def _differs(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
+def _differs_flag(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     """1 if the ranks of an axis disagree about one of these items, else 0, as an int64 scalar on the device."""
     starts = [0]
     for item, _ in items:
@@ -238,22 +240,24 @@ def _differs(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     return ((table[0] != ~table[1]) & (table[0] != _NONE)).any().long()
 
 
-def _finding(name: str, axis: str, ranks: Sequence[int], numbers: Sequence[int]) -> list[str]:
+def _difference_text(name: str, axis: str, ranks: Sequence[int], numbers: Sequence[int]) -> list[str]:
     """What is to be said of one item on the ranks that should hold it alike."""
     counted = Counter(numbers).most_common()
     if len(counted) == 1:
         return []
     if len(counted) > 1 and counted[0][1] == counted[1][1]:
-        return [f"{name}: {_listed(ranks)} over {axis} disagree, and there is no majority"]
+        return [f"{name}: {_ranks_text(ranks)} over {axis} disagree, and there is no majority"]
     odd = [rank for rank, number in zip(ranks, numbers, strict=True) if number != counted[0][0]]
-    return [f"{name}: {_listed(odd)} over {axis} differs from {_listed([rank for rank in ranks if rank not in odd])}"]
+    return [
+        f"{name}: {_ranks_text(odd)} over {axis} differs from {_ranks_text([rank for rank in ranks if rank not in odd])}"
+    ]
 
 
-def _accused(line: str) -> list[int]:
+def _blamed_ranks(line: str) -> list[int]:
     """The ranks that a finding speaks against."""
     accused = line.rpartition(": ")[2].partition(" over ")[0]
     return [int(word) for word in accused.replace(",", " ").split() if word.isdecimal()]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -184,15 +184,15 @@ class StepRerun(StepHooks):
         keeps its numbers for the comparison. losses: [2] each; norm: a scalar.
         """
         if self._injected and not (self._repeats and self._injected == "transient_error"):
-            losses = self._spoiled(work, losses)
+            losses = self._inject_error(work, losses)
         if self.mode == "report_stats" and not self._repeats:
-            self._keep(work, losses, norm)
+            self._keep_results(work, losses, norm)
             return False
         sound = self.validator.accept_update(work, losses, norm, again=self._repeats)
-        self._keep(work, losses, norm)
+        self._keep_results(work, losses, norm)
         return sound and (self.goes_on or self.mode == "report_stats" or not (self._repeats or self._judges))
 
-    def _keep(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> None:
+    def _keep_results(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> None:
         self._work = work
         state = {
             f"{name} of microbatch {index}": float(pair[0] / pair[1].clamp(min=1.0))
@@ -205,7 +205,7 @@ class StepRerun(StepHooks):
 
     def _compare_passes(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
         first = self._own | self._whole
-        step = self._repeat(before, batches)
+        step = self._repeat_step(before, batches)
         for name, value in (self._own | self._whole).items():
             row = self.variation.setdefault(name, [0, 0, 0.0])
             difference = relative_difference(first.get(name, value), value)  # a pass that overflowed in fp16 has none
@@ -214,7 +214,7 @@ class StepRerun(StepHooks):
 
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> Step:
         """The step is bad: run it again on the same devices, and decide."""
-        reason, first, witness = self.validator.problem, self._own | self._whole, self._witness()
+        reason, first, witness = self.validator.problem, self._own | self._whole, self._device_result()
         diagnosis = Diagnosis(
             iteration,
             reason,
@@ -224,23 +224,23 @@ class StepRerun(StepHooks):
             self._injected,
             collectives.gather_objects(witness, self.mesh.world),
         )
-        self._track(witness, iteration, "initial_run", reason)
+        self._append_rejected(witness, iteration, "initial_run", reason)
         self.trainer.run.say(f"WARNING: iteration {iteration} is bad: {reason}\nIt is run again in place")
-        step = self._repeat(before, batches)
-        differs = self._differs(first, self._own | self._whole)
-        self._track(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
+        step = self._repeat_step(before, batches)
+        differs = self._largest_difference(first, self._own | self._whole)
+        self._append_rejected(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
         if differs:
             diagnosis.classification = "transient_error"
-            return self._ends(
+            return self._end_with_diagnosis(
                 diagnosis,
                 f"run again in place, it gave another result ({differs}): a transient error of "
-                f"{_named(diagnosis.witnesses)}",
+                f"{_device_names(diagnosis.witnesses)}",
                 before,
                 step,
             )
         if self.goes_on:
             diagnosis.classification = "reproduced"
-            return self._ends(diagnosis, "run again in place, it gave the same result", before, step)
+            return self._end_with_diagnosis(diagnosis, "run again in place, it gave the same result", before, step)
         known = (
             self.known is not None
             and self.known.iteration == iteration
@@ -253,11 +253,13 @@ class StepRerun(StepHooks):
                 if known
                 else "so it is no transient error; with --save it could be run on other devices"
             )
-            return self._ends(diagnosis, f"run again in place, it gave the same result, {more}", before, step)
-        return self._ends(
+            return self._end_with_diagnosis(
+                diagnosis, f"run again in place, it gave the same result, {more}", before, step
+            )
+        return self._end_with_diagnosis(
             diagnosis,
             "run again in place, it gave the same result; start the run again on other devices than "
-            f"{_named(diagnosis.witnesses)}, to see whether they compute another one",
+            f"{_device_names(diagnosis.witnesses)}, to see whether they compute another one",
             before,
             step,
             RESTART_ELSEWHERE,
@@ -265,7 +267,7 @@ class StepRerun(StepHooks):
 
     def _judge_elsewhere(self, diagnosis: Diagnosis, before_step: dict[str, Any], step: Step) -> Step:
         """The step that was bad before the restart has run once more: compare, on other devices than then."""
-        mine, same_layout = self._witness(), diagnosis.layout == self._layout()
+        mine, same_layout = self._device_result(), diagnosis.layout == self._layout()
         now = collectives.gather_objects(mine, self.mesh.world)
         suspects = [one for one in diagnosis.witnesses if one.suspicious] or diagnosis.witnesses
         devices = {one.place for one in now}
@@ -275,29 +277,30 @@ class StepRerun(StepHooks):
             moved = not any(one.place in devices for one in suspects)
         if not moved:
             self._say_and_record(
-                diagnosis, f"iteration {diagnosis.iteration} was run on the same devices again: {_named(suspects)}"
+                diagnosis,
+                f"iteration {diagnosis.iteration} was run on the same devices again: {_device_names(suspects)}",
             )
             self._restore(before_step)
             raise ResultRejected(
-                f"iteration {diagnosis.iteration} was bad on {_named(suspects)}, and this restart uses the same devices; "
+                f"iteration {diagnosis.iteration} was bad on {_device_names(suspects)}, and this restart uses the same devices; "
                 "start the run on others, or give --rerun-mode disabled to go on without a classification",
                 RESTART_ELSEWHERE,
             )
         before = diagnosis.witnesses[mine.rank].results if same_layout else {}
-        differs = self._differs(before | diagnosis.results, self._own | self._whole)
-        self._track(
+        differs = self._largest_difference(before | diagnosis.results, self._own | self._whole)
+        self._append_rejected(
             mine, diagnosis.iteration, f"second_rerun_{'not_' if differs else ''}reproducible", diagnosis.reason
         )
         diagnosis.classification = "persistent_error" if differs else "correct_result"
         text = (
-            f"on other devices it gave another result ({differs}): a persistent error of {_named(suspects)}; leave these out"
+            f"on other devices it gave another result ({differs}): a persistent error of {_device_names(suspects)}; leave these out"
             if differs
             else "on other devices it gave the same result: it is the correct result of this data and these weights; "
             "look at the data and at --lr, or pass over it with --iterations-to-skip or --on-bad-step skip"
         )
-        return self._ends(diagnosis, text, before_step, step)
+        return self._end_with_diagnosis(diagnosis, text, before_step, step)
 
-    def _ends(
+    def _end_with_diagnosis(
         self, diagnosis: Diagnosis, text: str, before: dict[str, Any], step: Step, exit_code: int = REJECTED
     ) -> Step:
         """Keep a diagnosis; then go on with the step, or end the run in the state before it."""
@@ -323,7 +326,7 @@ class StepRerun(StepHooks):
             ranks=[one.rank for one in diagnosis.witnesses if one.suspicious],
         )
 
-    def _repeat(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
+    def _repeat_step(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
         """The same step once more: its microbatches, counters, random streams and loss scale."""
         self._restore(before)
         self._repeats = True
@@ -343,7 +346,7 @@ class StepRerun(StepHooks):
         self.trainer.optimizer.scaler.load(before["scaler"])
         self.trainer.run.streams.load({name: state.clone() for name, state in before["streams"].items()})
 
-    def _differs(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
+    def _largest_difference(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
         """The number that differs most between two passes, over all ranks, in words; "" if none differs by more than the tolerance."""
         shared = {name: relative_difference(before[name], now[name]) for name in before if name in now}
         worst = max(shared, key=lambda name: shared[name], default=None)
@@ -355,7 +358,7 @@ class StepRerun(StepHooks):
         largest = max(collectives.gather_objects(mine, self.mesh.world))
         return largest[1] if largest[0] > TOLERANCE else ""
 
-    def _witness(self) -> Witness:
+    def _device_result(self) -> Witness:
         host, device = device_identity(str(self.mesh.device))
         return Witness(self.mesh.world.rank, host, device, self._suspicious, self._own)
 
@@ -381,14 +384,14 @@ class StepRerun(StepHooks):
         self._injects_at = drawn.randrange(self.mesh.dp_cp.size)
         return faults.error_injection_type if drawn.randrange(faults.error_injection_rate) == 0 else ""
 
-    def _spoiled(self, work: StepWork, losses: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _inject_error(self, work: StepWork, losses: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The losses with an injected error: those of one rank's first microbatch are NaN."""
         if not work.reports or self.mesh.dp_cp.rank != self._injects_at % self.mesh.dp_cp.size:
             return losses
         work.reports[0] = {name: pair * math.nan for name, pair in work.reports[0].items()}
         return {name: pair * math.nan if name in work.reports[0] else pair for name, pair in losses.items()}
 
-    def _track(self, witness: Witness, iteration: int, status: str, reason: str) -> None:
+    def _append_rejected(self, witness: Witness, iteration: int, status: str, reason: str) -> None:
         """Append to --result-rejected-tracker-filename, in Megatron's format; a file that cannot be written ends no run."""
         path = self.config.faults.result_rejected_tracker_filename
         if path is None or not (witness.suspicious or self.mesh.world.is_first):
@@ -447,7 +450,7 @@ def rejected_iterations(path: str) -> set[int]:
     return twice - {iteration for (_, iteration), sightings in ranks.items() if len(sightings) > 1}
 
 
-def _named(witnesses: Iterable[Witness]) -> str:
+def _device_names(witnesses: Iterable[Witness]) -> str:
     """The devices of the suspicious ranks, or of all, in words."""
     every = list(witnesses)
     chosen = [one for one in every if one.suspicious] or every

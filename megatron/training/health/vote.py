@@ -20,13 +20,13 @@ class Vote:
         """The answer to this question; waits for it."""
         if self._axis.size == 1:
             return vote
-        return bool(collectives.all_reduce(self._ballot(vote), self._axis, "max"))
+        return bool(collectives.all_reduce(self._vote_tensor(vote), self._axis, "max"))
 
     def poll(self, vote: bool) -> bool:
         """The answer to the question of the call before, whose votes met while a step was computed; False in the first call."""
         if self._axis.size == 1:
             return vote
-        before, ballot = self._pending, self._ballot(vote)
+        before, ballot = self._pending, self._vote_tensor(vote)
         work = collectives.start_all_reduce(ballot, self._axis, "max")
         if self._device.type == "cuda":
             collectives.wait(work)  # the stream waits, the host does not
@@ -40,5 +40,5 @@ class Vote:
         collectives.wait(before[1])
         return bool(before[0])
 
-    def _ballot(self, vote: bool) -> torch.Tensor:
+    def _vote_tensor(self, vote: bool) -> torch.Tensor:
         return torch.full((), int(vote), dtype=torch.int32, device=self._device)

@@ -83,7 +83,7 @@ class HangDetector:
     def __enter__(self) -> HangDetector:
         board = RendezvousStore.connect(self.place)
         if board is not None:
-            self._thread = threading.Thread(target=self._watch, args=(board,), name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._watch_loop, args=(board,), name="watchdog", daemon=True)
             self._thread.start()
         return self
 
@@ -111,26 +111,28 @@ class HangDetector:
             while time.monotonic() < deadline and board.read(FIRST_FAILURE) is None:  # another rank asks, and will tell
                 time.sleep(0.1)
             return ""
-        answers = self._collect(board, "lost")
+        answers = self._collect_answers(board, "lost")
         silent = [rank for rank in range(self.place.size) if rank not in answers]
         if not silent:
             return ""
-        lines = [f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"]
+        lines = [f"{_ranks_text(silent)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"]
         lines += [f"  rank {rank} {self._last_seen(board, rank)}" for rank in silent[:_SHOWN]]
         return "\n".join(
-            [*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._answer())).line()}"]
+            [*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._status_json())).line()}"]
         )
 
-    def _watch(self, board: RendezvousStore) -> None:
+    def _watch_loop(self, board: RendezvousStore) -> None:
         moves, since, pulse = -1, time.monotonic(), time.monotonic()
-        board.write(f"pulse/{self.place.rank}", self._answer())  # at once: a rank may be gone before the first look
+        board.write(
+            f"pulse/{self.place.rank}", self._status_json()
+        )  # at once: a rank may be gone before the first look
         while not self._over.wait(_LOOK_EVERY):
             now = time.monotonic()
             if self.flight_recorder.num_events != moves:
                 moves, since = self.flight_recorder.num_events, now
             if now - pulse >= self.place.size / _PULSES:
                 pulse = now
-                board.write(f"pulse/{self.place.rank}", self._answer())
+                board.write(f"pulse/{self.place.rank}", self._status_json())
             if (failed := board.read(FIRST_FAILURE)) is not None:  # of which this rank dies soon, wherever it is
                 self.run.run_log.add(
                     "end",
@@ -139,13 +141,13 @@ class HangDetector:
                     failed=True,
                 )
             if not self._answered and board.read(_ROLL) is not None:
-                self._speak(board)
+                self._report_status(board)
             limit = self.limit if self.flight_recorder.iteration else self.limit_at_start
             if self.limit and now - since > limit and board.claim(_ROLL, f"{self.place.rank}: nothing moves"):
-                self._speak(board)
-                self._end(board, now - since)
+                self._report_status(board)
+                self._end_all_ranks(board, now - since)
 
-    def _answer(self) -> str:
+    def _status_json(self) -> str:
         flight_recorder = self.flight_recorder
         counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
         last, group = flight_recorder.last(), flight_recorder.last_group()
@@ -160,37 +162,37 @@ class HangDetector:
             ]
         )
 
-    def _speak(self, board: RendezvousStore) -> None:
+    def _report_status(self, board: RendezvousStore) -> None:
         """Answer the roll, and leave the stacks of this rank."""
         self._answered = True
-        board.write(f"answer/{self.place.rank}", self._answer())
+        board.write(f"answer/{self.place.rank}", self._status_json())
         text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{collectives_of(self.flight_recorder)}\n{stacks()}"
         leave(folder_of(self.run.config), self.place.rank, text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
-    def _collect(self, board: RendezvousStore, why: str) -> dict[int, Answer]:
+    def _collect_answers(self, board: RendezvousStore, why: str) -> dict[int, Answer]:
         """Who answers in time."""
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + _PATIENCE[why]
         while len(answers) < self.place.size and time.monotonic() < deadline:
             for rank in range(self.place.size):
                 text = None if rank in answers else board.read(f"answer/{rank}")
-                if text is not None and (answer := _parsed(text)) is not None:
+                if text is not None and (answer := _parse_answer(text)) is not None:
                     answers[rank] = answer
             time.sleep(0.1)
         return answers
 
     def _last_seen(self, board: RendezvousStore, rank: int) -> str:
         text = board.read(f"pulse/{rank}")
-        pulse = None if text is None else _parsed(text)
+        pulse = None if text is None else _parse_answer(text)
         if pulse is None:
             return "was never seen"
         return f"was last seen on node {pulse.node} {max(0.0, time.time() - pulse.at):.0f} s ago, {pulse.line()}"
 
-    def _end(self, board: RendezvousStore, seconds: float) -> None:
+    def _end_all_ranks(self, board: RendezvousStore, seconds: float) -> None:
         """Say where all ranks stand, and end them."""
-        answers = self._collect(board, "hang")
+        answers = self._collect_answers(board, "hang")
         lines = [
             f"rank {rank} on node {answers[rank].node} {answers[rank].line()}"
             if rank in answers
@@ -201,7 +203,7 @@ class HangDetector:
         head = (
             f"{name_of_rank(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
             + (
-                f"the others wait for {_ranks(awaited)}"
+                f"the others wait for {_ranks_text(awaited)}"
                 if awaited
                 else "all ranks stand still, and none waits for another"
             )
@@ -214,7 +216,7 @@ class HangDetector:
         board.claim(FIRST_FAILURE, f"HANG: {text}")
 
 
-def _parsed(text: str) -> Answer | None:
+def _parse_answer(text: str) -> Answer | None:
     """An answer from the store; None for a text that no rank of ours has put there."""
     try:
         node, at, where, last, group, counts = json.loads(text)
@@ -243,6 +245,6 @@ def waited_for(answers: Mapping[int, Answer], size: int) -> list[int]:
     return sorted({*silent, *(other for others in late.values() for other in others if not late.get(other))})
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     listed = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -43,9 +43,9 @@ def fit(config: RequestedRun, world_size: int, problems: Problems) -> tuple[Requ
 
     Rules that are broken whatever the layout is stay broken: they are no reason to look further.
     """
-    hopeless = problems(_with(config, ParallelConfig(elastic=True)), 1)
-    for parallel, ranks in _layouts(config.parallel, world_size):
-        fitted = _with(config, parallel)
+    hopeless = problems(_with_layout(config, ParallelConfig(elastic=True)), 1)
+    for parallel, ranks in _possible_layouts(config.parallel, world_size):
+        fitted = _with_layout(config, parallel)
         if problems(fitted, ranks) <= hopeless:
             return fitted, ranks
     return config, world_size
@@ -71,11 +71,11 @@ def layout_change(given: ParallelConfig, chosen: ParallelConfig, *, world_size: 
     return f"elastic: {ranks} of {world_size} ranks train, in {copies} data-parallel {noun}{rest}: {'; '.join([why, *changed])}"
 
 
-def _with(config: RequestedRun, parallel: ParallelConfig) -> RequestedRun:
+def _with_layout(config: RequestedRun, parallel: ParallelConfig) -> RequestedRun:
     return dataclasses.replace(config, parallel=parallel)
 
 
-def _layouts(given: ParallelConfig, world_size: int) -> Iterator[tuple[ParallelConfig, int]]:
+def _possible_layouts(given: ParallelConfig, world_size: int) -> Iterator[tuple[ParallelConfig, int]]:
     """Every layout and its ranks, the best first."""
     for tensor in _divisors(given.tp):
         for context in _divisors(given.context_parallel_size):

@@ -41,12 +41,12 @@ def launcher_place() -> LaunchInfo:
         job=os.environ.get("SLURM_JOB_ID", ""),
         attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         meeting=meeting,
-        launch=_launch(),
+        launch=_launch_id(),
         is_launched="TORCHELASTIC_RUN_ID" in os.environ,
     )
 
 
-def _launch() -> str:
+def _launch_id() -> str:
     """Slurm's job and step, both of which a requeue has again; else the id of torchrun's rendezvous."""
     job, rendezvous = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if job:

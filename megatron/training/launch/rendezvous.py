@@ -58,18 +58,18 @@ class RendezvousStore:
         The store is open to everyone who reaches its port: what cannot be printed is replaced, and there is an end to what is too long.
         """
         name = self._prefix + key
-        content = self._ask(lambda store: store.get(name) if store.check([name]) else None, None)
+        content = self._query_store(lambda store: store.get(name) if store.check([name]) else None, None)
         return None if content is None else printable(content)
 
     def write(self, key: str, text: str) -> None:
         """Put a text there."""
-        self._ask(lambda store: store.set(self._prefix + key, text), None)
+        self._query_store(lambda store: store.set(self._prefix + key, text), None)
 
     def claim(self, key: str, text: str) -> bool:
         """Put a text there if there is none yet; whether this was the first."""
-        return self._ask(lambda store: store.compare_set(self._prefix + key, "", text) == text.encode(), False)
+        return self._query_store(lambda store: store.compare_set(self._prefix + key, "", text) == text.encode(), False)
 
-    def _ask(self, question: Callable[[dist.Store], Result], otherwise: Result) -> Result:
+    def _query_store(self, question: Callable[[dist.Store], Result], otherwise: Result) -> Result:
         try:
             answer = question(self._store)
         except _GONE:

@@ -19,7 +19,7 @@ _LOOK_EVERY, _PATIENCE = 1.0, 10.0  # seconds
 
 def stand_by(place: LaunchInfo) -> None:
     """Return when the ranks that train have done. Where they fail, the launcher ends this rank with them."""
-    board, launcher = _board(place), os.getppid()
+    board, launcher = _rendezvous_store(place), os.getppid()
     while os.getppid() == launcher:
         if board is not None and board.read(_DONE) is not None:
             board.write(f"left/{place.rank}", "yes")
@@ -29,7 +29,7 @@ def stand_by(place: LaunchInfo) -> None:
 
 def tell_done(place: LaunchInfo, waiting: int) -> None:
     """Let the `waiting` ranks behind the last that trains go. The store may end with this rank: wait until they have read."""
-    board, deadline = _board(place), time.monotonic() + _PATIENCE
+    board, deadline = _rendezvous_store(place), time.monotonic() + _PATIENCE
     if board is None:
         return
     board.write(_DONE, "yes")
@@ -38,7 +38,7 @@ def tell_done(place: LaunchInfo, waiting: int) -> None:
             time.sleep(_LOOK_EVERY / 10)
 
 
-def _board(place: LaunchInfo) -> RendezvousStore | None:
+def _rendezvous_store(place: LaunchInfo) -> RendezvousStore | None:
     """The board where the ranks meet, also for one that trains alone.
 
     One for all attempts, which the launchers of different machines may count differently.

@@ -163,7 +163,7 @@ class Meter:
     def resolve(self) -> list[ResolvedStep]:
         """The steps added since the last call, as plain numbers. A collective of the ranks in `reduce`."""
         steps, self._pending = self._pending, []
-        records = _resolve(steps, self._reduce)
+        records = _resolve_steps(steps, self._reduce)
         self._interval += records
         return records
 
@@ -209,22 +209,22 @@ class Meter:
 _NUMBERS = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "skipped")
 
 
-def _resolve(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[ResolvedStep]:
+def _resolve_steps(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[ResolvedStep]:
     """All tensors of all steps in one sum over ranks and one copy to the host."""
     pairs = [torch.as_tensor(loss) for step in steps for loss in step.losses.values()]
     loads = [step.loads for step in steps if step.loads is not None]
     scalars = [value for step in steps for value in _on_device(step).values()]
     values = iter(_on_host([*pairs, *(load.table for load in loads)], scalars, reduce))
-    means = iter([_mean(next(values), next(values)) for _ in pairs])
+    means = iter([_safe_mean(next(values), next(values)) for _ in pairs])
     figures = iter([_figures_of(load, values) for load in loads])
     records = []
     for step in steps:
         losses = {name: next(means) for name in step.losses} | (next(figures) if step.loads is not None else {})
-        records.append(_resolved(step, losses, values))
+        records.append(_resolve_step(step, losses, values))
     return records
 
 
-def _resolved(step: Step, losses: Mapping[str, float], values: Iterator[float]) -> ResolvedStep:
+def _resolve_step(step: Step, losses: Mapping[str, float], values: Iterator[float]) -> ResolvedStep:
     """The step with its losses, and the next of `values` in the place of each single number that is a tensor."""
     plain: dict[str, Any] = {name: next(values) for name in _on_device(step)}
     if "skipped" in plain:
@@ -276,7 +276,7 @@ def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in figures.items()}
 
 
-def _mean(total: float, count: float) -> float:
+def _safe_mean(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 

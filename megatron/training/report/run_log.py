@@ -47,7 +47,7 @@ class LogFile:
         """Append a line, which ends with its end. durable: return when it has reached the disk."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append(self.path, line.encode(), durable=durable)
+            _append_line(self.path, line.encode(), durable=durable)
         except OSError as error:  # a full disk ends no run
             if not self._told:
                 self._told = True
@@ -95,7 +95,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     return events
 
 
-def _append(path: Path, line: bytes, *, durable: bool) -> None:
+def _append_line(path: Path, line: bytes, *, durable: bool) -> None:
     """Write at the end of the file, on a line of its own. A pipe that nobody empties is not waited for."""
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:

@@ -92,7 +92,7 @@ def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
     except OSError:
         before = []
     layout = layout_of(run.config, run.mesh)
-    settings, origins = _settings(run)
+    settings, origins = _setting_values(run)
     run.run_log.add(
         "start",
         number=len(before) + 1,
@@ -110,7 +110,7 @@ def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
         run.run_log.add("layout", before=before[-1].get("layout"), after=layout)
 
 
-def _settings(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+def _setting_values(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     """Every setting as the run uses it, and for those that are not our defaults, where it comes from."""
     given, requested_by = vars(run.args), getattr(run.args, "origins", {})
     settings, origins = to_values(run.config), {}
@@ -128,8 +128,8 @@ def code_version() -> dict[str, Any]:
     content = hashlib.sha256()
     for path in sorted([*ROOT.glob("*.py"), *(ROOT / "megatron").rglob("*.py")]):
         content.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    commit = _git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
-    changed = None if commit is None else _git("status", "--porcelain", "--untracked-files=no")
+    commit = _git_output("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    changed = None if commit is None else _git_output("status", "--porcelain", "--untracked-files=no")
     return plain(
         {
             "sources": content.hexdigest(),
@@ -140,7 +140,7 @@ def code_version() -> dict[str, Any]:
     )
 
 
-def _git(*words: str) -> str | None:
+def _git_output(*words: str) -> str | None:
     """What git says, if it is there and says it soon."""
     try:
         return subprocess.run(
@@ -170,10 +170,10 @@ def data_files(config: RunConfig) -> dict[str, dict[str, Any]]:
         prefixes = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
     except ConfigError as error:  # a script with data of its own
         return {"": {"problem": str(error)}}
-    return {prefix: _facts(prefix) for prefix in prefixes if prefix != MOCK_PREFIX}
+    return {prefix: _dataset_facts(prefix) for prefix in prefixes if prefix != MOCK_PREFIX}
 
 
-def _facts(prefix: str) -> dict[str, Any]:
+def _dataset_facts(prefix: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     try:
         for path in (bin_path(prefix), idx_path(prefix)) if not Path(prefix).is_file() else (prefix,):

@@ -48,7 +48,7 @@ STEP_TIMERS = (
 )
 
 
-def _nothing() -> None:
+def _no_synchronization() -> None:
     """What a single CPU process does to wait for its device and for other ranks."""
 
 
@@ -116,8 +116,8 @@ class Timers:
         *,
         level: int,
         option: LogOption = "minmax",
-        synchronize: Callable[[], None] = _nothing,
-        barrier: Callable[[], None] = _nothing,
+        synchronize: Callable[[], None] = _no_synchronization,
+        barrier: Callable[[], None] = _no_synchronization,
         gather: Callable[[Sequence[float]], Sequence[Sequence[float]]] = _only_rank,
         barrier_with_level_1: bool = True,
     ) -> None:

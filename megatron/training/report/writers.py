@@ -94,12 +94,12 @@ class Writers:
         self._boards: dict[str, MetricsBackend] = {}
         self._journal = Journal(log.log_jsonl) if speaks and log.log_jsonl else None
         self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
-        self._console = console or (self._bar.write if self._bar else _print)
-        self._openers = _openers(log, settings or {}) if speaks else {}
+        self._console = console or (self._bar.write if self._bar else _print_line)
+        self._openers = _writer_openers(log, settings or {}) if speaks else {}
         self._failed: dict[str, float] = {}  # name of a board -> when to try it again
         for name in self._openers:
-            self._attempt(name, partial(self._open, name))
-        self._record("start", iteration=start_iteration, world_size=world_size)
+            self._try_writer(name, partial(self._open_writer, name))
+        self._journal_event("start", iteration=start_iteration, world_size=world_size)
 
     def text(self, text: str | None) -> None:
         """Show a line or a block of lines."""
@@ -111,10 +111,10 @@ class Writers:
         for step in steps:
             if self._bar:
                 self._bar.update(step.iteration - self._bar.n)
-            self._record("step", **dataclasses.asdict(step))
+            self._journal_event("step", **dataclasses.asdict(step))
             if self._openers and step.iteration % self._log.tensorboard_log_interval == 0:
                 values = self._step_scalars(step)
-                self._write(values, iteration=step.iteration, samples=step.consumed_samples)
+                self._write_values(values, iteration=step.iteration, samples=step.consumed_samples)
 
     def report(self, report: Report) -> None:
         """Show the log line of an interval and when the run ends, and record its speed."""
@@ -125,7 +125,7 @@ class Writers:
         self.text(time_left_line(report, now))
         fields = dataclasses.asdict(report)
         last = fields.pop("last")
-        self._record("report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields)
+        self._journal_event("report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields)
         values: dict[str, float] = {}
         if self._log.log_timers_to_tensorboard:
             values["iteration-time"] = report.seconds_per_iteration
@@ -133,7 +133,7 @@ class Writers:
                 values["throughput"] = report.throughput.causal_tflops
         if report.skipped_samples > 0:
             values["skipped-train-samples"] = report.skipped_samples
-        self._write(values, iteration=last["iteration"])
+        self._write_values(values, iteration=last["iteration"])
 
     def validation(
         self,
@@ -153,7 +153,7 @@ class Writers:
             return
         where = f"iteration {iteration}" + ("" if final is None else f" on {final} set")
         self._console(validation_text(losses, where, set_name))
-        self._record(
+        self._journal_event(
             "validation",
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -167,18 +167,18 @@ class Writers:
         values = {f"{loss_name} {word}": loss for loss_name, loss in losses.items()}
         if self._log.log_validation_ppl_to_tensorboard:
             values |= {f"{loss_name} {word} ppl": perplexity(loss) for loss_name, loss in losses.items()}
-        self._write(values, iteration=iteration, samples=consumed_samples)
+        self._write_values(values, iteration=iteration, samples=consumed_samples)
 
     def scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
         """Record the scores of a task after an iteration of finetuning, as the caller measured them."""
-        self._record("task", iteration=iteration, task=task, scores=dict(scores))
-        self._write({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
+        self._journal_event("task", iteration=iteration, task=task, scores=dict(scores))
+        self._write_values({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
 
     def samples(self, samples: Sequence[tuple[str, str]], *, iteration: int) -> None:
         """Show and record prompts and what the network said after them."""
         for number, (prompt, text) in enumerate(samples, start=1):
             self.text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
-        self._record(
+        self._journal_event(
             "samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples]
         )
         texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}
@@ -186,16 +186,20 @@ class Writers:
 
     def memory(self, iteration: int, memory: Mapping[str, float]) -> None:
         """Record bytes, as `device.memory_report` gives them."""
-        self._record("memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()})
+        self._journal_event(
+            "memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()}
+        )
         if self._log.log_memory_to_tensorboard:
-            self._write(
+            self._write_values(
                 {MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration
             )
 
     def saved(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
         """Record how the save of an iteration went. failures: saves of this job that failed so far, with this one."""
-        self._record("checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures)
-        self._write(
+        self._journal_event(
+            "checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures
+        )
+        self._write_values(
             {"checkpoint-seconds": seconds, "checkpoint-blocked-seconds": blocked, "checkpoint-failures": failures},
             iteration=iteration,
         )
@@ -204,9 +208,9 @@ class Writers:
         """Show a block of timers and record them."""
         self.text(text)
         if scalars:
-            self._record("times", iteration=iteration, seconds=dict(scalars))
+            self._journal_event("times", iteration=iteration, seconds=dict(scalars))
         if self._log.log_timers_to_tensorboard:
-            self._write(scalars, iteration=iteration)
+            self._write_values(scalars, iteration=iteration)
 
     def close(self) -> None:
         """Write out what is left, and close everything."""
@@ -226,21 +230,21 @@ class Writers:
         values |= {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
         return {name: value for name, value in values.items() if value is not None}
 
-    def _write(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:
+    def _write_values(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:
         if values:
             self._on_boards(lambda board: board.write(values, iteration=iteration, samples=samples))
 
-    def _open(self, name: str) -> None:
+    def _open_writer(self, name: str) -> None:
         self._boards[name] = self._openers[name]()
 
     def _on_boards(self, action: Callable[[MetricsBackend], None]) -> None:
         for name, due in list(self._failed.items()):
             if name not in self._boards and time.monotonic() >= due:
-                self._attempt(name, partial(self._open, name))
+                self._try_writer(name, partial(self._open_writer, name))
         for name, board in list(self._boards.items()):
-            self._attempt(name, partial(action, board))
+            self._try_writer(name, partial(action, board))
 
-    def _attempt(self, name: str, action: Callable[[], None]) -> None:
+    def _try_writer(self, name: str, action: Callable[[], None]) -> None:
         """Let a board do something. One that fails, for a full disk or want of a network, is told of once; the run goes on."""
         try:
             action()
@@ -254,7 +258,7 @@ class Writers:
                 )
             self._failed[name] = time.monotonic() + (RETRY_SECONDS if again else math.inf)
 
-    def _record(self, kind: str, **fields: Any) -> None:
+    def _journal_event(self, kind: str, **fields: Any) -> None:
         if self._journal:
             self._journal.write({"kind": kind, **fields})
 
@@ -274,7 +278,7 @@ class Journal:
         self._file.add(json.dumps(plain(record), allow_nan=False) + "\n")
 
 
-def _openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], MetricsBackend]]:
+def _writer_openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], MetricsBackend]]:
     """What the flags ask for: a name, and what opens it."""
     openers: dict[str, Callable[[], MetricsBackend]] = {}
     if log.tensorboard_dir:
@@ -362,7 +366,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _print(text: str) -> None:
+def _print_line(text: str) -> None:
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

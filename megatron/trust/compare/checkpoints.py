@@ -82,7 +82,7 @@ class Difference:
 
 def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> Gap | None:
     """Return how two tensors of one shape (any shape) differ; None where they do not."""
-    return _compared(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
+    return _compare_blocks(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
 
 
 def compare_sources(
@@ -109,8 +109,8 @@ def compare_sources(
             yield Difference(name, f"shape {tuple(mine.shape)} and {tuple(theirs.shape)}")
             continue
         if dtypes and mine.dtype != theirs.dtype:
-            yield Difference(name, f"dtype {_word(mine.dtype)} and {_word(theirs.dtype)}")
-        gap = _compared(tuple(mine.shape), partial(_read_both, a, b, name), tolerance)
+            yield Difference(name, f"dtype {_dtype_name(mine.dtype)} and {_dtype_name(theirs.dtype)}")
+        gap = _compare_blocks(tuple(mine.shape), partial(_read_both, a, b, name), tolerance)
         if gap is not None:
             yield Difference(name, str(gap), gap)
         advance(math.prod(mine.shape) * mine.dtype.itemsize)
@@ -141,7 +141,9 @@ def _read_both(a: Source, b: Source, name: str, box: Box) -> tuple[Tensor, Tenso
     return a.read(name, box), b.read(name, box)
 
 
-def _compared(shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance) -> Gap | None:
+def _compare_blocks(
+    shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance
+) -> Gap | None:
     differences = [block for box in blocks(shape) if (block := _compare_block(box, *read(box), tolerance)) is not None]
     if not differences:
         return None
@@ -174,7 +176,7 @@ class _Block:
 
 
 def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Block | None:
-    if not a.numel() or (a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))):
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(_tensor_bytes(a), _tensor_bytes(b))):
         return None
     x, y = a.to(torch.float64), b.to(torch.float64)
     unlike = ~((x == y) | (x.isnan() & y.isnan()))
@@ -182,7 +184,7 @@ def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Blo
     if not tolerance.is_zero:
         differs = unlike & ~(gap.isfinite() & (gap <= tolerance.absolute + tolerance.relative * y.abs()))
     else:
-        differs = (_bits(a) != _bits(b)).any(-1) if a.dtype == b.dtype else unlike
+        differs = (_tensor_bytes(a) != _tensor_bytes(b)).any(-1) if a.dtype == b.dtype else unlike
     if not bool(differs.any()):
         return None
 
@@ -202,7 +204,7 @@ def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Blo
     )
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _tensor_bytes(tensor: Tensor) -> Tensor:
     """The tensor's bytes: [..., width of an element]."""
     return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
 
@@ -212,5 +214,5 @@ def _sum_of_squares(tensor: Tensor) -> float:
     return float(torch.where(values.isfinite(), values, 0.0).square().sum())
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

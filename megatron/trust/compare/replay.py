@@ -98,37 +98,39 @@ class Observer:
         self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, replayed, bound
         for stage in trainer.stages:
             for name, module in stage.named_modules():
-                module.register_forward_hook(partial(self._look, name))
+                module.register_forward_hook(partial(self._observe_output, name))
 
-    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in _floating(output):
-            largest = _largest(tensor)
+    def _observe_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _floating_tensors(output):
+            largest = _largest_absolute(tensor)
             known = self._found.largest.get(name, 0.0)
             self._found.largest[name] = known if known >= largest else largest
             if not largest <= self._bound and "output" not in self._found.first:
                 self._found.first["output"] = Sight(
-                    "an output", name, self._when(), largest, self._cause(module, inputs)
+                    "an output", name, self._current_action(), largest, self._cause_text(module, inputs)
                 )
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._look_back, name))
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
-        largest = _largest(gradient)
+        largest = _largest_absolute(gradient)
         if not largest <= self._bound and "gradient" not in self._found.first:
             self._found.first["gradient"] = Sight(
-                "the gradient that comes back to the output", name, self._when(), largest
+                "the gradient that comes back to the output", name, self._current_action(), largest
             )
 
-    def _when(self) -> str:
+    def _current_action(self) -> str:
         return describe_action(self._trail.action)
 
-    def _cause(self, module: nn.Module, inputs: Any) -> str:
-        weights = [name for name, param in module.named_parameters() if not _largest(param.detach()) <= self._bound]
+    def _cause_text(self, module: nn.Module, inputs: Any) -> str:
+        weights = [
+            name for name, param in module.named_parameters() if not _largest_absolute(param.detach()) <= self._bound
+        ]
         if weights:
             return f"its {', '.join(weights[:3])} is not sound"
         return (
             "what goes in is sound"
-            if all(_largest(tensor) <= self._bound for tensor in _floating(inputs))
+            if all(_largest_absolute(tensor) <= self._bound for tensor in _floating_tensors(inputs))
             else "what goes in is not sound"
         )
 
@@ -152,9 +154,9 @@ def replay(
             f"{folder} is no failure dump of a bad step: {STEP} cannot be read ({error}); --error-dir or --save holds "
             "faults/step-... after one"
         ) from error
-    config, notes = _config(facts)
-    trainer = _trainer(config, facts, providers[config.model.architecture])
-    notes += _load(trainer, _weights_folder(folder, facts, weights), facts)
+    config, notes = _single_process_config(facts)
+    trainer = _build_trainer(config, facts, providers[config.model.architecture])
+    notes += _load_weights(trainer, _weights_folder(folder, facts, weights), facts)
     replayed = Replayed(facts, {}, 0.0, notes)
     replayed.bad_weights = [
         spec_of(param).name
@@ -164,7 +166,7 @@ def replay(
     ]
     Observer(trainer, replayed, torch.finfo(torch.float64).max if bound == float("inf") else bound)
     count = config.train.global_batch_size // config.train.micro_batch_size
-    work = StepWork(trainer, _batches(folder, facts, trainer, notes), count, training=True)
+    work = StepWork(trainer, _saved_microbatches(folder, facts, trainer, notes), count, training=True)
     walk(
         trainer.script(count, training=True),
         work=work,
@@ -184,7 +186,7 @@ def replay(
     return replayed
 
 
-def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
+def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
     """The run's config in one process, and what that cannot repeat exactly."""
     config = from_values(RunConfig, facts["config"])
     parallel, model, notes = config.parallel, config.model, []
@@ -203,7 +205,7 @@ def _config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
     return replace(config, parallel=ParallelConfig(), model=model).resolve(1), notes
 
 
-def _trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProvider, ForwardStep]) -> Trainer:
+def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProvider, ForwardStep]) -> Trainer:
     mesh = Mesh.single(torch.device("cpu"))
     kernels = select(
         Need(
@@ -241,7 +243,7 @@ def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -
     return saved[0].folder if saved else place
 
 
-def _load(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
+def _load_weights(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
     """Fill the network; what to tell about that."""
     source = open_saved(place)
     state: Tree = {}
@@ -255,7 +257,7 @@ def _load(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _batches(folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]) -> Iterator[Batch]:
+def _saved_microbatches(folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]) -> Iterator[Batch]:
     """The microbatches of all data ranks, in their order; each rank's begin with its random streams."""
     data_rank, context = 0, from_values(RunConfig, facts["config"]).parallel.context_parallel_size
     while (folder / data_file(data_rank, 0)).is_file():
@@ -266,11 +268,11 @@ def _batches(folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[
         elif data_rank == 0:
             notes.append("random streams are those of another device, and start afresh")
         for rows in zip(*(one["microbatches"] for one in read), strict=True):
-            yield _whole(rows)
+            yield _join_context_ranks(rows)
         data_rank += 1
 
 
-def _whole(pieces: tuple[dict[str, Any], ...]) -> Batch:
+def _join_context_ranks(pieces: tuple[dict[str, Any], ...]) -> Batch:
     """A microbatch from what the context ranks hold of it."""
     first = pieces[0]
     cut = Zigzag(sum(piece["tokens"].shape[-1] for piece in pieces), len(pieces))
@@ -282,24 +284,24 @@ def _whole(pieces: tuple[dict[str, Any], ...]) -> Batch:
         return torch.cat(rows, dim=-1)[..., cut.in_order(range(len(rows)), rows[0].device)]
 
     names = [name for name in first if name not in ("samples", "extras")]
-    extras = {name: joined(partial(_extra, name)) for name in first["extras"]}
+    extras = {name: joined(partial(_extra_field, name)) for name in first["extras"]}
     samples = None if first["samples"] is None else tuple(first["samples"])
     fields: dict[str, Any] = {name: joined(itemgetter(name)) for name in names}
     return Batch(**fields, extras=extras, samples=samples)
 
 
-def _extra(name: str, piece: dict[str, Any]) -> Tensor:
+def _extra_field(name: str, piece: dict[str, Any]) -> Tensor:
     return piece["extras"][name]
 
 
-def _floating(value: Any) -> list[Tensor]:
+def _floating_tensors(value: Any) -> list[Tensor]:
     """The floating-point tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() and value.numel() else []
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for one in inner for tensor in _floating(one)]
+    return [tensor for one in inner for tensor in _floating_tensors(one)]
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest_absolute(tensor: Tensor) -> float:
     """The largest absolute value; NaN or infinity if there is one."""
     return float(torch.linalg.vector_norm(tensor.detach().double(), float("inf"))) if tensor.numel() else 0.0

@@ -192,7 +192,7 @@ def read_history(path: str | Path) -> History:
             starts[-1] = dataclasses.replace(starts[-1], iteration=event["iteration"], loaded=True)
             steps = {iteration: step for iteration, step in steps.items() if iteration <= event["iteration"]}
         elif event["event"] == "steps":
-            steps |= _rows(event)
+            steps |= _rows_by_iteration(event)
         elif event["event"] == "end":
             end = event["reason"]
     if not starts:
@@ -203,18 +203,18 @@ def read_history(path: str | Path) -> History:
 def difference(a: History, b: History, tolerance: float) -> Difference:
     """Where two runs part and what may be the cause. tolerance: of the relative difference of a loss or gradient norm."""
     common = tuple(sorted(a.steps.keys() & b.steps.keys()))
-    apart = [_apart(iteration, a.steps[iteration], b.steps[iteration]) for iteration in common]
+    apart = [_step_difference(iteration, a.steps[iteration], b.steps[iteration]) for iteration in common]
     first = next((one for one in apart if one.values), None)
     beyond = next((one for one in apart if one.size > tolerance), None)
     parting = first.iteration if first else common[-1] if common else 1
     soon = max((one.size for one in apart if one.iteration < parting + _SOON), default=0.0)
     order = LAST_BITS if first and soon <= tolerance else BEYOND
-    known, idle = _causes(a.at(parting), b.at(parting), order)
+    known, idle = _sorted_input_differences(a.at(parting), b.at(parting), order)
     resumed = _resumed_before(parting, a) ^ _resumed_before(parting, b)
     return Difference(common, first, beyond, known, idle, tuple(sorted(resumed)))
 
 
-def _causes(
+def _sorted_input_differences(
     mine: RunStart, theirs: RunStart, order: Sequence[str]
 ) -> tuple[tuple[InputDifference, ...], tuple[InputDifference, ...]]:
     """(differing inputs of the kinds in `order`, in that order; the others)."""
@@ -233,10 +233,10 @@ def _resumed_before(iteration: int, run: History) -> set[int]:
 def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[InputDifference]:
     """Everything that two starts were given differently."""
     kinds = setting_kinds()
-    for name, (mine, theirs) in _unequal(a, b, "settings"):
+    for name, (mine, theirs) in _unequal_items(a, b, "settings"):
         origins = tuple(one.get("origins", {}).get(name, "default") for one in (a, b))
         yield InputDifference(kinds.get(name, REPORTS), spelling(name), mine, theirs, origins)
-    for name, (mine, theirs) in _unequal(a, b, "data"):
+    for name, (mine, theirs) in _unequal_items(a, b, "data"):
         yield InputDifference("data", f"files of {name}", mine, theirs)
     for part, kind in (
         ("tokenizer", "tokenizer"),
@@ -245,7 +245,7 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
         ("kernels", "machines"),
         ("environment", "machines"),
     ):
-        for name, (mine, theirs) in _unequal(a, b, part):
+        for name, (mine, theirs) in _unequal_items(a, b, part):
             if name in ("sources", "ranks") or part in ("tokenizer", "kernels"):
                 yield InputDifference(kind, f"{part}: {name}", mine, theirs)
             elif part == "code" or name == "hosts":  # what changed in the code, `sources` says
@@ -253,7 +253,7 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
             elif part == "environment" and name != "variables":
                 yield InputDifference(kind, f"{part}: {name}", mine, theirs)
     left, right = ({"variables": one.get("environment", {}).get("variables", {})} for one in (a, b))
-    for name, (mine, theirs) in _unequal(left, right, "variables"):
+    for name, (mine, theirs) in _unequal_items(left, right, "variables"):
         # What the launcher tells of this very start says nothing of the numbers.
         yield InputDifference(
             REPORTS if name.startswith(("TORCHELASTIC_", "SLURM_")) else "machines", f"${name}", mine, theirs
@@ -275,14 +275,14 @@ def _kinds_of(config: Any, above: str) -> Iterator[tuple[str, str]]:
             yield one.name, kind
 
 
-def _unequal(a: Mapping[str, Any], b: Mapping[str, Any], part: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _unequal_items(a: Mapping[str, Any], b: Mapping[str, Any], part: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
     mine, theirs = a.get(part) or {}, b.get(part) or {}
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
             yield name, (mine.get(name), theirs.get(name))
 
 
-def _rows(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+def _rows_by_iteration(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     columns: dict[str, Sequence[Any]] = dict(event["losses"])
     columns |= {"gradient norm": event["grad_norm"]} if "grad_norm" in event else {}
     return {
@@ -291,18 +291,22 @@ def _rows(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     }
 
 
-def _apart(iteration: int, a: Mapping[str, float], b: Mapping[str, float]) -> StepDifference:
+def _step_difference(iteration: int, a: Mapping[str, float], b: Mapping[str, float]) -> StepDifference:
     values = {
-        name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)) if not _same(a.get(name), b.get(name))
+        name: (a.get(name), b.get(name))
+        for name in dict.fromkeys((*a, *b))
+        if not _same_number(a.get(name), b.get(name))
     }
-    return StepDifference(iteration, max((_relative(*pair) for pair in values.values()), default=0.0), values)
+    return StepDifference(
+        iteration, max((_relative_difference(*pair) for pair in values.values()), default=0.0), values
+    )
 
 
-def _same(a: float | None, b: float | None) -> bool:
+def _same_number(a: float | None, b: float | None) -> bool:
     return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
 
-def _relative(a: float | None, b: float | None) -> float:
+def _relative_difference(a: float | None, b: float | None) -> float:
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return abs(a - b) / max(abs(a), abs(b))

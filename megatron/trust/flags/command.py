@@ -83,14 +83,14 @@ def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple
 
 def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> Command:
     """Read a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say."""
-    if (stranger := _stranger(words)) is not None:
+    if (stranger := _unknown_script(words)) is not None:
         other = ELSEWHERE.get(stranger, f"the scripts that train are {', '.join(ENTRIES)}")
         return Command(
             None, (BrokenRule("command-line", f"{stranger} is not a script whose flags are known here: {other}"),)
         )
     launcher, entry, flags = split_command(words, entry)
     script = ENTRIES[entry]
-    ranks = _ranks(launcher) if ranks is None else ranks
+    ranks = _launcher_ranks(launcher) if ranks is None else ranks
     try:
         args = read_flags(flags, defaults=script.defaults(flags), extra=script.extra)
     except ConfigError as error:
@@ -106,14 +106,14 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
     )
 
 
-def _stranger(words: Sequence[str]) -> str | None:
+def _unknown_script(words: Sequence[str]) -> str | None:
     """The script that a whole command starts, if it is none of `ENTRIES`."""
     script = next((word for word in words if word.endswith(".py")), None)
     whole = bool(words) and not words[0].startswith("-")
     return Path(script).name if script and whole and not any(Path(word).name in ENTRIES for word in words) else None
 
 
-def _ranks(launcher: Sequence[str]) -> int:
+def _launcher_ranks(launcher: Sequence[str]) -> int:
     """Ranks that torchrun's words ask for; 1 of what they leave open, such as `gpu`."""
     words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
     given = {name: value for name, value in zip(words, words[1:]) if name in ("--nproc-per-node", "--nnodes")}

@@ -46,11 +46,11 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
     expected = len(layer_rows(config.model))
     if layers != expected:
         problems.append(f"the stages have {layers} layers, and the network {expected}")
-    places = _places(config, world_size)
+    places = _representative_ranks(config, world_size)
     built = places if len(places) <= most else places[: most // 2] + places[-(most // 2) :]
     boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for spec, mesh in _specs(config, stages, built):
+    for spec, mesh in _parameter_specs(config, stages, built):
         shapes[spec.name] = spec.shape
         boxes.setdefault(spec.name, set()).update(
             (shard.box.offset, shard.box.shape) for shard in local_shards(spec, mesh) if shard.is_first_replica
@@ -62,11 +62,13 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
             for name, shape in sorted(shapes.items())
             if (size := sum(math.prod(box) for _, box in boxes[name])) != math.prod(shape)
         ]
-        problems += _whole(shapes, config)
+        problems += _global_shape_problems(shapes, config)
     return BuildCheck(len(built), layers, counted, tuple(problems))
 
 
-def _specs(config: RunConfig, stages: Sequence[StageSpec], places: Sequence[Mesh]) -> Iterator[tuple[ParamSpec, Mesh]]:
+def _parameter_specs(
+    config: RunConfig, stages: Sequence[StageSpec], places: Sequence[Mesh]
+) -> Iterator[tuple[ParamSpec, Mesh]]:
     """The parameters of the networks that ranks at these places build, on the meta device; a tied one counts once a place."""
     for mesh in places:
         networks = [network_on(config.model, mesh, stage) for stage in stages if stage.rank == mesh.pp.rank]
@@ -88,7 +90,7 @@ def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
     )
 
 
-def _places(config: RunConfig, world_size: int) -> list[Mesh]:
+def _representative_ranks(config: RunConfig, world_size: int) -> list[Mesh]:
     """The first rank at every place that differs in what it holds."""
     lists = axis_ranks(config.parallel, world_size)
     meshes: dict[tuple[int, ...], Mesh] = {}
@@ -97,7 +99,7 @@ def _places(config: RunConfig, world_size: int) -> list[Mesh]:
     return list(meshes.values())
 
 
-def _whole(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> list[str]:
+def _global_shape_problems(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> list[str]:
     """What is wrong with the parameters of all ranks together."""
     alone, problems = parameter_shapes(config.model), []
     if alone != shapes:

@@ -162,8 +162,12 @@ class FlagEdit:
     def __str__(self) -> str:
         flag = "ranks" if self.name == WORLD else self.flag
         if isinstance(self.after, bool):
-            kept_off = self.after is False and _declared()[self.name].default is True
-            return f"add {_declared()[self.name].off}" if kept_off else f"{'add' if self.after else 'leave out'} {flag}"
+            kept_off = self.after is False and _declared_flags()[self.name].default is True
+            return (
+                f"add {_declared_flags()[self.name].off}"
+                if kept_off
+                else f"{'add' if self.after else 'leave out'} {flag}"
+            )
         if self.after is None or self.after == ():
             return f"leave out {flag} {formatted(self.before)}"
         change = (
@@ -202,13 +206,13 @@ class RequestedSetup:
 
     def value(self, name: str) -> Any:
         """What a flag says."""
-        return self.world_size if name == WORLD else _at(self.config, _declared()[name].path)
+        return self.world_size if name == WORLD else _get_path(self.config, _declared_flags()[name].path)
 
     def with_values(self, values: Mapping[str, Any]) -> RequestedSetup:
         """The setting with other values of some flags."""
         config = self.config
         for name, value in values.items():
-            config = config if name == WORLD else _put(config, _declared()[name].path, value)
+            config = config if name == WORLD else _replace_path(config, _declared_flags()[name].path, value)
         return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
     def as_started(self) -> RequestedSetup:
@@ -244,7 +248,7 @@ def smallest_repair(
             break
     if search.best is None:
         return RepairResult(None, False, len(search.seen))
-    return RepairResult(_explained(setting, search.best), not search.late, len(search.seen))
+    return RepairResult(_minimal_edits(setting, search.best), not search.late, len(search.seen))
 
 
 @dataclass(slots=True)
@@ -263,14 +267,16 @@ class _Search:
         """What is broken after these changes."""
         key = frozenset((name, repr(edit.after)) for name, edit in done.items())
         if key not in self.seen:
-            self.seen[key] = self._after(done).broken()
+            self.seen[key] = self._setting_after(done).broken()
         return self.seen[key]
 
     def at_least(self, broken: tuple[BrokenRule, ...], done: Mapping[str, FlagEdit]) -> int:
         """Further changes without which these rules cannot be kept: as many as there are rules that share no flag."""
         taken: set[str] = set()
         count = 0
-        for names in sorted(([name for name in self._free(one) if name not in done] for one in broken), key=len):
+        for names in sorted(
+            ([name for name in self._editable_flags(one) if name not in done] for one in broken), key=len
+        ):
             if not taken & set(names):
                 taken, count = taken | set(names), count + 1
         return count
@@ -283,21 +289,23 @@ class _Search:
         self.late = self.late or len(self.seen) > self.tries
         if self.late or self.at_least(broken, done) > left:
             return
-        setting = self._after(done)
+        setting = self._setting_after(done)
         one = min(
-            broken, key=lambda one: len(set(self._free(one)) - done.keys())
+            broken, key=lambda one: len(set(self._editable_flags(one)) - done.keys())
         )  # the rule that leaves the least choice
-        edits = [edit for name in self._free(one) if name not in done for edit in candidates(setting, one, name)]
+        edits = [
+            edit for name in self._editable_flags(one) if name not in done for edit in candidates(setting, one, name)
+        ]
         for edit in sorted(edits, key=lambda edit: edit.far):
             if cost + edit.far >= self.cost:
                 break
             longer = {**done, edit.name: edit}
             self.descend(longer, self.look(longer), left - 1, cost + edit.far)
 
-    def _after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
+    def _setting_after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
         return self.setting.with_values({name: edit.after for name, edit in done.items()})
 
-    def _free(self, one: BrokenRule) -> list[str]:
+    def _editable_flags(self, one: BrokenRule) -> list[str]:
         return [name for name in named(one, self.setting) if name not in self.fixed]
 
 
@@ -305,7 +313,7 @@ def named(one: BrokenRule, setting: RequestedSetup) -> list[str]:
     """The flags that a rule speaks of when it is broken, by their fields; for a size that was not given, what it follows from."""
     names: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
-    words = _words()
+    words = _flag_spellings()
     for word in re.findall(r"--[a-z0-9][a-z0-9_-]*", text):
         name = words.get(word)
         if name == "num_query_groups" and not setting.config.model.group_query_attention:
@@ -324,13 +332,15 @@ def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[Flag
     for other in named(one, setting):
         value = setting.value(other)
         numbers |= {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
-    flag = _declared()[name]
-    values = dict.fromkeys(value for value in [*_values(flag.kind, before, numbers), flag.default] if value != before)
+    flag = _declared_flags()[name]
+    values = dict.fromkeys(
+        value for value in [*_candidate_values(flag.kind, before, numbers), flag.default] if value != before
+    )
     example = before is None and name in EXAMPLES
     if example:
         values |= {EXAMPLES[name]: None}
     edits = [
-        FlagEdit(name, before, value, example=example, far=flag.weight * _distance(name, before, value, one.says))
+        FlagEdit(name, before, value, example=example, far=flag.weight * _edit_distance(name, before, value, one.says))
         for value in values
     ]
     return sorted(edits, key=lambda edit: edit.far)[:MOST_VALUES]
@@ -343,7 +353,7 @@ def formatted(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
+def _candidate_values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
     """Values of a flag of this type that the numbers of a rule suggest."""
     base = (
         next((part for part in get_args(kind) if part is not type(None)), kind)
@@ -355,13 +365,15 @@ def _values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
     if get_origin(base) is Literal:
         return list(get_args(base))
     if get_origin(base) is tuple:
-        return _rows(get_args(base)[0], before or (), numbers)
+        return _candidate_lists(get_args(base)[0], before or (), numbers)
     if base is int:
-        return _sizes(before, {int(number) for number in numbers if number == int(number) and 0 < number <= LARGEST})
+        return _candidate_sizes(
+            before, {int(number) for number in numbers if number == int(number) and 0 < number <= LARGEST}
+        )
     return sorted(numbers) if base is float else []
 
 
-def _sizes(before: int | None, numbers: set[int]) -> list[int]:
+def _candidate_sizes(before: int | None, numbers: set[int]) -> list[int]:
     """Whole numbers: those of the rule and beside them, their small divisors, and multiples near what was given."""
     sizes = set(numbers) | {number + step for number in numbers for step in (-1, 1)}
     products = numbers | {a * b for a in numbers for b in numbers if a < b}
@@ -373,7 +385,7 @@ def _sizes(before: int | None, numbers: set[int]) -> list[int]:
     return sorted(size for size in sizes if 0 < size <= LARGEST)
 
 
-def _rows(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
+def _candidate_lists(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
     """Flags of several words: one word only, no word twice, shorter or longer, or two factors of a number."""
     choices = [before[:1], tuple(dict.fromkeys(before))]
     choices += [(word,) for word in get_args(kind)] if get_origin(kind) is Literal else []
@@ -387,7 +399,7 @@ def _rows(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple
     return [row for row in choices if row]
 
 
-def _distance(name: str, before: Any, after: Any, says: str) -> float:
+def _edit_distance(name: str, before: Any, after: Any, says: str) -> float:
     """How far a value is from another: a ratio of sizes; more where what was given is lost, less where something is added, or
     where the rule itself says so.
     """
@@ -403,7 +415,7 @@ def _distance(name: str, before: Any, after: Any, says: str) -> float:
     return 0.75 if unchanged else 1.0
 
 
-def _explained(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
+def _minimal_edits(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
     """The changes, each with the rules that are broken without it; one that nothing needs is left out."""
     explained = []
     for name, edit in best.items():
@@ -413,24 +425,29 @@ def _explained(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[F
     return tuple(edit for edit in explained if edit.mends)
 
 
-def _at(config: Any, path: tuple[str, ...]) -> Any:
+def _get_path(config: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         config = getattr(config, name)
     return config
 
 
-def _put(config: Any, path: tuple[str, ...], value: Any) -> Any:
+def _replace_path(config: Any, path: tuple[str, ...], value: Any) -> Any:
     """The config with another value at this place."""
-    new = value if len(path) == 1 else _put(getattr(config, path[0]), path[1:], value)
+    new = value if len(path) == 1 else _replace_path(getattr(config, path[0]), path[1:], value)
     return dataclasses.replace(config, **{path[0]: new})
 
 
-def _owners(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+def _nested_configs(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """A config and all parts that it holds, and where they are."""
     inner = [(one.name, getattr(config, one.name)) for one in dataclasses.fields(config)]
     return [
         (path, config),
-        *(owner for name, value in inner if dataclasses.is_dataclass(value) for owner in _owners(value, (*path, name))),
+        *(
+            owner
+            for name, value in inner
+            if dataclasses.is_dataclass(value)
+            for owner in _nested_configs(value, (*path, name))
+        ),
     ]
 
 
@@ -449,11 +466,11 @@ class _Flag:
 
 
 @cache
-def _declared() -> dict[str, _Flag]:
+def _declared_flags() -> dict[str, _Flag]:
     """Field -> what is declared of its flag, and of the number of ranks."""
     owners = {
         one.name: (path, type(part))
-        for path, part in _owners(RequestedRun())
+        for path, part in _nested_configs(RequestedRun())
         for one in dataclasses.fields(part)
         if "help" in one.metadata
     }
@@ -468,6 +485,6 @@ def _declared() -> dict[str, _Flag]:
 
 
 @cache
-def _words() -> dict[str, str]:
+def _flag_spellings() -> dict[str, str]:
     """Spelling of a flag -> its field."""
     return {word: one.name for one, kind in flag_fields(RequestedRun) for word in words_of(one, kind)}

@@ -43,13 +43,15 @@ def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: 
         for rank in range(size):
             ours, theirs = context.Pipe()
             processes.append(
-                context.Process(target=_serve, args=((rank, size), folder, theirs, function, arguments), daemon=True)
+                context.Process(
+                    target=_rank_main, args=((rank, size), folder, theirs, function, arguments), daemon=True
+                )
             )
             processes[-1].start()
             theirs.close()
             connections.append(ours)
         try:
-            return _results(connections, processes, Path(folder), timeout)
+            return _collect_results(connections, processes, Path(folder), timeout)
         finally:
             for process in processes:
                 process.kill()
@@ -57,7 +59,7 @@ def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: 
                 process.join()
 
 
-def _results(connections: list[Connection], processes: list[Any], folder: Path, timeout: float) -> list[Any]:
+def _collect_results(connections: list[Connection], processes: list[Any], folder: Path, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(connections):
@@ -68,7 +70,7 @@ def _results(connections: list[Connection], processes: list[Any], folder: Path, 
                 "\n".join(
                     [
                         f"{len(missing)} of {len(connections)} ranks did not come back within {timeout:g} s:",
-                        *_standing(missing, processes, folder),
+                        *_stack_lines(missing, processes, folder),
                     ]
                 )
             )
@@ -83,7 +85,7 @@ def _results(connections: list[Connection], processes: list[Any], folder: Path, 
     return [results[rank] for rank in range(len(connections))]
 
 
-def _standing(ranks: list[int], processes: list[Any], folder: Path) -> list[str]:
+def _stack_lines(ranks: list[int], processes: list[Any], folder: Path) -> list[str]:
     """The innermost lines of ours at which ranks stand."""
     for rank in ranks:
         if processes[rank].pid is not None and processes[rank].is_alive():
@@ -103,7 +105,7 @@ def _standing(ranks: list[int], processes: list[Any], folder: Path) -> list[str]
     return lines
 
 
-def _serve(
+def _rank_main(
     place: tuple[int, int],
     folder: str,
     connection: Connection,

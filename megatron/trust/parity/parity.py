@@ -99,17 +99,21 @@ def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = T
         theirs = [(rank, rank.steps[number]) for rank in ranks]
         when = f"step {number + 1}"
         differences = [
-            *_numbers("loss", when, [step.losses for _, step in theirs], expected.losses),
-            *_numbers("norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}),
-            *_tensors("gradient", when, [(rank.rank, step.gradients) for rank, step in theirs], expected.gradients),
-            *_tensors("weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights),
+            *_compare_numbers("loss", when, [step.losses for _, step in theirs], expected.losses),
+            *_compare_numbers(
+                "norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}
+            ),
+            *_compare_trees(
+                "gradient", when, [(rank.rank, step.gradients) for rank, step in theirs], expected.gradients
+            ),
+            *_compare_trees("weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights),
         ]
         checked += differences
         if start is None:
             count, start = _first_activation(when, expected.seen, theirs, tolerance)
             compared += count
             problems = [one for one in differences if not one.gap <= tolerance]
-            start = _begun(problems, expected.seen) if start is None and problems else start
+            start = _first_divergence(problems, expected.seen) if start is None and problems else start
     return Parity(tuple(checked), compared, start, tolerance)
 
 
@@ -122,7 +126,7 @@ def checked_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
     return compare(short_run(small.serial), [short_run_of(rank) for rank in ranks])
 
 
-def _numbers(
+def _compare_numbers(
     kind: str, when: str, reports: Sequence[Mapping[str, float]], expected: Mapping[str, float]
 ) -> list[Difference]:
     """Numbers that all ranks know. when: the step."""
@@ -138,22 +142,26 @@ def _numbers(
             else f"{theirs[0]!r}, on one rank {value!r}"
         )
         differences.append(
-            Difference(kind, name, when, float("inf") if odd else _gap(abs(theirs[0] - value), abs(value)), says)
+            Difference(
+                kind, name, when, float("inf") if odd else _relative_gap(abs(theirs[0] - value), abs(value)), says
+            )
         )
     return differences
 
 
-def _gap(distance: float, size: float) -> float:
+def _relative_gap(distance: float, size: float) -> float:
     return distance / size if size else float("inf") if distance else 0.0
 
 
-def _tensors(kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tree) -> list[Difference]:
+def _compare_trees(kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tree) -> list[Difference]:
     """Tensors that lie on ranks in pieces, by name; what no rank holds is missing, and replicas that differ are apart."""
-    whole = {name: _whole(placed) for name, placed in serial.items()}
+    whole = {name: _assemble(placed) for name, placed in serial.items()}
     floor = _FLOOR * max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
     differences = []
     for name, value in whole.items():
-        gap, says = _apart(kind, value, [(rank, theirs[name]) for rank, theirs in held if name in theirs], floor)
+        gap, says = _shard_difference(
+            kind, value, [(rank, theirs[name]) for rank, theirs in held if name in theirs], floor
+        )
         differences.append(Difference(kind, name, when, gap, says))
     more = sorted({name for _, theirs in held for name in theirs} - whole.keys())
     return differences + [
@@ -161,7 +169,9 @@ def _tensors(kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tre
     ]
 
 
-def _apart(kind: str, expected: Tensor, held: Sequence[tuple[int, ShardedTensor]], floor: float) -> tuple[float, str]:
+def _shard_difference(
+    kind: str, expected: Tensor, held: Sequence[tuple[int, ShardedTensor]], floor: float
+) -> tuple[float, str]:
     """How far the pieces of a tensor are from the whole, relative to its largest value, and in words. floor: the least such size."""
     assembled = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
     size, gap, says = max(floor, float(expected.abs().max())), 0.0, ""
@@ -180,10 +190,10 @@ def _apart(kind: str, expected: Tensor, held: Sequence[tuple[int, ShardedTensor]
     if assembled.isnan().any() and not expected.isnan().any():
         missing = int(assembled.isnan().sum())
         return float("inf"), f"{missing} of {assembled.numel()} elements are on no rank, or not a number"
-    return _gap(gap, size), says
+    return _relative_gap(gap, size), says
 
 
-def _whole(placed: ShardedTensor) -> Tensor:
+def _assemble(placed: ShardedTensor) -> Tensor:
     value = torch.full(tuple(placed.shape), float("nan"), dtype=placed.dtype)
     for box, piece in placed.pieces:
         value[box.slices()] = piece
@@ -200,12 +210,14 @@ def _first_activation(
     theirs: dict[Event, list[tuple[ShortRun, RecordedActivation]]] = {}
     for rank, step in ranks:
         for seen in step.seen:
-            theirs.setdefault(_event(seen), []).append((rank, seen))
+            theirs.setdefault(_activation_key(seen), []).append((rank, seen))
     compared, before = 0, None  # before: the last that agrees
     for expected in sorted(serial, key=lambda seen: seen.microbatch):  # stable: within a microbatch, as it happened
         # Rows of experts stand in the order in which they arrived.
-        others = theirs.get(_event(expected), ()) if ".experts." not in f"{expected.module}." else ()
-        gaps = [(gap, rank, seen) for rank, seen in others if (gap := _distance(expected, rank, seen)) is not None]
+        others = theirs.get(_activation_key(expected), ()) if ".experts." not in f"{expected.module}." else ()
+        gaps = [
+            (gap, rank, seen) for rank, seen in others if (gap := _activation_gap(expected, rank, seen)) is not None
+        ]
         compared += len(gaps)
         wrong = [(gap, rank, seen) for gap, rank, seen in gaps if not gap <= tolerance]
         if wrong:
@@ -217,20 +229,22 @@ def _first_activation(
     return compared, None
 
 
-def _event(seen: RecordedActivation) -> Event:
+def _activation_key(seen: RecordedActivation) -> Event:
     return seen.microbatch, seen.module, seen.side, seen.call
 
 
-def _distance(expected: RecordedActivation, rank: ShortRun, seen: RecordedActivation) -> float | None:
+def _activation_gap(expected: RecordedActivation, rank: ShortRun, seen: RecordedActivation) -> float | None:
     """How far a rank's piece is from that of the whole; None where nobody knows which piece it is."""
-    piece = _piece(expected.value, seen.value, rank.place, seen.columns)
+    piece = _local_part(expected.value, seen.value, rank.place, seen.columns)
     if piece is None:
         return None
     size = float(expected.value.abs().max()) if expected.value.numel() else 0.0
-    return _gap(float((piece - seen.value).abs().max()) if piece.numel() else 0.0, max(size, 1e-6))
+    return _relative_gap(float((piece - seen.value).abs().max()) if piece.numel() else 0.0, max(size, 1e-6))
 
 
-def _piece(whole: Tensor, local: Tensor, place: Mapping[str, tuple[int, int]], columns: Ranges | None) -> Tensor | None:
+def _local_part(
+    whole: Tensor, local: Tensor, place: Mapping[str, tuple[int, int]], columns: Ranges | None
+) -> Tensor | None:
     """The part of a whole activation that lies on a rank. Both are [s, b, h] or [s, b, n, d], or [b, s], or have one shape.
 
     A sequence is cut in a zigzag over cp, and what is left in pieces over tp; columns and heads are cut over tp.
@@ -268,7 +282,7 @@ def _forward_start(
     if expected.side == "output":
         return DivergenceStart("forward", expected.module, f"the output of {expected.module} ({where}){after}")
     # An input that is wrong was made by who calls the module, after what went before it.
-    module = expected.module if between else _outside(expected.module)
+    module = expected.module if between else _calling_module(expected.module)
     message = (
         f", which a message brings from stage {before.stage} to stage {seen.stage}"
         if before is not None and between
@@ -277,17 +291,17 @@ def _forward_start(
     return DivergenceStart("forward", module, f"the input of {expected.module}{message} ({where}){after}")
 
 
-def _outside(module: str) -> str:
+def _calling_module(module: str) -> str:
     """The module that calls this one: folders of layers call nothing."""
     parts = module.split(".")[:-1]
     return ".".join(parts[:-1] if parts and parts[-1] == "layers" else parts)
 
 
-def _begun(problems: Sequence[Difference], seen: Sequence[RecordedActivation]) -> DivergenceStart:
+def _first_divergence(problems: Sequence[Difference], seen: Sequence[RecordedActivation]) -> DivergenceStart:
     """Where a step goes wrong in which every module agrees: at the loss, in the backward pass, in the norm, or in the update."""
     of = {kind: [one for one in problems if one.kind == kind] for kind in ("loss", "gradient", "norm", "weight")}
     if of["gradient"]:
-        order = _modules(seen)
+        order = _module_order(seen)
         first = min(of["gradient"], key=lambda one: _backward_place(one.name, order))
         return DivergenceStart(
             "backward",
@@ -324,6 +338,6 @@ def _backward_place(name: str, order: Mapping[str, int]) -> int:
     return -order.get(module, -1)
 
 
-def _modules(seen: Iterable[RecordedActivation]) -> dict[str, int]:
+def _module_order(seen: Iterable[RecordedActivation]) -> dict[str, int]:
     """Module -> its place in the forward pass of a microbatch, by its last output."""
     return {one.module: place for place, one in enumerate(seen) if one.side == "output" and one.microbatch == 0}

@@ -105,7 +105,7 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
     first: list[str] = []
     for degrees in small_degrees(config, world_size, most_ranks):
         for head in HEAD_SIZES:
-            values, lost = _values(before, world_size, degrees, head)
+            values, lost = _proxy_values(before, world_size, degrees, head)
             small = RequestedSetup(before, world_size).with_values(
                 {**values, **{name: value for name, (value, _) in lost.items()}}
             )
@@ -115,7 +115,9 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
             if not broken:
                 model = resolved.model.with_vocabulary(VOCABULARY, degrees.tp)
                 return ProxyConfig(
-                    replace(resolved, model=model), degrees.ranks, _changes(config, world_size, small, degrees, lost)
+                    replace(resolved, model=model),
+                    degrees.ranks,
+                    _reported_changes(config, world_size, small, degrees, lost),
                 )
             first = first or [one.says for one in broken]
     raise ConfigError(
@@ -149,10 +151,12 @@ def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[P
             one = ParallelDegrees(tp, pp, cp, dp, ep, etp)
             if one.ranks <= most_ranks and one.edp == int(one.edp):
                 choices.append(one)
-    return sorted(choices, key=lambda one: (-_kept(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp))
+    return sorted(
+        choices, key=lambda one: (-_kept_parallelism(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp)
+    )
 
 
-def _kept(one: ParallelDegrees, given: ParallelDegrees, config: RunConfig, chunks: int) -> float:
+def _kept_parallelism(one: ParallelDegrees, given: ParallelDegrees, config: RunConfig, chunks: int) -> float:
     """How much of what the layout divides is still divided."""
     weights = {"tp": 8.0, "pp": 7.0, "cp": 6.0, "ep": 6.0, "dp": 5.0}
     total = sum(weight for axis, weight in weights.items() if getattr(given, axis) > 1 and getattr(one, axis) > 1)
@@ -184,7 +188,7 @@ def _without_files(config: RunConfig) -> RunConfig:
     )
 
 
-def _values(
+def _proxy_values(
     config: RunConfig, world_size: int, degrees: ParallelDegrees, head: int
 ) -> tuple[Values, dict[str, tuple[Any, str]]]:
     """What the small config has of its own, and what it loses: setting -> (value, why)."""
@@ -200,12 +204,12 @@ def _values(
         "distributed_timeout_minutes": 2.0,
         "distributed_backend": "auto",
     }
-    values |= _depth(config, degrees.pp, proxy_chunks)
-    values |= _widths(config, degrees, head)
-    values |= _lengths(config, degrees)
-    values |= _experts(config, degrees)
-    values |= _batch(config, world_size, degrees, chunks, proxy_chunks)
-    values |= _training(config)
+    values |= _proxy_depth(config, degrees.pp, proxy_chunks)
+    values |= _proxy_widths(config, degrees, head)
+    values |= _proxy_lengths(config, degrees)
+    values |= _proxy_experts(config, degrees)
+    values |= _proxy_batch(config, world_size, degrees, chunks, proxy_chunks)
+    values |= _training_settings(config)
     if (
         parallel.ddp_bucket_size
         or parallel.ddp_num_buckets
@@ -213,16 +217,16 @@ def _values(
         or parallel.overlap_param_gather
     ):
         values |= {"ddp_bucket_size": 400, "ddp_num_buckets": None}
-    return values, _lost(config, degrees)
+    return values, _lost_settings(config, degrees)
 
 
 # Layers and stages.
 
 
-def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
+def _proxy_depth(config: RunConfig, pp: int, chunks: int) -> Values:
     """The fewest layers that fill pp * chunks stages and hold every kind, and where they are cut."""
     model, parallel = config.model, config.parallel
-    rows, stages = _kinds(config), pp * chunks
+    rows, stages = _layer_kinds(config), pp * chunks
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     depths = min(model.mtp.mtp_num_layers or 0, 2)
@@ -243,7 +247,7 @@ def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
         layers = "".join(cut).count("t")
         values["pipeline_model_parallel_layout"] = "|".join(cut)
     elif first is not None or last is not None:
-        small = _uneven(config, pp, chunks)
+        small = _uneven_stage_layers(config, pp, chunks)
         layers = sum(small)
         values |= {
             "decoder_first_pipeline_num_layers": None if first is None else small[0],
@@ -258,10 +262,10 @@ def _depth(config: RunConfig, pp: int, chunks: int) -> Values:
             values["num_layers_per_virtual_pipeline_stage" if by_layers else "num_virtual_stages_per_pipeline_rank"] = (
                 each if by_layers else chunks
             )
-    return values | _layers(config, layers, rows) | _recomputed(config)
+    return values | _layer_settings(config, layers, rows) | _recompute_settings(config)
 
 
-def _uneven(config: RunConfig, pp: int, chunks: int) -> list[int]:
+def _uneven_stage_layers(config: RunConfig, pp: int, chunks: int) -> list[int]:
     """Layers of each rank where the first or the last has another number: one or two a chunk, as it has fewer or more than others."""
     parallel = config.parallel
     counts = [
@@ -275,7 +279,7 @@ def _uneven(config: RunConfig, pp: int, chunks: int) -> list[int]:
     return [chunks * (1 if ends.get(place, middle) < middle else 2) for place in range(pp)]
 
 
-def _kinds(config: RunConfig) -> list[tuple[Any, ...]]:
+def _layer_kinds(config: RunConfig) -> list[tuple[Any, ...]]:
     """What tells the layers of the network from each other, a row a layer."""
     ways = config.parallel.cp_comm_type
     rows = layer_rows(config.model)
@@ -285,28 +289,28 @@ def _kinds(config: RunConfig) -> list[tuple[Any, ...]]:
     ]
 
 
-def _layers(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
+def _layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
     """So many layers, and what says which of them have a property."""
     model = config.model
     if model.architecture == "t5":
         encoder = -(-count // 2)
         return {"num_layers": encoder, "encoder_num_layers": encoder, "decoder_num_layers": count - encoder}
     values: Values = {"num_layers": count}
-    picked = _picked(rows, count)
+    picked = _representative_layers(rows, count)
     small = [layer_rows(model)[place] for place in picked]
     if model.window_attn_skip_freq is not None:
-        values["window_attn_skip_freq"] = _listed([row.window is not None for row in small])
+        values["window_attn_skip_freq"] = _list_text([row.window is not None for row in small])
     if model.rope.no_rope_freq is not None:
-        values["no_rope_freq"] = _listed([not row.rope for row in small])
+        values["no_rope_freq"] = _list_text([not row.rope for row in small])
     if model.moe.num_experts:
         every = all(row.mlp == "moe" for row in small)
-        values["moe_layer_freq"] = "1" if every else _listed([row.mlp == "moe" for row in small])
+        values["moe_layer_freq"] = "1" if every else _list_text([row.mlp == "moe" for row in small])
     if len(config.parallel.cp_comm_type) > 1:
         values["cp_comm_type"] = tuple(config.parallel.cp_comm_type[place] for place in picked)
     return values
 
 
-def _picked(rows: list[tuple[Any, ...]], count: int) -> list[int]:
+def _representative_layers(rows: list[tuple[Any, ...]], count: int) -> list[int]:
     """Layers of the network that stand for all: the first of each kind, and others spread evenly; repeated if there are too few."""
     picked = {rows.index(kind) for kind in rows}
     spread = [round(place * (len(rows) - 1) / max(1, count - 1)) for place in range(count)]
@@ -316,7 +320,7 @@ def _picked(rows: list[tuple[Any, ...]], count: int) -> list[int]:
     return sorted([*sorted(picked), *[len(rows) - 1] * (count - len(picked))])
 
 
-def _listed(on: list[bool]) -> str:
+def _list_text(on: list[bool]) -> str:
     return f"[{','.join(str(int(one)) for one in on)}]"
 
 
@@ -343,7 +347,7 @@ def _small_stage(stage: str, few: int, depths: int) -> str:
     return "E" * ("E" in stage) + "t" * layers + "m" * ahead + "L" * ("L" in stage)
 
 
-def _recomputed(config: RunConfig) -> Values:
+def _recompute_settings(config: RunConfig) -> Values:
     choice = config.recompute
     return (
         {}
@@ -387,10 +391,10 @@ def _small_section(given: Sequence[int], pairs: int) -> tuple[int, ...]:
     return tuple(section)
 
 
-def _widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Values:
+def _proxy_widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Values:
     """Heads, groups and widths. head: size of one that is tried."""
     model, mla = config.model, config.model.mla
-    unit = degrees.tp * _traded(config, degrees)
+    unit = degrees.tp * _head_exchange_ranks(config, degrees)
     heads, groups = _small_heads(config, degrees, unit)
     usual = model.kv_channels * model.num_attention_heads == model.hidden_size or mla.multi_latent_attention
     hidden = 32 if heads * head != 32 or usual else 48
@@ -419,7 +423,7 @@ def _widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Values:
     return values
 
 
-def _traded(config: RunConfig, degrees: ParallelDegrees) -> int:
+def _head_exchange_ranks(config: RunConfig, degrees: ParallelDegrees) -> int:
     """Ranks that heads are traded to, one axis or level of sequences that are cut."""
     kinds, levels = config.parallel.cp_comm_type, config.parallel.hierarchical_context_parallel_sizes
     if "a2a" in kinds:
@@ -427,7 +431,7 @@ def _traded(config: RunConfig, degrees: ParallelDegrees) -> int:
     return min(levels[0], 2) if levels is not None and degrees.cp > 1 else 1
 
 
-def _lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
+def _proxy_lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Sequences that can be cut, and windows that are shorter than they."""
     model, train, parallel = config.model, config.train, config.parallel
     if model.architecture == "vit":  # its sequence follows from the image
@@ -456,7 +460,7 @@ def _lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
     return values
 
 
-def _experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
+def _proxy_experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Few experts, of which a token uses as many of as many groups as shows the difference."""
     moe = config.model.moe
     if not moe.num_experts:
@@ -482,7 +486,9 @@ def _experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
     return values
 
 
-def _batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks: int, proxy_chunks: int) -> Values:
+def _proxy_batch(
+    config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks: int, proxy_chunks: int
+) -> Values:
     """Microbatches as many as show the schedule. chunks, kept: of a pipeline rank, before and after."""
     train, parallel = config.train, config.parallel
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
@@ -508,7 +514,7 @@ def _batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks:
     return values
 
 
-def _training(config: RunConfig) -> Values:
+def _training_settings(config: RunConfig) -> Values:
     """An update that shows: at a rate of its own from the first step on, with a gradient that is clipped."""
     optimizer, model = config.optimizer, config.model
     values: Values = {"adam_eps": 1e-6, "skip_train": False, "iterations_to_skip": (), "deterministic_mode": False}
@@ -570,7 +576,7 @@ def _without_a_gpu(config: RunConfig) -> dict[str, tuple[Any, str]]:
     return lost
 
 
-def _lost(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
+def _lost_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
     """What two layouts cannot agree on, or a CPU does not have: setting -> (value, why)."""
     model, moe = config.model, config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
@@ -601,7 +607,7 @@ _WHY: Mapping[str, str] = {
 }
 
 
-def _changes(
+def _reported_changes(
     config: RunConfig,
     world_size: int,
     small: RequestedSetup,
@@ -619,10 +625,10 @@ def _changes(
     }
     changes = [ConfigChange("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
     if data_parallel[0] != data_parallel[1]:
-        changes.append(ConfigChange("data-parallel size", *data_parallel, *_dropped(*data_parallel)))
-    for name in _reported(config):
+        changes.append(ConfigChange("data-parallel size", *data_parallel, *_degree_change_reason(*data_parallel)))
+    for name in _reported_settings(config):
         if before[name] != after[name] and name not in lost:
-            why = _dropped(before[name], after[name]) if name in axes else (_WHY.get(name, ""), False)
+            why = _degree_change_reason(before[name], after[name]) if name in axes else (_WHY.get(name, ""), False)
             changes.append(ConfigChange(name, before[name], after[name], *why))
     changes += [
         ConfigChange(name, before[name], value, why, lost=True)
@@ -632,11 +638,11 @@ def _changes(
     return tuple(changes)
 
 
-def _dropped(before: int, after: int) -> tuple[str, bool]:
+def _degree_change_reason(before: int, after: int) -> tuple[str, bool]:
     return ("does not fit on so few ranks", True) if before > 1 and after == 1 else ("", False)
 
 
-def _reported(config: RunConfig) -> Iterator[str]:
+def _reported_settings(config: RunConfig) -> Iterator[str]:
     """Settings whose change is said: those of data, files and reports are not, nor of how long the run would be."""
     silent = {
         "train_iters",

@@ -122,7 +122,7 @@ def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     ends = random.random(shape) < 0.15
     documents: np.ndarray = np.cumsum(ends, axis=1) - ends
     if config.model.architecture == "vit":
-        return _classes(config, random)
+        return _classifier_batch(config, random)
     if config.model.architecture != "gpt":
         return _with_padding(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
@@ -155,7 +155,7 @@ def _with_images(config: RunConfig, random: np.random.Generator, batch: dict[str
     return {**batch, "image_slots": slots, "image_counts": counts, "images": images}
 
 
-def _classes(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
+def _classifier_batch(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
     """The global batch of a classifier of images."""
     vision, size = config.model.vision, config.train.global_batch_size
     return {
@@ -206,7 +206,7 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
         first = start + axis.rank * train.micro_batch_size
         arrays = {name: array[first : first + train.micro_batch_size] for name, array in whole.items()}
         if "image_slots" in arrays:
-            arrays = _together(arrays, run.config.model.vision.rows)
+            arrays = _collate(arrays, run.config.model.vision.rows)
         local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
         batch = Batch(
             tokens=local["tokens"],
@@ -222,7 +222,7 @@ def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
         ).over_context(run.mesh.cp)
 
 
-def _together(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+def _collate(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
     """The samples of a microbatch as a dataset's are put together. rows: of an image."""
     arrays = dict(arrays)
     counts = arrays.pop("image_counts").tolist()
@@ -255,10 +255,10 @@ def short_run(config: RunConfig, steps: int = 2) -> ShortRun:
     for parallel in trainer.parallels:
         parallel.finish_gather()
     done[-1].weights = {
-        name.removeprefix("model."): _copied(placed) for name, placed in Checkpoint(trainer).weights().items()
+        name.removeprefix("model."): _copy_shards(placed) for name, placed in Checkpoint(trainer).weights().items()
     }
     done[-1].weights |= {
-        spec_of(param).name: _dense(param, run.mesh)
+        spec_of(param).name: _dequantized(param, run.mesh)
         for stage in trainer.stages
         for param in stage.parameters()
         if quantized_of(param) is not None
@@ -320,18 +320,18 @@ def owned(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
     """
     tree: Tree = {}
     for segment, value in zip(trainer.optimizer.segments, values, strict=True):
-        add_to_tree(tree, segment.name, _copied(sharded_optimizer_state(segment, value, trainer.run.mesh)))
+        add_to_tree(tree, segment.name, _copy_shards(sharded_optimizer_state(segment, value, trainer.run.mesh)))
     return tree
 
 
-def _dense(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
+def _dequantized(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
     """What a rank holds of a quantized parameter, dequantized."""
     values = dense(param)
     pieces = [(piece.box, values[piece.local.slices()]) for piece in local_shards(spec_of(param), mesh)]
     return ShardedTensor(spec_of(param).shape, param.dtype, pieces)
 
 
-def _copied(placed: ShardedTensor) -> ShardedTensor:
+def _copy_shards(placed: ShardedTensor) -> ShardedTensor:
     return replace(placed, pieces=[(box, piece.clone()) for box, piece in placed.pieces])
 
 
@@ -382,28 +382,28 @@ class _Watch:
             for name, module in stage.named_modules()
             if name and not isinstance(module, Stack)
         ]
-        return [module.register_forward_pre_hook(self._before(name)) for name, module in modules] + [
-            module.register_forward_hook(self._after(name)) for name, module in modules
+        return [module.register_forward_pre_hook(self._input_hook(name)) for name, module in modules] + [
+            module.register_forward_hook(self._output_hook(name)) for name, module in modules
         ]
 
-    def _before(self, name: str) -> Callable[..., None]:
+    def _input_hook(self, name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if self._stage is not None:
                 # A stage that only embeds what is ahead begins where the first stage, which embeds the text, would go on.
                 again = name.startswith("embedding") and not self._stage.stage.has_embedding
                 self._calls[name] = self._calls.get(name, int(again)) + 1
-                self._keep(name, "input", inputs[0] if inputs else None)
+                self._record_activation(name, "input", inputs[0] if inputs else None)
 
         return look
 
-    def _after(self, name: str) -> Callable[..., None]:
+    def _output_hook(self, name: str) -> Callable[..., None]:
         def look(module: nn.Module, _: Any, output: Any) -> None:
             if self._stage is not None:
-                self._keep(name, "output", output)
+                self._record_activation(name, "output", output)
 
         return look
 
-    def _keep(self, name: str, side: str, value: Any) -> None:
+    def _record_activation(self, name: str, side: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) and value else value
         if self._stage is not None and isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
             index, dp = self._stage.stage.index, self.run.mesh.dp

@@ -73,16 +73,18 @@ def analytic_estimate(
     dp = config.parallel.data_parallel_size(world_size)
     held = rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
     position = max(range(len(held)), key=lambda place: held[place].total)
-    forward, again, parts = _layer(config, world_size, hardware, sum(len(stage.layers) for stage in stages))
-    ends = _head(config, hardware)
+    forward, again, parts = _layer_seconds(config, world_size, hardware, sum(len(stage.layers) for stage in stages))
+    ends = _output_layer_seconds(config, hardware)
     passes = [
-        _passes(config, [stage for stage in stages if stage.rank == place], forward, again, ends)
+        _stage_pass_seconds(config, [stage for stage in stages if stage.rank == place], forward, again, ends)
         for place in range(config.parallel.pp)
     ]
     slowest, chunks = max(passes), len(stages) // config.parallel.pp
     # Where gradients of weights wait: by the schedules' own formulas, with a third of a pass for each of its three parts.
     fill = (config.parallel.pp - 1) / {"zb-h1": 3, "zb-v": 6}.get(config.parallel.pipeline_schedule, chunks)
-    late, update = _sums(config, world_size, hardware, max(one.parameters for one in held), slowest)
+    late, update = _reduction_and_update_seconds(
+        config, world_size, hardware, max(one.parameters for one in held), slowest
+    )
     seconds = (count + fill) * slowest + late + update
     layers = sum(len(stage.layers) for stage in stages if stage.rank == passes.index(slowest))
     share = {name: count * layers * part for name, part in parts.items() if part}
@@ -95,7 +97,7 @@ def analytic_estimate(
     return AnalyticEstimate(held[position].total, position, time)
 
 
-def _layer(
+def _layer_seconds(
     config: RunConfig, world_size: int, hardware: Hardware, layers: int
 ) -> tuple[float, float, dict[str, float]]:
     """Return seconds of an average layer for one microbatch: (forward and backward, recomputation, all of it by part)."""
@@ -103,7 +105,7 @@ def _layer(
     size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, groups(config, world_size)
     cp, tp, h = parallel.context_parallel_size, parallel.tp, model.hidden_size
     tokens = train.micro_batch_size * train.seq_length / cp
-    mats, met = (flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _flops(config))
+    mats, met = (flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _layer_flops(config))
     experts = max(1, (model.moe.num_experts or 1) // parallel.expert_model_parallel_size)
     products = 4 if experts == 1 else 4 + 2 * experts
     arithmetic = products * hardware.matmul_seconds(mats / products, dtype)
@@ -131,7 +133,7 @@ def _layer(
     return sum(parts.values()), again, parts | {"computed again": again}
 
 
-def _flops(config: RunConfig) -> tuple[float, float]:
+def _layer_flops(config: RunConfig) -> tuple[float, float]:
     """Return the FLOPs of all layers for one sample, forward and backward: (products, attention)."""
     model, train = config.model, config.train
     whole = flops_per_sample(model, train.seq_length, "causal", decoder_length=train.decoder_seq_length)
@@ -151,7 +153,7 @@ def _head_flops(config: RunConfig) -> float:
     )
 
 
-def _head(config: RunConfig, hardware: Hardware) -> float:
+def _output_layer_seconds(config: RunConfig, hardware: Hardware) -> float:
     """Return seconds of the output layer and the loss for one microbatch: three products, and passes over fp32 logits."""
     parallel, train = config.parallel, config.train
     share = train.micro_batch_size / parallel.tp / parallel.context_parallel_size
@@ -162,7 +164,7 @@ def _head(config: RunConfig, hardware: Hardware) -> float:
     )
 
 
-def _passes(config: RunConfig, stages: list[StageSpec], layer: float, again: float, head: float) -> float:
+def _stage_pass_seconds(config: RunConfig, stages: list[StageSpec], layer: float, again: float, head: float) -> float:
     """Return seconds of a pipeline rank's forward and backward pass of one microbatch."""
     layers = sum(len(stage.layers) for stage in stages)
     repeated = layers
@@ -171,7 +173,9 @@ def _passes(config: RunConfig, stages: list[StageSpec], layer: float, again: flo
     return layers * layer + repeated * again + head * any(stage.has_output for stage in stages)
 
 
-def _sums(config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float) -> tuple[float, float]:
+def _reduction_and_update_seconds(
+    config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float
+) -> tuple[float, float]:
     """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights). last: seconds of a backward pass."""
     parallel, at = config.parallel, groups(config, world_size)["dp_cp"]
     gradients, weights = parameters * BYTES[config.precision.gradient_dtype], parameters * BYTES[config.precision.dtype]

@@ -138,17 +138,17 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
         message=message,
         dual_batch_overlap=run.config.parallel.overlap_moe_expert_parallel_comm,
     )
-    ends = [_reduced(rank, run, timeline) for rank in ranks]
+    ends = [_gradients_reduced_at(rank, run, timeline) for rank in ranks]
     tails = [
         sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather(rank)
         for rank in ranks
     ]
     seconds = max(ends) + max(tails)
     busiest = max(ranks, key=lambda rank: sum(spent.each for spent in rank.spent.values()))
-    parts = _parts(busiest, run.whole_microbatches, seconds)
+    parts = _step_seconds_by_category(busiest, run.whole_microbatches, seconds)
     traffic: dict[str, float] = {}
     for rank in ranks:
-        for axis, moved in _traffic(rank, run.whole_microbatches).items():
+        for axis, moved in _traffic_by_axis(rank, run.whole_microbatches).items():
             traffic[axis] = max(traffic.get(axis, 0.0), moved)
     return Cost(
         step_time(run.config, run.world_size, hardware, seconds=seconds, bubble=timeline.bubble, parts=parts),
@@ -207,12 +207,12 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
     meter = _Meter(config, hardware, trace.rank)
     for part in spans_of(trace.events):
         if part.again:
-            place = spent.setdefault(_key(part.action), TimeSpent())
+            place = spent.setdefault(_action_kind(part.action), TimeSpent())
             place.add(meter.again(part), place.begun.setdefault(part.action, place.seconds))
             continue
         for event in part.events:
             if event.action != "setup" and event.kind != "action":
-                place = spent.setdefault(_key(event.action), TimeSpent())
+                place = spent.setdefault(_action_kind(event.action), TimeSpent())
                 # A message is under way before the action that it is for.
                 meter.count(
                     event,
@@ -240,7 +240,7 @@ class _Meter:
 
     def count(self, event: Event, place: TimeSpent, before: float) -> None:
         """Add an event to its action's time. before: seconds spent there when the action began."""
-        acts = _acts(event.action)
+        acts = _is_schedule_action(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, LOW_PRECISION)) else ""
         alike = (
             event.kind,
@@ -304,12 +304,12 @@ def _operation_seconds(event: Event, config: RunConfig, hardware: Hardware) -> f
     dtype = dtype if dtype in hardware.peak else config.precision.dtype
     if hardware.fused and event.where.startswith((FUSED, ROWS)) and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
-        met = 1.0 if event.where.startswith(ROWS) else _met(config)
+        met = 1.0 if event.where.startswith(ROWS) else _attended_share(config)
         return hardware.attention_seconds(
             event.flops * met, config.precision.dtype, backward=event.action.startswith("B")
         )
     low_precision = _low_precision_format(config, hardware)
-    if low_precision and event.where in _emulated():
+    if low_precision and event.where in _emulation_lines():
         return _low_precision_seconds(event, config, hardware, low_precision)
     if ATTENTION.search(event.name):
         busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
@@ -338,7 +338,7 @@ def _low_precision_format(config: RunConfig, hardware: Hardware) -> str:
 
 
 @cache
-def _emulated() -> frozenset[str]:
+def _emulation_lines() -> frozenset[str]:
     """Return the source lines that emulate low-precision products."""
     tree = ast.parse((_ROOT / LOW_PRECISION).read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
@@ -355,12 +355,12 @@ def _attention_flops(event: Event, config: RunConfig) -> float:
     torch counts all keys, and does not count its CPU kernel, which is counted here from its output's shape [b, n, s, d], with as many keys as queries.
     """
     if event.flops:
-        return event.flops * _met(config)
+        return event.flops * _attended_share(config)
     batch, heads, length, width = (event.shape + (1,) * 4)[:4]
-    return _met(config) * 4 * batch * heads * length**2 * width * (2.5 if "backward" in event.name else 1.0)
+    return _attended_share(config) * 4 * batch * heads * length**2 * width * (2.5 if "backward" in event.name else 1.0)
 
 
-def _met(config: RunConfig) -> float:
+def _attended_share(config: RunConfig) -> float:
     """Return the share of keys that a query attends to."""
     return 0.5 if config.model.architecture == "gpt" else 1.0
 
@@ -389,24 +389,24 @@ def part_of(event: Event) -> str:
 
 
 @cache
-def _key(action: str) -> str:
+def _action_kind(action: str) -> str:
     """Return the kind of an action: F0 of F0.3; a phase is its own kind."""
     match = ACTION.match(action)
     return match[1] if match else action or "begin"
 
 
 @cache
-def _acts(action: str) -> bool:
+def _is_schedule_action(action: str) -> bool:
     """Whether this is an action of the schedule and not a phase around it."""
     return ACTION.match(action) is not None
 
 
-def _reduced(rank: RankTime, run: DryRun, timeline: Timeline) -> float:
+def _gradients_reduced_at(rank: RankTime, run: DryRun, timeline: Timeline) -> float:
     """Return when a rank has finished its part of the schedule and its gradients are reduced."""
     row, starts = run.whole_plan[rank.place], timeline.start[rank.place]
     launches = []
     for key, spent in rank.spent.items():
-        begun = [start for action, start in zip(row, starts, strict=True) if _key(str(action)) == key]
+        begun = [start for action, start in zip(row, starts, strict=True) if _action_kind(str(action)) == key]
         if not begun and key[0] == "R":  # the plan of a run without reductions in it
             begun = [timeline.end[rank.place][-1]]
         launches += [(begun[-1] + after, seconds) for after, seconds in spent.launches if begun]
@@ -426,26 +426,26 @@ def _exposed_gather(rank: RankTime) -> float:
     return rank.gathers[0] + max(0.0, sum(rank.gathers[1:]) - hides)
 
 
-def _times(key: str, spent: TimeSpent, microbatches: int) -> float:
+def _repetitions(key: str, spent: TimeSpent, microbatches: int) -> float:
     """Return how often in the whole step a recorded action happens, per recorded occurrence."""
     return microbatches / len(spent.begun) if key[0] in "FBW" and ACTION.match(key) else 1.0
 
 
-def _parts(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
+def _step_seconds_by_category(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
     """Split a rank's step by category; the remainder is waiting for other stages, messages and gradient reductions."""
     parts: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         for part, share in spent.parts.items():
-            parts["update" if not ACTION.match(key) else part] += share * _times(key, spent, microbatches)
+            parts["update" if not ACTION.match(key) else part] += share * _repetitions(key, spent, microbatches)
     parts["waiting"] = max(0.0, seconds - sum(parts.values()))
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _traffic(rank: RankTime, microbatches: int) -> defaultdict[str, float]:
+def _traffic_by_axis(rank: RankTime, microbatches: int) -> defaultdict[str, float]:
     volume: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         # Sums of gradients are begun once in a step, however many microbatches there are.
         once = key[0] == "B" and bool(spent.launches)
         for axis, moved in spent.traffic.items():
-            volume[axis] += moved * (1.0 if once and axis in DATA_AXES else _times(key, spent, microbatches))
+            volume[axis] += moved * (1.0 if once and axis in DATA_AXES else _repetitions(key, spent, microbatches))
     return volume

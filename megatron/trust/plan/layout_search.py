@@ -171,8 +171,8 @@ def shapes(setting: RequestedSetup, node: int) -> Iterator[Layout]:
     for tp in _powers_of_two(divisors(ranks, node)):
         for cp in _powers_of_two(divisors(ranks // tp, max(1, length // 2048) if long else 1)):
             for pp in divisors(ranks // tp // cp, layers):
-                chunks = [1] if pp == 1 else _chunks(layers, pp)
-                for ep, etp in _experts(setting, tp, ranks // pp):
+                chunks = [1] if pp == 1 else _virtual_stage_counts(layers, pp)
+                for ep, etp in _expert_layouts(setting, tp, ranks // pp):
                     yield from (
                         Layout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False) for size in chunks
                     )
@@ -182,12 +182,12 @@ def _powers_of_two(numbers: Sequence[int]) -> list[int]:
     return [number for number in numbers if number & (number - 1) == 0]
 
 
-def _chunks(layers: int, pp: int) -> list[int]:
+def _virtual_stage_counts(layers: int, pp: int) -> list[int]:
     """Return the numbers of virtual stages per rank that divide the layers evenly; at least one number."""
     return [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
 
 
-def _experts(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
+def _expert_layouts(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
     """Return (expert, expert-tensor) sizes for this many ranks of a stage."""
     count = setting.config.model.moe.num_experts
     if not count:
@@ -215,24 +215,26 @@ def search(
         if time.monotonic() - started > seconds * (0.6 if planner else 1.0):
             ranking.complete = False
             break
-        _look(setting, shape, hardware, true_vocab_size, ranking)
+        _estimate_layout(setting, shape, hardware, true_vocab_size, ranking)
     progress(len(divisions), len(divisions), "rules and formulas")
-    ranking.fits.sort(key=_order)
+    ranking.fits.sort(key=_sort_key)
     if planner is not None:
-        _plan(ranking, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress)
+        _dry_run_best(
+            ranking, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress
+        )
     return ranking
 
 
-def _order(one: Fits) -> tuple[bool, float, float]:
+def _sort_key(one: Fits) -> tuple[bool, float, float]:
     """Sort key: layouts with a dry run first, then by time, then by memory."""
     return not one.planned, round(one.time.seconds, 9), one.needs
 
 
-def _look(
+def _estimate_layout(
     setting: RequestedSetup, shape: Layout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
 ) -> None:
     """Estimate a division in all its variants, and add each to the fitting or the rejected ones."""
-    first = _rejects(setting, replace(shape, micro=1), ranking)
+    first = _resolve_layout(setting, replace(shape, micro=1), ranking)
     if first is None:
         return
     requested_micro, batch, stages = (
@@ -244,12 +246,12 @@ def _look(
         layout = replace(shape, micro=micro)
         if micro * shape.dp > batch:
             break
-        one = first if micro == 1 else _rejects(setting, layout, ranking)
+        one = first if micro == 1 else _resolve_layout(setting, layout, ranking)
         if one is None:
             continue
         drawn = [
             (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
-            for variant, config in [_variants(layout, one, true_vocab_size)[0]]
+            for variant, config in [_recompute_variants(layout, one, true_vocab_size)[0]]
         ]
         if drawn[0][2].needs > hardware.budget():  # what keeps the least; a larger micro batch keeps more
             ranking.tried += 1
@@ -260,12 +262,12 @@ def _look(
             break
         drawn += [
             (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
-            for variant, config in _variants(layout, one, true_vocab_size)[1:]
+            for variant, config in _recompute_variants(layout, one, true_vocab_size)[1:]
         ]
-        _sift(drawn, hardware, ranking)
+        _keep_pareto_variants(drawn, hardware, ranking)
 
 
-def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tuple[Layout, RunConfig]]:
+def _recompute_variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tuple[Layout, RunConfig]]:
     """Return all recomputation modes of a layout, with and without the distributed optimizer, least memory first. plain: its resolved config."""
     made = []
     for sharded in (True, False) if layout.dp * layout.cp > 1 else (False,):
@@ -284,7 +286,9 @@ def _variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tu
     return made
 
 
-def _sift(drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Hardware, ranking: LayoutRanking) -> None:
+def _keep_pareto_variants(
+    drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Hardware, ranking: LayoutRanking
+) -> None:
     """Keep those variants of one layout that fit and that no other variant beats in both time and memory."""
     ranking.tried += len(drawn)
     fitting: list[Fits] = []
@@ -304,7 +308,7 @@ def _sift(drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Har
     ranking.fits += fitting
 
 
-def _rejects(setting: RequestedSetup, layout: Layout, ranking: LayoutRanking) -> RunConfig | None:
+def _resolve_layout(setting: RequestedSetup, layout: Layout, ranking: LayoutRanking) -> RunConfig | None:
     """Return the resolved config of a layout; None if rules forbid it, which is noted in the ranking."""
     given = setting.with_values(layout.values(setting))
     config, problems = examine(given.config, setting.world_size)
@@ -321,7 +325,7 @@ def _rejects(setting: RequestedSetup, layout: Layout, ranking: LayoutRanking) ->
     return None
 
 
-def _plan(
+def _dry_run_best(
     ranking: LayoutRanking,
     world_size: int,
     hardware: Hardware,
@@ -351,7 +355,7 @@ def _plan(
             fitting += 1
             ranking.fits[ranking.fits.index(one)] = replace(one, needs=peak, time=step, planned=True)
     progress(plans, plans, "dry runs")
-    ranking.fits.sort(key=_order)
+    ranking.fits.sort(key=_sort_key)
 
 
 def _too_much(needs: float, hardware: Hardware, position: int | None) -> str:

@@ -40,22 +40,24 @@ def measured(say: Say) -> Hardware | None:
     set_current_device(device)
     if place.size == 1:
         say("links are those of a built-in profile; run this under torchrun to measure them")
-        return _single(device, say)
+        return _measure_process(device, say)
     is_first = place.rank == 0
-    hardware = _single(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
+    hardware = _measure_process(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
     dist.init_process_group(backend_of(device))
     try:
-        hardware = links(hardware, device, say if is_first else _silent)
+        hardware = links(hardware, device, say if is_first else _say_nothing)
     finally:
         dist.destroy_process_group()
     return hardware if is_first else None
 
 
-def _single(device: torch.device, say: Say) -> Hardware:
+def _measure_process(device: torch.device, say: Say) -> Hardware:
     """Measure what one process can; links are those of a built-in profile."""
     base = PROFILES["cpu" if device.type == "cpu" else "h200"]
     sizes = SIZES["cpu" if device.type == "cpu" else "cuda"]
-    rates = {name: [(2.0 * size**3, _product(size, dtype, device)) for size in sizes] for name, dtype in DTYPES.items()}
+    rates = {
+        name: [(2.0 * size**3, _matmul_flops(size, dtype, device)) for size in sizes] for name, dtype in DTYPES.items()
+    }
     peak = {name: max(rate for _, rate in points) for name, points in rates.items()}
     for name, rate in peak.items():
         say(f"{name} products: {rate / 1e12:.4g} TFLOP/s at best")
@@ -63,10 +65,10 @@ def _single(device: torch.device, say: Say) -> Hardware:
     top = max(rate for _, rate in main)
     # A larger product reaches no less than a smaller one: where it seems to, something disturbed it.
     shares = accumulate((rate / top for _, rate in main), max)
-    memory = _memory(device)
-    copied, launch = _copy(device), _launch(device)
+    memory = _device_memory(device)
+    copied, launch = _copy_bandwidth(device), _launch_latency(device)
     say(f"copy {copied / 1e9:.1f} GB/s, launch {launch * 1e6:.1f} us")
-    attention = _attention(device, top)
+    attention = _attention_efficiency(device, top)
     say(f"attention {attention[0]:.0%} of the products forward, {attention[1]:.0%} backward")
     return replace(
         base,
@@ -112,7 +114,7 @@ def link(ranks: Sequence[int], device: torch.device) -> Link:
     if dist.get_rank() in ranks:
         for place, count in enumerate((SMALL, LARGE)):
             tensor = torch.ones(count, device=device)
-            seconds[place] = _best(partial(dist.all_reduce, tensor, group=group), device)
+            seconds[place] = _best_seconds(partial(dist.all_reduce, tensor, group=group), device)
     shared = [seconds]
     dist.broadcast_object_list(shared, ranks[0])
     small, large = shared[0]
@@ -138,7 +140,7 @@ def lateness(pause: float = 0.005, rounds: int = 20) -> float:
     return max(0.0, statistics.median(seconds))
 
 
-def _best(run: Callable[[], object], device: torch.device) -> float:
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call: the best of some rounds, each with as many calls as the clock needs."""
     run()
     synchronize(device)
@@ -155,20 +157,20 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _product(size: int, dtype: torch.dtype, device: torch.device) -> float:
+def _matmul_flops(size: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOPs per second of a square product."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2.0 * size**3 / _best(lambda: left @ right, device)
+    return 2.0 * size**3 / _best_seconds(lambda: left @ right, device)
 
 
-def _copy(device: torch.device) -> float:
+def _copy_bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a large copy reads and writes."""
     source = torch.ones(COPIED["cpu" if device.type == "cpu" else "cuda"], device=device)
     target = torch.empty_like(source)
-    return 2 * 4 * source.numel() / _best(lambda: target.copy_(source), device)
+    return 2 * 4 * source.numel() / _best_seconds(lambda: target.copy_(source), device)
 
 
-def _launch(device: torch.device) -> float:
+def _launch_latency(device: torch.device) -> float:
     """Return the seconds of an operation on one element."""
     one = torch.ones(1, device=device)
 
@@ -176,10 +178,10 @@ def _launch(device: torch.device) -> float:
         for _ in range(200):
             one.add_(1.0)
 
-    return _best(many, device) / 200
+    return _best_seconds(many, device) / 200
 
 
-def _attention(device: torch.device, top: float) -> tuple[float, float]:
+def _attention_efficiency(device: torch.device, top: float) -> tuple[float, float]:
     """Return the shares of the best product's rate that causal attention reaches, forward and backward."""
     small = device.type == "cpu"
     batch, heads, length, width = (1, 4, 512, 64) if small else (4, 16, 4096, 128)
@@ -191,17 +193,17 @@ def _attention(device: torch.device, top: float) -> tuple[float, float]:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     with torch.no_grad():
-        ahead = _best(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
-    back = max(_best(both, device) - ahead, ahead)
+        ahead = _best_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
+    back = max(_best_seconds(both, device) - ahead, ahead)
     return flops / ahead / top, 2.5 * flops / back / top
 
 
-def _memory(device: torch.device) -> float:
+def _device_memory(device: torch.device) -> float:
     """Return the bytes of the device; for a CPU those of the machine."""
     if device.type == "cpu":
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return float(torch.accelerator.get_memory_info(device)[1])
 
 
-def _silent(_: str) -> None:
+def _say_nothing(_: str) -> None:
     pass

@@ -33,7 +33,7 @@ LEFT, BELOW = 70, 36  # room for the axes of a picture
 def text(planned: RunPlan) -> str:
     """Return the report as text of one screen."""
     run, time = planned.run, planned.cost.time
-    lines = [conclusion(planned), "", headline(run), "", *_table(_memory_rows(planned))]
+    lines = [conclusion(planned), "", headline(run), "", *_format_table(_memory_rows(planned))]
     worst, summit = run.worst, run.worst.peak_record
     lines += [
         "",
@@ -50,7 +50,7 @@ def text(planned: RunPlan) -> str:
     lines += [
         "",
         f"time of a step: {seconds_text(time.seconds)}, of which {', '.join(parts)}",
-        f"schedule: {_many(num_stages(run.whole_plan), 'stage')}, {_many(run.whole_microbatches, 'microbatch')}, bubble {time.bubble:.1%}",
+        f"schedule: {_count_text(num_stages(run.whole_plan), 'stage')}, {_count_text(run.whole_microbatches, 'microbatch')}, bubble {time.bubble:.1%}",
     ]
     moved = [
         f"{axis} {bytes_text(size)}" for axis, size in sorted(planned.cost.traffic.items(), key=lambda pair: -pair[1])
@@ -58,7 +58,7 @@ def text(planned: RunPlan) -> str:
     lines += [f"a rank's collectives and messages in a step: {', '.join(moved) or 'none'}"]
     lines += [] if planned.matching is None else [planned.matching.text]
     lines += notes(run)
-    lines += ["", *_advice(planned)] if not planned.fits else []
+    lines += ["", *_advice_lines(planned)] if not planned.fits else []
     return "\n".join(lines) + "\n"
 
 
@@ -85,14 +85,14 @@ def headline(run: DryRun) -> str:
         ("dp", parallel.data_parallel_size(run.world_size)),
     ]
     layout = ", ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one"
-    model, batches = run.config.model, _many(run.whole_microbatches, "microbatch")
+    model, batches = run.config.model, _count_text(run.whole_microbatches, "microbatch")
     batches = (
         f"up to {batches} of at most {parallel.max_seqlen_per_dp_cp_rank:,} tokens on a rank"
         if parallel.hybrid_context_parallel
         else f"{batches} of {train.micro_batch_size} x {train.seq_length:,} tokens"
     )
     return (
-        f"{_many(run.world_size, 'rank')} ({layout}); {count_text(count_parameters(model).total)} parameters with a vocabulary of "
+        f"{_count_text(run.world_size, 'rank')} ({layout}); {count_text(count_parameters(model).total)} parameters with a vocabulary of "
         f"{model.padded_vocab_size:,}; {batches}; {run.config.precision.dtype}"
     )
 
@@ -158,7 +158,9 @@ def page(planned: RunPlan, command: Sequence[str]) -> str:
     )
     keys = "".join(f'<span class="key {kind}">{kind}</span>' for kind in KINDS)
     changes = (
-        "".join(f"<li>{html.escape(line.strip())}</li>" for line in _advice(planned)[1:]) if not planned.fits else ""
+        "".join(f"<li>{html.escape(line.strip())}</li>" for line in _advice_lines(planned)[1:])
+        if not planned.fits
+        else ""
     )
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(
@@ -192,7 +194,7 @@ def memory_picture(trace: Trace, budget: float) -> str:
         if above != below:
             corners = [(x, TALL * (1 - y / top)) for x, y in zip(across, above, strict=True)]
             corners += [(x, TALL * (1 - y / top)) for x, y in zip(reversed(across), reversed(below), strict=True)]
-            bands.append(f'<polygon class="{kind}" points="{_points(corners)}"><title>{kind}</title></polygon>')
+            bands.append(f'<polygon class="{kind}" points="{_svg_points(corners)}"><title>{kind}</title></polygon>')
         below = above
     line = TALL * (1 - budget / top)
     limit = f'<line class="limit" x1="0" x2="{WIDE}" y1="{line:.1f}" y2="{line:.1f}"/><text x="4" y="{line - 4:.1f}">{bytes_text(budget)}</text>'
@@ -200,7 +202,7 @@ def memory_picture(trace: Trace, budget: float) -> str:
     sides = [(TALL * (1 - size * unit / top), f"{size:g} {name}") for size in ticks(top / unit)]
     return (
         f'<svg viewBox="{-LEFT} -14 {WIDE + LEFT + 30} {TALL + 14 + BELOW}" role="img" aria-label="memory over the step">'
-        f"{_axes(TALL, sides, [(WIDE * event / last, f'{event:,.0f}') for event in ticks(last)], 'operations of the step, in their order')}"
+        f"{_svg_ticks(TALL, sides, [(WIDE * event / last, f'{event:,.0f}') for event in ticks(last)], 'operations of the step, in their order')}"
         f"{''.join(bands)}{limit if line >= 0 else ''}</svg>"
     )
 
@@ -231,7 +233,7 @@ def schedule_picture(planned: RunPlan) -> str:
     below = [(WIDE * moment / span, seconds_text(moment) if moment else "0") for moment in ticks(span)]
     return (
         f'<svg viewBox="{-LEFT} 0 {WIDE + LEFT + 30} {ROW * rows + BELOW}" role="img" aria-label="schedule">'
-        f"{_axes(ROW * rows, sides, below, 'time since the step began')}{''.join(boxes)}</svg>{note}"
+        f"{_svg_ticks(ROW * rows, sides, below, 'time since the step began')}{''.join(boxes)}</svg>{note}"
     )
 
 
@@ -242,7 +244,7 @@ def ticks(top: float, about: int = 5) -> list[float]:
     return [step * count for count in range(math.floor(top / step * 1.000001) + 1)]
 
 
-def _axes(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple[float, str]], name: str) -> str:
+def _svg_ticks(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[tuple[float, str]], name: str) -> str:
     """Draw tick marks at the side (y, label) and below (x, label). name: of the horizontal axis."""
     drawn = [
         f'<line class="axis" x1="0" x2="0" y1="0" y2="{tall}"/><line class="axis" x1="0" x2="{WIDE}" y1="{tall}" y2="{tall}"/>'
@@ -282,7 +284,11 @@ def found_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> 
             ]
             for place, one in enumerate(ranking.fits[:most], start=1)
         ]
-        lines += [*_table(rows, left=2), "", f"changes for 1: {next(iter(flags)) or 'none: it is what was given'}"]
+        lines += [
+            *_format_table(rows, left=2),
+            "",
+            f"changes for 1: {next(iter(flags)) or 'none: it is what was given'}",
+        ]
     else:
         lines = [f"none of {ranking.tried:,} layouts fits"]
     lines += ["", f"{len(ranking.rejected):,} were rejected:"]
@@ -320,13 +326,16 @@ def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     unit, name = (GIB, "GiB") if run.worst.peak >= GIB else (2**20, "MiB")
     alike: dict[tuple[str, ...], tuple[Trace, int]] = {}
     for trace, ranks in zip(run.traces, run.stands_for, strict=True):
-        key = (str(trace.place.get("pp", 0)), *(f"{size / unit:.2f}" for size in (trace.peak, *_sizes(trace.at_peak))))
+        key = (
+            str(trace.place.get("pp", 0)),
+            *(f"{size / unit:.2f}" for size in (trace.peak, *_bytes_by_kind(trace.at_peak))),
+        )
         first, count = alike.get(key, (trace, 0))
         alike[key] = first if first.peak >= trace.peak else trace, count + len(ranks)
     fullest = sorted(alike.values(), key=lambda pair: -pair[0].peak)
     rows = [[f"{name} at the peak", "ranks", "peak", *KINDS]]
     for trace, count in sorted(fullest[:most], key=lambda pair: pair[0].rank):
-        held = [f"{size / unit:.2f}" for size in _sizes(trace.at_peak)]
+        held = [f"{size / unit:.2f}" for size in _bytes_by_kind(trace.at_peak)]
         mark = " <- fullest" if trace is fullest[0][0] and len(fullest) > 1 else ""
         has = holds(run, trace).replace("the ", "").replace(" and ", "+")
         stage = f"pp {trace.place.get('pp', 0)}" + (f" {has}" if has else "") + f", rank {trace.rank}"
@@ -336,7 +345,7 @@ def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     return rows
 
 
-def _sizes(held: MemoryByKind) -> list[int]:
+def _bytes_by_kind(held: MemoryByKind) -> list[int]:
     """Return the bytes of every kind."""
     return [getattr(held, kind) for kind in KINDS]
 
@@ -357,7 +366,7 @@ def notes(run: DryRun) -> list[str]:
     return notes_of_run
 
 
-def _advice(planned: RunPlan) -> list[str]:
+def _advice_lines(planned: RunPlan) -> list[str]:
     """Return lines of advice; first what makes the run fit."""
     if not planned.advice:
         return ["What to change: no change that was tried saves memory; --search looks at all layouts"]
@@ -374,22 +383,22 @@ def _advice(planned: RunPlan) -> list[str]:
     )
 
 
-def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def _format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return aligned columns: the first `left` are left-aligned, the others right-aligned."""
     widths = [max(len(row[place].split(" <-")[0]) for row in rows) for place in range(len(rows[0]))]
     return [
         "  ".join(
-            _cell(cell, width, place < left) for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            _format_cell(cell, width, place < left) for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
 
 
-def _many(count: int, what: str) -> str:
+def _count_text(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
 
 
-def _cell(cell: str, width: int, left: bool) -> str:
+def _format_cell(cell: str, width: int, left: bool) -> str:
     value, arrow, mark = cell.partition(" <-")
     return (value.ljust(width) if left else value.rjust(width)) + arrow + mark
 
@@ -400,9 +409,9 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _points(corners: Iterable[tuple[float, float]]) -> str:
-    return " ".join(_pairs(corners))
+def _svg_points(corners: Iterable[tuple[float, float]]) -> str:
+    return " ".join(_svg_coordinates(corners))
 
 
-def _pairs(corners: Iterable[tuple[float, float]]) -> Iterator[str]:
+def _svg_coordinates(corners: Iterable[tuple[float, float]]) -> Iterator[str]:
     yield from (f"{x:.1f},{y:.1f}" for x, y in corners)

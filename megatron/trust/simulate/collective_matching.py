@@ -130,7 +130,7 @@ def match_timelines(
     problems += others
     chosen = list(lines) if played is None else list(played)
     if not problems:  # what does not meet would only be found waiting for what never comes
-        problems += _play({rank: lines[rank] for rank in chosen}, overlap=overlap)
+        problems += _run_all_ranks({rank: lines[rank] for rank in chosen}, overlap=overlap)
     return MatchReport(tuple(problems), collectives, messages, len(chosen))
 
 
@@ -147,7 +147,7 @@ def timeline_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[
         elif event.is_communication:
             theirs, event_ranks = groups.get(event.axis, (event.ranks, event.ranks))
             ranks = event_ranks if rank != traced and theirs == event.ranks and event_ranks is not None else event.ranks
-            peer = _peer(event, traced, rank, ranks)
+            peer = _peer_rank(event, traced, rank, ranks)
             steps.append(
                 MatchedCollective(
                     rank,
@@ -164,7 +164,7 @@ def timeline_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[
     return RankTimeline(rank, tuple(steps))
 
 
-def _peer(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
+def _peer_rank(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
     """Return the peer of a rank whose trace is another's: at the same distance in its own group; the source of a broadcast is the same member."""
     if event.peer not in event.ranks:
         return event.peer
@@ -210,7 +210,7 @@ def _compare_collectives(lines: Mapping[int, RankTimeline]) -> tuple[list[Proble
             other = events.get(rank, [])
             count += min(len(first), len(other))
             problems += _first_difference(
-                first, other, _mismatch, (present[0], rank), f"the group of ranks {_short(group[1])}"
+                first, other, _mismatch_reason, (present[0], rank), f"the group of ranks {_short_rank_list(group[1])}"
             )
     return problems, count
 
@@ -265,14 +265,14 @@ def _first_difference(
     ]
 
 
-def _mismatch(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
+def _mismatch_reason(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
     """Explain why two ranks' collectives do not match; None if they do."""
     if a.name != b.name:
         return "operation", "different operations"
     if a.dtype != b.dtype:
         return "dtype", "different formats"
     # What an all-to-all brings from each rank differs by design; the rows that are sent have one width.
-    if (a.shape[1:] != b.shape[1:]) if a.name == "all_to_all" else _elements(a.shape) != _elements(b.shape):
+    if (a.shape[1:] != b.shape[1:]) if a.name == "all_to_all" else _num_elements(a.shape) != _num_elements(b.shape):
         return "shape", "different sizes"
     if a.name == "broadcast" and a.peer != b.peer:
         return "source", "different sources"
@@ -288,14 +288,14 @@ def _message_mismatch(a: MatchedCollective, b: MatchedCollective) -> tuple[str, 
     return ("shape", "different shapes") if a.shape != b.shape else None
 
 
-def _elements(shape: tuple[int, ...]) -> int:
+def _num_elements(shape: tuple[int, ...]) -> int:
     count = 1
     for size in shape:
         count *= size
     return count
 
 
-def _short(ranks: tuple[int, ...]) -> str:
+def _short_rank_list(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
 
 
@@ -314,15 +314,15 @@ class _Player:
     followers: list[_Player] = field(default_factory=list)  # who waits for it
 
 
-def _play(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[Problem]:
+def _run_all_ranks(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[Problem]:
     """Advance all ranks as long as any can; ranks that remain wait for each other."""
-    players = {rank: _Player(rank, deque(_waits(line, overlap=overlap))) for rank, line in lines.items()}
+    players = {rank: _Player(rank, deque(_rank_steps(line, overlap=overlap))) for rank, line in lines.items()}
     ready = deque(players.values())
     while ready:
         player, further = ready.popleft(), False
         while player.todo:
-            further |= _arrive(player)
-            awaited = _awaited(player, players)
+            further |= _advance(player)
+            awaited = _ranks_waited_for(player, players)
             if awaited:
                 players[awaited[0]].followers.append(player)
                 break
@@ -335,7 +335,7 @@ def _play(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[Problem]:
     return [_waiting_cycle(stuck[0], players)] if stuck else []
 
 
-def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedCollective, int]]:
+def _rank_steps(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedCollective, int]]:
     """Yield the steps of a rank as (begin, through or meet; what; its number among equal ones), each wait at the place where it blocks."""
     arriving: dict[str, list[tuple[MatchedCollective, int]]] = {}
     leaving: list[list[tuple[MatchedCollective, int]]] = [[], []]  # sends that began during this action, and before it
@@ -344,12 +344,12 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
     for step in line.steps:
         message = isinstance(step, MatchedCollective) and step.name in ("send", "receive")
         if isinstance(step, str) or not message or step.axis in _ALONE:
-            yield from _through(together)
+            yield from _wait_steps(together)
             together = []
         if isinstance(step, str):
-            yield from _through(leaving[1])
+            yield from _wait_steps(leaving[1])
             leaving = [[], leaving[0]]
-            yield from _through(one for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
+            yield from _wait_steps(one for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
         elif not message:
             yield "meet", step, 0
         else:
@@ -359,7 +359,7 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
                 together.append((step, number))
                 yield "begin", step, number
                 continue
-            yield from _through(leaving[1])  # the action is over: what left before it has arrived
+            yield from _wait_steps(leaving[1])  # the action is over: what left before it has arrived
             leaving[1] = []
             yield "begin", step, number
             if not overlap:
@@ -368,15 +368,15 @@ def _waits(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedC
                 leaving[0].append((step, number))
             else:
                 arriving.setdefault(step.action, []).append((step, number))
-    yield from _through((*together, *leaving[1], *leaving[0], *chain.from_iterable(arriving.values())))
+    yield from _wait_steps((*together, *leaving[1], *leaving[0], *chain.from_iterable(arriving.values())))
 
 
-def _through(messages: Iterable[tuple[MatchedCollective, int]]) -> Iterator[tuple[str, MatchedCollective, int]]:
+def _wait_steps(messages: Iterable[tuple[MatchedCollective, int]]) -> Iterator[tuple[str, MatchedCollective, int]]:
     """Yield the step that waits for each of these messages."""
     return (("through", message, number) for message, number in messages)
 
 
-def _arrive(player: _Player) -> bool:
+def _advance(player: _Player) -> bool:
     """Arrive at the next step: start a message, or wait for others. Returns whether that changes anything for other ranks."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
@@ -388,7 +388,7 @@ def _arrive(player: _Player) -> bool:
     return True
 
 
-def _awaited(player: _Player, players: Mapping[int, _Player]) -> list[int]:
+def _ranks_waited_for(player: _Player, players: Mapping[int, _Player]) -> list[int]:
     """Return the ranks that a rank's next step waits for."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
@@ -409,7 +409,7 @@ def _waiting_cycle(start: int, players: Mapping[int, _Player]) -> Problem:
     """Return a cycle of ranks that wait for each other, found from a rank that cannot continue."""
     path = [start]
     while True:
-        following = next(iter(_awaited(players[path[-1]], players)))
+        following = next(iter(_ranks_waited_for(players[path[-1]], players)))
         if following in path:
             circle = path[path.index(following) :]
             break

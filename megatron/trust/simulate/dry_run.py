@@ -143,7 +143,7 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         train_step(trainer, fake_batches(trainer))
     recorder.begin_action("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
-    parameters = sum(_number(param) for param in params)
+    parameters = sum(_local_size(param) for param in params)
     return Trace(
         mesh.world.rank,
         place,
@@ -168,12 +168,12 @@ def _label_memory(memory: StorageTracker, trainer: Trainer, params: Sequence[Ten
     for param in params:
         if quantized_of(param) is not None:
             memory.discount(param)
-    memory.label((held for param in params for held in _here(param)), "weights")
+    memory.label((held for param in params for held in _local_tensors(param)), "weights")
     memory.label((buffer for stage in trainer.stages for buffer in stage.buffers()), "weights")
     memory.label(trainer.optimizer.memory(), "optimizer")
 
 
-def _here(param: Tensor) -> tuple[Tensor, ...]:
+def _local_tensors(param: Tensor) -> tuple[Tensor, ...]:
     """Return what a rank holds of a parameter between steps: its shard, or the codes and scales of one that is quantized."""
     quantized = quantized_of(param)
     if quantized is not None:
@@ -181,7 +181,7 @@ def _here(param: Tensor) -> tuple[Tensor, ...]:
     return (param.to_local() if isinstance(param, DTensor) else param,)
 
 
-def _number(param: Tensor) -> int:
+def _local_size(param: Tensor) -> int:
     return param.to_local().numel() if isinstance(param, DTensor) else param.numel()
 
 
@@ -204,7 +204,7 @@ def dry_run(
         )
     lists = axis_ranks(config.parallel, world_size) | hybrid_cp_ranks(config.parallel, world_size)
     count = _microbatches(config, world_size)
-    enough = count if whole else _enough(config, count)
+    enough = count if whole else _microbatches_to_peak(config, count)
     kinds = kinds_of(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
     short = _with_microbatches(config, world_size, enough)
     world = FakeTensorCache()
@@ -238,10 +238,11 @@ def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: i
     Pipeline stages differ, and ranks with different shares of the documents. Along the other axes, the first, the last and the ranks between can
     differ by a few small tensors; where that makes many kinds, all ranks of one stage count as one kind, represented by the first.
     """
-    shares = _shares(config, lists, num_microbatches)
+    shares = _data_parallel_shares(config, lists, num_microbatches)
     axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
     edges = [
-        {rank: _edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)} for axis in axes
+        {rank: _pipeline_edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)}
+        for axis in axes
     ]
     for marks in (edges, []):
         ranks_of_kind: dict[tuple[Any, ...], list[int]] = {}
@@ -255,19 +256,21 @@ def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: i
     return [tuple(ranks_of_kind[key]) for key in sorted(ranks_of_kind)]
 
 
-def _shares(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> dict[int, tuple[Any, ...]]:
+def _data_parallel_shares(
+    config: RunConfig, lists: dict[str, RankLists], num_microbatches: int
+) -> dict[int, tuple[Any, ...]]:
     """Return each rank's share of a global batch whose documents are divided by length."""
     if not config.parallel.hybrid_context_parallel:
         return {}
     shares = shares_of(config, num_microbatches, len(lists["dp"][0]))
     return {
-        rank: tuple((size, _edge(at, size), length) for size, at, length in shares[place])
+        rank: tuple((size, _pipeline_edge(at, size), length) for size, at, length in shares[place])
         for group in lists["dp"]
         for place, rank in enumerate(group)
     }
 
 
-def _edge(place: int, size: int) -> int:
+def _pipeline_edge(place: int, size: int) -> int:
     return 0 if place == 0 else 2 if place == size - 1 else 1
 
 
@@ -278,7 +281,7 @@ def _microbatches(config: RunConfig, world_size: int) -> int:
     return schedule.full // schedule.unit
 
 
-def _enough(config: RunConfig, count: int) -> int:
+def _microbatches_to_peak(config: RunConfig, count: int) -> int:
     """Return after how many microbatches a schedule has reached its highest memory on every rank."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
     if parallel.pipeline_schedule == "gpipe" or parallel.hybrid_context_parallel:
@@ -358,13 +361,13 @@ def _trace_in_groups(
                 )
         around = (
             MicrobatchMemo(recorder, copied).installed_on(trainer.stages)
-            if copied and _repeats(config)
+            if copied and _can_replay_microbatches(config)
             else nullcontext()
         )
         return record_step(trainer, recorder, around)
 
 
-def _repeats(config: RunConfig) -> bool:
+def _can_replay_microbatches(config: RunConfig) -> bool:
     """Whether a stage runs its microbatches one after the other and each backward pass in one piece, so that it can be replayed."""
     parallel = config.parallel
     return (

@@ -28,7 +28,7 @@ _TEXT = ("tokens", "labels", "loss_mask", "positions", "documents", "images")
 
 def fake_batches(trainer: Trainer) -> Iterator[Batch]:
     """Yield microbatches as a rank of this run reads them."""
-    rows = _rows(trainer)
+    rows = _fake_rows(trainer)
     hybrid = trainer.run.config.parallel.hybrid_context_parallel
     return RebalancedBatches(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
 
@@ -57,11 +57,11 @@ def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list
 
 def document_lengths(config: RunConfig, number: int) -> Sequence[int]:
     """Return the lengths of the documents in each row of a microbatch."""
-    length, size = config.train.seq_length, _document(config, number)
+    length, size = config.train.seq_length, _document_length(config, number)
     return [min(size, length - start) for start in range(0, length, size)]
 
 
-def _document(config: RunConfig, number: int) -> int:
+def _document_length(config: RunConfig, number: int) -> int:
     """Return the length of a microbatch's documents, except the last one of a row."""
     length, limit = config.train.seq_length, config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
@@ -69,7 +69,7 @@ def _document(config: RunConfig, number: int) -> int:
     return -(-length // 2 ** (number % sizes))
 
 
-def _rows(trainer: Trainer) -> Generator[Batch]:
+def _fake_rows(trainer: Trainer) -> Generator[Batch]:
     run, train = trainer.run, trainer.run.config.train
     reads = needs_text(run.config, trainer.specs)
     for number in count():
@@ -77,38 +77,40 @@ def _rows(trainer: Trainer) -> Generator[Batch]:
             yield Batch()
             continue
         batch = Batch.from_arrays(
-            _sample(run.config, train.micro_batch_size), run.mesh.device, positions=run.config.data.restarts_positions
+            _fake_sample(run.config, train.micro_batch_size),
+            run.mesh.device,
+            positions=run.config.data.restarts_positions,
         )
         text: dict[str, Any] = {
-            name: value if (value := getattr(batch, name)) is None else _fresh(value) for name in _TEXT
+            name: value if (value := getattr(batch, name)) is None else _empty_like(value) for name in _TEXT
         }
-        batch = replace(batch, **text, extras={name: _fresh(value) for name, value in batch.extras.items()})
+        batch = replace(batch, **text, extras={name: _empty_like(value) for name, value in batch.extras.items()})
         if run.config.parallel.hybrid_context_parallel:
-            document = torch.arange(train.seq_length, device=run.mesh.device) // _document(run.config, number)
+            document = torch.arange(train.seq_length, device=run.mesh.device) // _document_length(run.config, number)
             batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
         yield batch.looking_ahead(
             run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
         ).over_context(run.mesh.cp)
 
 
-def _fresh(tensor: Tensor) -> Tensor:
+def _empty_like(tensor: Tensor) -> Tensor:
     """Return a new tensor with the shape, dtype and device of this one."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _images(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
+def _fake_images(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
     """Return the images of so many samples, as many tiles as one image has at most in each of them, and where they stand."""
     data, length = config.data.multimodal, config.train.seq_length
     tiles = data.max_num_tiles + (data.use_thumbnail and data.max_num_tiles > 1) if data.use_tiling else 1
-    return {"images": _blank(config, rows * tiles), "image_slots": np.ones((rows, length), np.int64)}
+    return {"images": _blank_pixels(config, rows * tiles), "image_slots": np.ones((rows, length), np.int64)}
 
 
-def _blank(config: RunConfig, number: int) -> np.ndarray:
+def _blank_pixels(config: RunConfig, number: int) -> np.ndarray:
     vision = config.model.vision
     return np.ones((number, vision.num_channels, vision.img_h, vision.img_w), np.float32)
 
 
-def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
+def _fake_sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
     """Return what a dataset of this kind gives for so many samples."""
     length, short = config.train.seq_length, config.train.decoder_seq_length
     sample = {name: np.ones((rows, length), np.int64) for name in ("tokens", "labels", "position_ids")}
@@ -116,10 +118,10 @@ def _sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
         sample["loss_mask"] = np.ones((rows, length), np.float32)
         if config.data.separates_documents:
             sample["document_ids"] = np.ones((rows, length), np.int64)
-        return {**sample, **_images(config, rows)} if config.model.has_vision else sample
+        return {**sample, **_fake_images(config, rows)} if config.model.has_vision else sample
     if config.model.architecture == "vit":
         sample["loss_mask"] = np.ones((rows, length), np.float32)
-        return {**sample, "images": _blank(config, rows)}
+        return {**sample, "images": _blank_pixels(config, rows)}
     if config.model.architecture == "bert":
         return {
             **{name: sample["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},

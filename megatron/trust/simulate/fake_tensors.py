@@ -87,21 +87,21 @@ class FakeRecorder(Recorder):
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """Derive the result of an operation from shapes; see `Recorder.perform`."""
         if func is aten._local_scalar_dense.default:
-            return self._answer(args[0], where), facts_of(func, args, kwargs, None)
+            return self._known_number(args[0], where), facts_of(func, args, kwargs, None)
         if func is aten.randint.default:  # a seed, of which one is as good as another
-            result, facts = self._shaped(func, args, kwargs)
+            result, facts = self._infer_shape(func, args, kwargs)
             with torch._C._DisableTorchDispatch():
                 result.known = torch.zeros(result.shape, dtype=result.dtype)
             return result, facts
         if not self.knows:
-            return self._shaped(func, args, kwargs)
-        known = self._evaluated(func, args, kwargs)
+            return self._infer_shape(func, args, kwargs)
+        known = self._evaluate(func, args, kwargs)
         if known is not None and torch.Tag.dynamic_output_shape in func.tags:
             made = [torch.empty(value.shape, dtype=value.dtype) for value in tensors_of((known,))]
             result = made[0] if isinstance(known, Tensor) else tuple(made)
             facts = facts_of(func, args, kwargs, result)
         else:
-            result, facts = self._shaped(func, args, kwargs)
+            result, facts = self._infer_shape(func, args, kwargs)
         self._attach_values(func, args, result, known)
         return result, facts
 
@@ -109,7 +109,7 @@ class FakeRecorder(Recorder):
         """Attach the known values of results, and drop those of tensors that the operation changed in place."""
         if self._is_router_choice(func, args):
             with torch._C._DisableTorchDispatch():
-                result[1].known = self._choice(result[1])
+                result[1].known = self._fake_routing(result[1])
         elif func is aten.sort.stable and args[0].dim() == 1 and args[0].dtype.is_floating_point:
             with torch._C._DisableTorchDispatch():  # one order is as good as another: numbers follow from none
                 result[1].known = torch.arange(args[0].numel())
@@ -134,10 +134,10 @@ class FakeRecorder(Recorder):
                     args[0].known = known.reshape(-1).repeat(args[0].numel() // args[1].numel()).view(args[0].shape)
         return result
 
-    def _answer(self, tensor: Tensor, where: str) -> Any:
+    def _known_number(self, tensor: Tensor, where: str) -> Any:
         """Return the number that the step reads from a tensor. Raises `RuntimeError` if it depends on data."""
         known = getattr(tensor, "known", None)
-        known = _constant(tensor) if known is None else known
+        known = _constant_values(tensor) if known is None else known
         if known is not None:
             with torch._C._DisableTorchDispatch():
                 return known.item()
@@ -148,7 +148,7 @@ class FakeRecorder(Recorder):
             return float(self.num_questions % ROUNDS != 0)
         raise RuntimeError(f"{where} asks for a number that depends on data, of which a dry run has none")
 
-    def _evaluated(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _evaluate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Compute an operation on the known values of its inputs; None if some are unknown or no integers."""
         inputs = list(tensors_of((*args, *kwargs.values())))
         if not inputs and not self._makes_known(func, args, kwargs):
@@ -160,7 +160,9 @@ class FakeRecorder(Recorder):
         if any(getattr(tensor, "known", None) is None for tensor in inputs):
             return None
         with torch._C._DisableTorchDispatch():
-            return func(*_values(args), **{name: _values((value,))[0] for name, value in kwargs.items()})
+            return func(
+                *_with_known_values(args), **{name: _with_known_values((value,))[0] for name, value in kwargs.items()}
+            )
 
     def _makes_known(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the values of what an operation without tensors makes (zeros, a range) are kept."""
@@ -169,7 +171,7 @@ class FakeRecorder(Recorder):
             return False
         return counts or math.prod(args[0]) <= _MOST_KNOWN
 
-    def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, OpFacts]:
+    def _infer_shape(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, OpFacts]:
         """Derive the result of an operation from shapes, from the cache where possible."""
         if func is aten.set_.source_Storage_storage_offset:  # remembered, it would keep the storage
             self.world.mode.cache_enabled = False
@@ -179,18 +181,18 @@ class FakeRecorder(Recorder):
                 self.world.mode.cache_enabled = True
             return result, facts_of(func, args, kwargs, result)
         inputs: list[Tensor] = []
-        key = (func, _key(args, inputs), _key(tuple(kwargs.items()), inputs) if kwargs else ())
+        key = (func, _cache_key(args, inputs), _cache_key(tuple(kwargs.items()), inputs) if kwargs else ())
         plan = self.world.plans.get(key)
-        if plan is None or any(_constant(tensor) is not None for tensor in inputs):
+        if plan is None or any(_constant_values(tensor) is not None for tensor in inputs):
             result = func(*args, **kwargs)
             facts = facts_of(func, args, kwargs, result)
             if key not in self.world.plans and func not in _MAKES_CONSTANTS:
-                self.world.plans[key] = _planned(result, inputs, facts)
+                self.world.plans[key] = _output_plan(result, inputs, facts)
             return result, facts
-        made = [None if output is None else self._made(output, inputs) for output in plan.outputs]
+        made = [None if output is None else self._make_output(output, inputs) for output in plan.outputs]
         return (made[0] if plan.kind is None else plan.kind(made)), plan.facts
 
-    def _made(self, output: _Output, inputs: list[Tensor]) -> Tensor:
+    def _make_output(self, output: _Output, inputs: list[Tensor]) -> Tensor:
         if output.same:
             return inputs[output.of]
         with torch._C._DisableTorchDispatch():
@@ -205,7 +207,7 @@ class FakeRecorder(Recorder):
         return FakeTensor(self.world.mode, tensor, _CPU)
 
 
-def _key(values: Any, inputs: list[Tensor]) -> tuple:
+def _cache_key(values: Any, inputs: list[Tensor]) -> tuple:
     """Return what the shapes of a result depend on. inputs: all tensors among the values are appended to it."""
     key: list[Any] = []
     for value in values:
@@ -213,7 +215,7 @@ def _key(values: Any, inputs: list[Tensor]) -> tuple:
             inputs.append(value)
             key.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
-            key.append(_key(value, inputs))
+            key.append(_cache_key(value, inputs))
         elif isinstance(value, (bool, float)):
             key.append((type(value), value))
         else:
@@ -221,7 +223,7 @@ def _key(values: Any, inputs: list[Tensor]) -> tuple:
     return tuple(key)
 
 
-def _planned(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:
+def _output_plan(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:
     """Return how to make such a result again; None if it cannot be cached."""
     several = isinstance(result, (list, tuple))
     values, outputs = tuple(result) if several else (result,), []
@@ -231,11 +233,11 @@ def _planned(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:
     for value in values:
         if value is not None and (not isinstance(value, FakeTensor) or value.constant is not None):
             return None
-        outputs.append(None if value is None else _output(value, inputs, alike, places))
+        outputs.append(None if value is None else _describe_output(value, inputs, alike, places))
     return _Plan(type(result) if several else None, tuple(outputs), facts)
 
 
-def _output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]) -> _Output:
+def _describe_output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]) -> _Output:
     """Describe one result. alike: id of an input -> its index; places: storage of an input -> its index."""
     shape = tuple(value.shape), value.stride(), value.dtype
     if id(value) in alike:
@@ -249,17 +251,17 @@ def _set_known(tensor: Any, value: Tensor | None) -> None:
     tensor.known = value
 
 
-def _constant(tensor: Any) -> Tensor | None:
+def _constant_values(tensor: Any) -> Tensor | None:
     """Return the values that torch itself knows of a fake tensor."""
     return tensor.constant
 
 
-def _values(args: Any) -> list[Any]:
+def _with_known_values(args: Any) -> list[Any]:
     """Return arguments with known values in the place of tensors."""
     return [
         getattr(value, "known")
         if isinstance(value, Tensor)
-        else _values(value)
+        else _with_known_values(value)
         if isinstance(value, (list, tuple))
         else value
         for value in args

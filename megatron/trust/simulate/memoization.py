@@ -94,8 +94,8 @@ class _RecordedPass:
         return (
             self.trace.like(other.trace)
             and all(getattr(self, name) == getattr(other, name) for name in named)
-            and [_comparable(event, self.live) for event in self.events]
-            == [_comparable(event, other.live) for event in other.events]
+            and [_comparable_event(event, self.live) for event in self.events]
+            == [_comparable_event(event, other.live) for event in other.events]
         )
 
 
@@ -209,11 +209,11 @@ class MicrobatchMemo:
                 stage.forward = partial(self._forward, _StageRecord(), stage.forward)
                 stack.callback(delattr, stage, "forward")
             yield
-            self._check()
+            self._check_freed()
         self.recorder.memory.end_all(self._until_step_end)
 
     def _forward(self, stage: _StageRecord, plain: Any, **given: Any) -> Any:
-        self._check()
+        self._check_freed()
         number, stage.count = stage.count, stage.count + 1
         if stage.settled < 0 or number == self.last:
             return self._record_forward(stage, number, plain, given)
@@ -222,11 +222,11 @@ class MicrobatchMemo:
     # Following.
 
     def _start_state(self) -> _StartState:
-        self._check()
+        self._check_freed()
         memory = self.recorder.memory
         return _StartState(len(self.recorder.events), memory.clock, memory.live, self.recorder.num_questions)
 
-    def _check(self) -> None:
+    def _check_freed(self) -> None:
         """A new pass begins: check that what had to be freed with a graph has been, and note which inputs of the last pass are still allocated."""
         if any(life.lasts for life in self._graph):
             raise TraceMismatch("something that a backward pass left does not end with its graph")
@@ -247,11 +247,13 @@ class MicrobatchMemo:
         output = plain(**given)
         trace, births, deaths = memory.trace_since(mark.clock, mark.event, mark.live)
         place = {id(life): birth for birth, life in enumerate(births)}
-        outputs = tuple(_tensors(output))
-        shapes = tuple(self._layout(tensor, place) for tensor in outputs)
-        retained = {id(memory.find(tensor)) for tensor in _tensors(microbatch_context.retained)}
+        outputs = tuple(_tensors_in(output))
+        shapes = tuple(self._tensor_layout(tensor, place) for tensor in outputs)
+        retained = {id(memory.find(tensor)) for tensor in _tensors_in(microbatch_context.retained)}
         seen = replace(
-            self._recorded(mark, trace, shapes, tuple(_identified(before, life, "a forward pass") for life in deaths)),
+            self._finish_recording(
+                mark, trace, shapes, tuple(_lifetime_role(before, life, "a forward pass") for life in deaths)
+            ),
             before=_metric_names(before),
             notes=self._new_metrics(microbatch_context, place),
             kept=frozenset(birth for life, birth in place.items() if life in retained),
@@ -262,7 +264,7 @@ class MicrobatchMemo:
             microbatch_context,
             _requiring_gradients(given),
             births,
-            [memory.find(tensor) for tensor in _tensors(tuple(given.values()))],
+            [memory.find(tensor) for tensor in _tensors_in(tuple(given.values()))],
         )
         self._former = waiting
         for which, tensor in enumerate(outputs):
@@ -293,7 +295,7 @@ class MicrobatchMemo:
         trace, births, deaths = memory.trace_since(mark.clock, mark.event, mark.live)
         place = {id(life): birth for birth, life in enumerate(births)}
         gradients = tuple(
-            None if (tensor := reference()) is None or tensor.grad is None else self._layout(tensor.grad, place)
+            None if (tensor := reference()) is None or tensor.grad is None else self._tensor_layout(tensor.grad, place)
             for reference in waiting.asking
         )
         noted = self._new_metrics(waiting.microbatch_context, place)
@@ -301,7 +303,7 @@ class MicrobatchMemo:
         if len(births) != len(accounted):
             raise TraceMismatch("a backward pass leaves something behind")
         names = waiting.roles_of_lives()
-        ended = tuple(_identified(names, life, "a backward pass") for life in deaths)
+        ended = tuple(_lifetime_role(names, life, "a backward pass") for life in deaths)
         if not _ended_births(ended).isdisjoint(forward.visible):
             raise TraceMismatch("a backward pass ends what others see")
         rest = [waiting.lives[birth] for birth in forward.held(_ended_births(ended))]
@@ -309,14 +311,14 @@ class MicrobatchMemo:
             raise TraceMismatch("what a forward pass left ends before its backward pass")
         self._graph += rest
         seen = replace(
-            self._recorded(mark, trace, gradients, ended),
+            self._finish_recording(mark, trace, gradients, ended),
             before=_metric_names(waiting.before),
             notes=noted,
             flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives),
         )
         waiting.stage.add_backward(waiting.number, seen)
 
-    def _recorded(
+    def _finish_recording(
         self, mark: _StartState, trace: AllocationTrace, given: tuple[_TensorLayout | None, ...], ended: tuple[Any, ...]
     ) -> _RecordedPass:
         recorder, events = self.recorder, self.recorder.events[mark.event :]
@@ -326,7 +328,7 @@ class MicrobatchMemo:
             raise TraceMismatch("another action begins in a pass")
         return _RecordedPass(trace, events, mark.live, recorder.memory.event - mark.event, given, ended)
 
-    def _layout(self, tensor: Tensor, place: dict[int, int]) -> _TensorLayout:
+    def _tensor_layout(self, tensor: Tensor, place: dict[int, int]) -> _TensorLayout:
         life = self.recorder.memory.find(tensor)
         if life is None or id(life) not in place:
             raise TraceMismatch("a stage gives what it was given")
@@ -351,7 +353,7 @@ class MicrobatchMemo:
     ) -> tuple[tuple[str, _TensorLayout], ...]:
         """Return the metrics that a pass added, with their layouts."""
         return tuple(
-            (name, self._layout(note, place))
+            (name, self._tensor_layout(note, place))
             for name, note in microbatch_context.metrics.items()
             if id(self.recorder.memory.find(note)) in place
         )
@@ -370,15 +372,19 @@ class MicrobatchMemo:
         )
         assert seen is not None, "a pass is counted once two alike were followed"
         self._check_metrics(microbatch_context, seen)
-        lives = self._replay(seen, [memory.detach(microbatch_context.metrics[name]) for _, name in seen.ended])
+        lives = self._replay_allocations(
+            seen, [memory.detach(microbatch_context.metrics[name]) for _, name in seen.ended]
+        )
         shapes = [shape for shape in seen.given if shape is not None]  # all outputs of a forward pass have one
         made = tuple((self._tensor_like(shape, lives), shape.requires_grad) for shape in shapes)
         microbatch_context.metrics |= {name: self._tensor_like(shape, lives) for name, shape in seen.notes}
         asking = _requiring_gradients(given)
-        held = {place: tensor for place, tensor in enumerate(_tensors(tuple(given.values()))) if place in stage.lasting}
+        held = {
+            place: tensor for place, tensor in enumerate(_tensors_in(tuple(given.values()))) if place in stage.lasting
+        }
         waiting = _PendingBackward(stage, number, microbatch_context, asking, lives, held=held, copied=made)
         del made
-        outputs = _ReplayedPass.apply(self, waiting, self._anchor(), *(reference() for reference in asking))
+        outputs = _ReplayedPass.apply(self, waiting, self._grad_anchor(), *(reference() for reference in asking))
         with _disable_current_modes():
             forwarded = [
                 torch.ops.aten.alias(tensor) if shape.requires_grad and shape.plain else tensor
@@ -407,7 +413,7 @@ class MicrobatchMemo:
         ending = [
             waiting.lives[place] if kind == "saved" else memory.detach(held[kind][place]) for kind, place in seen.ended
         ]
-        lives = self._replay(seen, ending)
+        lives = self._replay_allocations(seen, ending)
         waiting.microbatch_context.metrics |= {name: self._tensor_like(shape, lives) for name, shape in seen.notes}
         for reference, shape in zip(waiting.asking, seen.given, strict=True):
             if shape is not None and (tensor := reference()) is not None:
@@ -418,7 +424,7 @@ class MicrobatchMemo:
             for birth in forward.held(_ended_births(seen.ended))
         ]
 
-    def _replay(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
+    def _replay_allocations(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
         recorder, begin = self.recorder, len(self.recorder.events)
         recorder.events.repeat(seen.events, recorder.action, recorder.memory.live - seen.live)
         recorder.memory.event = begin + seen.last
@@ -439,14 +445,14 @@ class MicrobatchMemo:
         self.recorder.memory.attach(life, made)
         return made
 
-    def _anchor(self) -> Tensor:
+    def _grad_anchor(self) -> Tensor:
         """Return a tensor that makes the graph of a first stage require gradients although none of its inputs does."""
         with torch._C._DisableTorchDispatch():
             tensor = torch.empty((), device="meta")
         return FakeTensor(self.recorder.world.mode, tensor, torch.device("cpu")).requires_grad_()
 
 
-def _comparable(event: Event, live: int) -> tuple[Any, ...]:
+def _comparable_event(event: Event, live: int) -> tuple[Any, ...]:
     """Return what must be equal of an event in two passes. live: bytes allocated before the pass."""
     return (
         event.kind,
@@ -475,7 +481,7 @@ def _metric_names(notes: dict[int, tuple[str, str]]) -> tuple[str, ...]:
     return tuple(name for _, name in notes.values())
 
 
-def _identified(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
+def _lifetime_role(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
     """Return the role of a lifetime that ended. Raises `TraceMismatch` for an unknown one."""
     if id(life) not in who:
         raise TraceMismatch(f"something from before ends in {where}")
@@ -484,19 +490,19 @@ def _identified(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
 
 def _requiring_gradients(given: dict[str, Any]) -> tuple[weakref.ref[Tensor], ...]:
     """Return weak references to the tensors among the arguments that require gradients."""
-    return tuple(weakref.ref(tensor) for tensor in _tensors(tuple(given.values())) if tensor.requires_grad)
+    return tuple(weakref.ref(tensor) for tensor in _tensors_in(tuple(given.values())) if tensor.requires_grad)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in a value, through sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for one in value:
-            yield from _tensors(one)
+            yield from _tensors_in(one)
     elif is_dataclass(value) and not isinstance(value, type):
         for one in fields(value):
-            yield from _tensors(getattr(value, one.name))
+            yield from _tensors_in(getattr(value, one.name))
 
 
 def _without_tensors(value: Any) -> Any:

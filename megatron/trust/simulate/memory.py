@@ -108,7 +108,7 @@ class StorageTracker:
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._open:
-            self._hold(self._begin(0 if elsewhere else storage.nbytes()), storage)
+            self._track(self._begin_lifetime(0 if elsewhere else storage.nbytes()), storage)
             if elsewhere:
                 self._open[storage._cdata][0].elsewhere = True
 
@@ -119,8 +119,8 @@ class StorageTracker:
         life, reference = self._open[storage._cdata]
         if life.size != storage.nbytes():
             life.kind = "weights"
-            self._end(life)
-            life = self._begin(storage.nbytes())
+            self._end_lifetime(life)
+            life = self._begin_lifetime(storage.nbytes())
             life.kind = "weights"
             self._open[storage._cdata] = life, reference
 
@@ -138,8 +138,8 @@ class StorageTracker:
     def discount(self, tensor: Tensor) -> None:
         """Count the storage of a tensor (any shape) as 0 bytes from now on: of a parameter that is on the meta device."""
         life, storage = self.lifetime_of(tensor), tensor.untyped_storage()
-        self._end(life)
-        self._open[storage._cdata] = self._begin(0), self._open[storage._cdata][1]
+        self._end_lifetime(life)
+        self._open[storage._cdata] = self._begin_lifetime(0), self._open[storage._cdata][1]
 
     def begin_step(self) -> None:
         """Start to measure the peak."""
@@ -278,7 +278,7 @@ class StorageTracker:
 
     def attach(self, life: StorageLifetime, tensor: Tensor) -> None:
         """Let a replayed lifetime end when the storage of this tensor (any shape) is freed."""
-        self._hold(life, tensor.untyped_storage())
+        self._track(life, tensor.untyped_storage())
 
     def detach(self, tensor: Tensor) -> StorageLifetime:
         """Stop following the reference count of a tensor's storage (any shape);
@@ -290,29 +290,29 @@ class StorageTracker:
     def end_all(self, lives: Iterable[StorageLifetime]) -> None:
         """End lifetimes that no storage is attached to."""
         for life in lives:
-            self._end(life)
+            self._end_lifetime(life)
 
-    def _hold(self, life: StorageLifetime, storage: UntypedStorage) -> None:
+    def _track(self, life: StorageLifetime, storage: UntypedStorage) -> None:
         key = storage._cdata
-        self._open[key] = life, weakref.ref(storage, lambda _: self._end(self._open.pop(key)[0]))
+        self._open[key] = life, weakref.ref(storage, lambda _: self._end_lifetime(self._open.pop(key)[0]))
 
-    def _tick(self, life: StorageLifetime) -> None:
+    def _log_event(self, life: StorageLifetime) -> None:
         self.clock += 1
         self.ticks.append(self.event)
         self._moves.append(life)
 
-    def _begin(self, size: int) -> StorageLifetime:
+    def _begin_lifetime(self, size: int) -> StorageLifetime:
         life = StorageLifetime(size, self.clock, self._forward)
-        self._tick(life)
+        self._log_event(life)
         self.lives.append(life)
         self.live += size
         if self.live > self.peak:
             self.peak, self.peak_clock, self.peak_event = self.live, life.born, self.event
         return life
 
-    def _end(self, life: StorageLifetime) -> None:
+    def _end_lifetime(self, life: StorageLifetime) -> None:
         life.died = self.clock
-        self._tick(life)
+        self._log_event(life)
         self.live -= life.size
 
 
@@ -331,7 +331,7 @@ def forwards_waiting(trace: Trace) -> int:
 def why_worst(run: DryRun) -> str:
     """Explain in words what the rank with the highest peak holds more of than the rank with the lowest."""
     worst, least = run.worst, min(run.traces, key=lambda trace: trace.peak)
-    name = f"rank {worst.rank} ({_place(worst)}) needs {worst.peak / 2**30:.2f} GiB"
+    name = f"rank {worst.rank} ({_place_text(worst)}) needs {worst.peak / 2**30:.2f} GiB"
     if worst.peak == least.peak:
         return f"{name}, as all others do"
     more = sorted(((getattr(worst.at_peak, kind) - getattr(least.at_peak, kind), kind) for kind in KINDS), reverse=True)
@@ -341,10 +341,10 @@ def why_worst(run: DryRun) -> str:
             waiting = f" ({forwards_waiting(worst)} forward passes wait for their backward pass, there {forwards_waiting(least)})"
             parts.append(f"{difference / 2**30:.2f} GiB of {kind}{waiting if kind == 'activations' else ''}")
     return (
-        f"{name}, {(worst.peak - least.peak) / 2**30:.2f} GiB more than rank {least.rank} ({_place(least)}), which needs least: "
+        f"{name}, {(worst.peak - least.peak) / 2**30:.2f} GiB more than rank {least.rank} ({_place_text(least)}), which needs least: "
         f"{', '.join(parts)} more"
     )
 
 
-def _place(trace: Trace) -> str:
+def _place_text(trace: Trace) -> str:
     return ", ".join(f"{axis} {rank}" for axis, rank in trace.place.items() if axis in ("pp", "tp", "ep")) or "alone"

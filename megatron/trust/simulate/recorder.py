@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
         memory, kwargs = self.memory, kwargs or {}
         memory.event = len(self.events)
         if func.namespace == "c10d":
-            return self._communication(func, args, kwargs)
+            return self._record_communication(func, args, kwargs)
         where, module = self._source_location()
         result, facts = self.perform(func, args, kwargs, where)
         elsewhere = self._is_in_host_memory(func, args, kwargs, where)
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
         """Run an operation; return its result and the facts of its event."""
         result = func(*args, **kwargs)
         if self._is_router_choice(func, args):
-            result[1].copy_(self._choice(result[1]))
+            result[1].copy_(self._fake_routing(result[1]))
         return result, facts_of(func, args, kwargs, result)
 
     def _is_in_host_memory(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         """
         if func._overloadpacket.__name__ in ("send", "recv_"):
             return func(*args, **kwargs)
-        copies = [_copied(value) for value in args]
+        copies = [_copy_tensors(value) for value in args]
         result = func(*copies, **kwargs)
         works = result[1] if isinstance(result, tuple) else result
         dist.Work.unbox(works).wait()
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
         done = FakeWork().boxed()
         return (args[0], done) if isinstance(result, tuple) else done
 
-    def _choice(self, chosen: Tensor) -> Tensor:
+    def _fake_routing(self, chosen: Tensor) -> Tensor:
         """Return a router's choice, shaped [t, k] as `chosen`."""
         assert self.choices is not None, "only a router chooses"
         tokens, each = chosen.shape
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
             and (args[0].shape[-1], args[1]) == self.choices
         )
 
-    def _communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _record_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record a collective or message."""
         where, module = self._source_location()
         name, group_at, input_at, output_at = _COLLECTIVES[func._overloadpacket.__name__]
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
         """Return the innermost source line of this project and the module under way; for an operation of autograd, those of its forward pass."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            file = self._file(frame.f_code)
+            file = self._project_file(frame.f_code)
             if file:
                 break
             frame = frame.f_back
@@ -287,7 +287,7 @@ class Recorder(TorchDispatchMode):
             self._node_locations[torch.autograd._get_sequence_nr() - 1] = place
         return place
 
-    def _file(self, code: CodeType) -> str:
+    def _project_file(self, code: CodeType) -> str:
         """Return the path of a code object's file within the project; "" for other code and for code that only observes."""
         if code not in self._seen:
             path = Path(code.co_filename)
@@ -340,12 +340,12 @@ class Recorder(TorchDispatchMode):
                 return from_group(*args, **options)
 
         with (
-            _replaced(torch.UntypedStorage, "resize_", resized),
-            _replaced(DeviceMesh, "from_group", staticmethod(unseen)),
-            _replaced(FSDPParam, "reset_sharded_param", lambda param: None),
-            _replaced(DualBatch, "run", run_both),
-            _replaced(DualBatch, "switch", pass_on_and_resume),
-            _replaced(optimizer, "has_separate_memory", lambda device: True),
+            _patched(torch.UntypedStorage, "resize_", resized),
+            _patched(DeviceMesh, "from_group", staticmethod(unseen)),
+            _patched(FSDPParam, "reset_sharded_param", lambda param: None),
+            _patched(DualBatch, "run", run_both),
+            _patched(DualBatch, "switch", pass_on_and_resume),
+            _patched(optimizer, "has_separate_memory", lambda device: True),
         ):
             yield
 
@@ -356,20 +356,20 @@ class Recorder(TorchDispatchMode):
             for stage in stages:
                 for name, module in stage.named_modules():
                     outside: list[str] = []
-                    before = module.register_forward_pre_hook(self._entering(name, outside))
-                    after = module.register_forward_hook(self._leaving(outside), always_call=True)
+                    before = module.register_forward_pre_hook(self._entry_hook(name, outside))
+                    after = module.register_forward_hook(self._exit_hook(outside), always_call=True)
                     stack.callback(before.remove)
                     stack.callback(after.remove)
             yield
 
-    def _entering(self, name: str, outside: list[str]) -> Callable[..., None]:
+    def _entry_hook(self, name: str, outside: list[str]) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             outside.append(self.module)
             self.module = name
 
         return enter
 
-    def _leaving(self, outside: list[str]) -> Callable[..., None]:
+    def _exit_hook(self, outside: list[str]) -> Callable[..., None]:
         def leave(*_: Any) -> None:
             self.module = outside.pop()
 
@@ -377,7 +377,7 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
+def _patched(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a class or module while this is open."""
     plain, is_own = owner.__dict__.get(name), name in owner.__dict__
     setattr(owner, name, value)
@@ -399,12 +399,12 @@ def _called_by_fsdp(frame: FrameType | None) -> bool:
     return False
 
 
-def _copied(value: Any) -> Any:
+def _copy_tensors(value: Any) -> Any:
     """Return a value with copies of its tensors."""
     return (
         value.clone()
         if isinstance(value, Tensor)
-        else [_copied(each) for each in value]
+        else [_copy_tensors(each) for each in value]
         if isinstance(value, list)
         else value
     )

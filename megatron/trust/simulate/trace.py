@@ -94,7 +94,7 @@ class EventList(Sequence[Event]):
     def append(self, event: Event) -> None:
         """Add an event."""
         if not self.parts or self.parts[-1].again:
-            self._add(EventSpan([]))
+            self._add_span(EventSpan([]))
         events = self.parts[-1].events
         assert isinstance(events, list), "a span that is not repeated still grows"
         events.append(event)
@@ -102,10 +102,10 @@ class EventList(Sequence[Event]):
 
     def repeat(self, events: tuple[Event, ...], action: str, live: int) -> None:
         """Add recorded events once more, under another action. live: bytes allocated beyond what was allocated then."""
-        self._add(EventSpan(events, True, action, live))
+        self._add_span(EventSpan(events, True, action, live))
         self._count += len(events)
 
-    def _add(self, part: EventSpan) -> None:
+    def _add_span(self, part: EventSpan) -> None:
         self.begins.append(self._count)
         self.parts.append(part)
 

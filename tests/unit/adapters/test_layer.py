@@ -116,7 +116,7 @@ def masks(layout: dict[str, Any], defect: bool) -> dict[str, list[list[bool]]]:
     with patch.object(RandomStreams, "use", shared if defect else use):
         for name, linear in layers_of(trainer).items():
             assert isinstance(linear, nn.Module) and linear.adapter is not None
-            kept = linear.adapter._dropped(torch.ones(64, dtype=torch.float64)) != 0.0
+            kept = linear.adapter._apply_dropout(torch.ones(64, dtype=torch.float64)) != 0.0
             every = collectives.all_gather(kept.to(torch.int32), trainer.run.mesh.tp).view(-1, 64)
             result[name.rpartition(".")[2]] = [row.bool().tolist() for row in every]
     return result

@@ -97,7 +97,7 @@ def test_a_text_too_long_loses_tokens_at_both_ends_and_the_longer_one_loses_firs
     data = dataset(tmp_path, samples=1500)
     front = back = 0
     for index in range(len(data)):
-        target, texts = data.map.row(index)[2], data._texts(index)[1]
+        target, texts = data.map.row(index)[2], data._text_pair(index)[1]
         front += sum(text.low for text in texts)
         back += sum(text.length - text.high for text in texts)
         retained, cut = [text.high - text.low for text in texts], [text.high - text.low < text.length for text in texts]

@@ -60,7 +60,7 @@ def test_every_byte_of_a_data_file_is_hashed_once() -> None:
     saved_twice(files)
     saved = open_saved(FOLDER, files=files)
     for name in SHARDS:
-        ranges = sorted((one.start, one.length) for one in saved._ranges() if one.file == name)
+        ranges = sorted((one.start, one.length) for one in saved._byte_ranges() if one.file == name)
         ends = [start + length for start, length in ranges]
         assert [0, *ends[:-1]] == [start for start, _ in ranges] and ends[-1] == len(
             files._file_at(FOLDER / name).content

@@ -39,7 +39,7 @@ def test_every_rank_owns_the_sum_over_ranks_and_microbatches(
 def launches(monkeypatch: pytest.MonkeyPatch, parallel: DataParallel) -> list[int]:
     """The buckets whose reduction has begun, as it happens."""
     begun: list[int] = []
-    monkeypatch.setattr(ddp, "_start", lambda bucket, op: begun.append(parallel.buckets.index(bucket)))
+    monkeypatch.setattr(ddp, "_start_reduction", lambda bucket, op: begun.append(parallel.buckets.index(bucket)))
     return begun
 
 

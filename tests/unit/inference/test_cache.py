@@ -16,7 +16,7 @@ from tests.unit.inference.serving import engine_of, greedy, network, prompts, sl
 @pytest.mark.parametrize("place", ["in place", "gathered", "paged"])
 def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, place: str, kind: str) -> None:
     if place == "gathered":
-        monkeypatch.setattr(cache, "_views", lambda *_: [])
+        monkeypatch.setattr(cache, "_pool_views", lambda *_: [])
     if place == "paged":
         monkeypatch.setattr(engine_setup, "paged_attention", lambda build, config: paged.attention)
     monkeypatch.setattr(cache, "_CALL", 0)
@@ -37,8 +37,8 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
 
 def test_texts_as_long_and_as_far_apart_are_one_view() -> None:
     spans = [cache.Span(1, 5, blocks) for blocks in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
-    assert cache._views(spans, 2, 4) == [cache._View(4, 1, 3, 6, 2, 6)]
-    assert cache._views([spans[0], spans[2]], 2, 0) == [cache._View(0, 1, 2, 6, 2, 12)]
+    assert cache._pool_views(spans, 2, 4) == [cache._View(4, 1, 3, 6, 2, 6)]
+    assert cache._pool_views([spans[0], spans[2]], 2, 0) == [cache._View(0, 1, 2, 6, 2, 12)]
     longer = cache.Span(1, 6, (12, 13, 14, 15))
-    assert [view.rows for view in cache._views([longer, *spans], 2, 0)] == [1, 3]
-    assert cache._views([*spans, cache.Span(1, 5, (12, 14, 15))], 2, 0) == [], "one of them is scattered"
+    assert [view.rows for view in cache._pool_views([longer, *spans], 2, 0)] == [1, 3]
+    assert cache._pool_views([*spans, cache.Span(1, 5, (12, 14, 15))], 2, 0) == [], "one of them is scattered"

@@ -58,9 +58,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, module in transformer_engine_stand_in.package().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(transformer_engine, "is_installed", lambda: True)
-    transformer_engine._module.cache_clear()
+    transformer_engine._attention_module.cache_clear()
     yield
-    transformer_engine._module.cache_clear()
+    transformer_engine._attention_module.cache_clear()
 
 
 def heads(queries: int = S) -> list[Tensor]:

@@ -100,9 +100,9 @@ def test_attention_with_windows_sinks_and_caps_is_the_formula(name: str, mask: s
 def test_a_band_of_blocks_is_the_whole_matrix_at_any_length(
     monkeypatch: pytest.MonkeyPatch, mask: str, kind: str
 ) -> None:
-    taken, whole = [], fused._banded
+    taken, whole = [], fused._banded_attention
     monkeypatch.setattr(fused, "_BLOCK", 4)
-    monkeypatch.setattr(fused, "_banded", lambda *arguments: taken.append(1) or whole(*arguments))
+    monkeypatch.setattr(fused, "_banded_attention", lambda *arguments: taken.append(1) or whole(*arguments))
     for length in (16, 17, 23, 32):
         inputs, spec = inputs_of(length), MASKS[mask]
         if spec.documents is not None:

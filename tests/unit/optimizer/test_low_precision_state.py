@@ -144,7 +144,7 @@ def test_every_step_and_every_segment_has_a_chance_of_its_own() -> None:
 
     def draws() -> list[float]:
         return [
-            float(torch.rand((), generator=optimizer.rules[-1]._generator(entry)))
+            float(torch.rand((), generator=optimizer.rules[-1]._segment_generator(entry)))
             for entry in optimizer.rules[-1].states.values()
         ]
 

@@ -148,7 +148,7 @@ def test_under_adapters_the_base_is_the_reference() -> None:
 
 @pytest.mark.parametrize("loss", WITHOUT_REFERENCE)
 def test_losses_without_a_reference_ask_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferencedBatches, "_scores", lambda *_: pytest.fail("a reference was asked"))
+    monkeypatch.setattr(ReferencedBatches, "_label_logprobs", lambda *_: pytest.fail("a reference was asked"))
     train_pairs_here({"preference_loss": loss}, LLAMA, 1)
 
 

@@ -156,8 +156,11 @@ DEFECTS: dict[str, tuple[Patch, bool]] = {
     "masks shifted by one": ((batches, "rows_of", _shifted_masks), False),
     "the end token untrained": ((rollouts, "_play_one", _without_the_end(None)), False),
     "truncated answers rewarded": ((rollouts, "_play_one", _reward_of_a_cut), False),
-    "old log-probabilities taken after the first update": ((PolicyLoss, "_ratio", _ratio_of_now), True),
-    "every token weighs the same": ((batches, "_weights", lambda lengths, average, limit: [1.0] * len(lengths)), False),
+    "old log-probabilities taken after the first update": ((PolicyLoss, "_importance_ratio", _ratio_of_now), True),
+    "every token weighs the same": (
+        (batches, "_token_weights", lambda lengths, average, limit: [1.0] * len(lengths)),
+        False,
+    ),
 }
 
 

@@ -57,7 +57,7 @@ def test_a_weight_that_is_left_out_is_found() -> None:
         for param in trainer.stages[0].parameters():
             param.add_(0.25)
     generator.refit()
-    send = refit._send
+    send = refit._send_group
     with torch.no_grad():
         parameters = {spec_of(param).name: param for param in trainer.stages[0].parameters()}
         parameters["decoder.layers.1.mlp.linear_fc2.weight"].add_(0.5)
@@ -66,7 +66,7 @@ def test_a_weight_that_is_left_out_is_found() -> None:
         send([one for one in transfers if one.name != "decoder.layers.1.mlp.linear_fc2.weight"], *rest)
 
     with (
-        patch.object(refit, "_send", without_the_last),
+        patch.object(refit, "_send_group", without_the_last),
         pytest.raises(CheckpointError, match="did not copy all of them"),
     ):
         generator.refit()

@@ -57,8 +57,8 @@ def test_no_kernel_of_ours_leaks(backend: str, changes: dict[str, Any]) -> None:
 
 
 def test_a_probe_is_long_enough_for_the_kernel_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, banded = [], fused._banded
-    monkeypatch.setattr(fused, "_banded", lambda *arguments: taken.append(1) or banded(*arguments))
+    taken, banded = [], fused._banded_attention
+    monkeypatch.setattr(fused, "_banded_attention", lambda *arguments: taken.append(1) or banded(*arguments))
     demand_no_leak(run_with(**WINDOWS, **LONG))
     assert taken
 

@@ -524,7 +524,7 @@ def test_an_update_waits_for_the_copy_that_a_save_is_written_from(
 
 def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path: Path, caplog: Any) -> None:
     trainer, checkpoint = start(save=str(tmp_path))
-    checkpoint._writer().files = Faulty(delay=0.01)
+    checkpoint._get_saver().files = Faulty(delay=0.01)
     train_on(trainer, 1)
     assert checkpoint.begin_save() == []
     train_on(trainer, 1)
@@ -555,7 +555,7 @@ def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error
         (Faulty("iter_0000004", fault=FULL), [2, 6], False),
         (Faulty("iter_0000006", fault=FULL), [2, 4], True),
     ):
-        monkeypatch.setattr(Checkpoint, "_writer", with_disk(Checkpoint._writer, disk))
+        monkeypatch.setattr(Checkpoint, "_get_saver", with_disk(Checkpoint._get_saver, disk))
         if fails:
             with pytest.raises(
                 CheckpointError, match="the last checkpoint of this run, of iteration 6, could not be saved"

@@ -119,7 +119,7 @@ def of_the_run(entry: str, ranks: int, words: Sequence[str], monkeypatch: pytest
             assert not rest, rest
             return int(end.code or 0), lines_of(ConfigError(text.removeprefix("ConfigError: ").strip("\n")))
     try:
-        initialize._settings(args)
+        initialize._resolve_settings(args)
     except ConfigError as error:
         return 2, lines_of(error)
     return 0, []

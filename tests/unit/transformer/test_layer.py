@@ -120,7 +120,7 @@ def test_layers_are_named_by_their_global_number() -> None:
 def test_full_recomputation_covers_groups_or_the_first_layers(method: str, layers: int, expected: list) -> None:
     stack, _ = stack_of(4, recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
     place = {layer: int(number) for number, layer in stack.layers.items()}
-    assert [([place[layer] for layer in group], drop) for group, drop in stack._groups()] == expected
+    assert [([place[layer] for layer in group], drop) for group, drop in stack._recompute_groups()] == expected
 
 
 def test_evaluation_recomputes_and_drops_nothing() -> None:

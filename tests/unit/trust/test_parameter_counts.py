@@ -219,9 +219,9 @@ def test_a_parameter_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_elements_that_no_rank_holds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = built._places
+    whole = built._representative_ranks
     monkeypatch.setattr(
-        built, "_places", lambda *arguments: [place for place in whole(*arguments) if place.tp.rank == 0]
+        built, "_representative_ranks", lambda *arguments: [place for place in whole(*arguments) if place.tp.rank == 0]
     )
     said = check_build(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems
     assert any("linear_fc1.weight is (192, 48), and the ranks hold 4,608 of its elements" in line for line in said), (

@@ -96,7 +96,7 @@ def session(flags: list[str], folder: Path) -> Iterator[Session]:
 
 def train(one: Session, steps: int = 5) -> None:
     """Train, evaluate, report and save as the loop does."""
-    with one._watch() as watch:
+    with one._exit_conditions() as watch:
         for _ in range(steps):
             one._one_iteration(watch)
 

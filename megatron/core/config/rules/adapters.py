@@ -21,7 +21,7 @@ _OF_ADAPTERS = (
 )
 
 
-def _numbers(s: Setting) -> str:
+def _adapter_numbers(s: Setting) -> str:
     config, usual = s.run.model.adapter, AdapterConfig()
     if not config.has_adapters:
         given = [spelling(name) for name in _OF_ADAPTERS if getattr(config, name) != getattr(usual, name)]
@@ -39,7 +39,7 @@ def _numbers(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _start(s: Setting) -> str:
+def _adapter_needs_base(s: Setting) -> str:
     folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
     if folder is None:
         return ""
@@ -48,7 +48,7 @@ def _start(s: Setting) -> str:
     return ""
 
 
-def _targets(s: Setting) -> str:
+def _adapter_targets(s: Setting) -> str:
     model, problems = s.run.model, list[str]()
     config = model.adapter
     if not config.has_adapters or (config.lora_rank or 0) < 1:
@@ -92,7 +92,7 @@ def _target_problems(config: AdapterConfig, target: str, chosen: list[tuple[str,
         yield f"{flag} and adapters of experts ({target}) do not go together; name other --lora-targets, or drop it"
 
 
-def _others(s: Setting) -> str:
+def _adapter_conflicts(s: Setting) -> str:
     run, problems = s.run, []
     config = run.model.adapter
     if not config.has_adapters and not config.freeze:
@@ -129,14 +129,14 @@ def _others(s: Setting) -> str:
 
 
 ALWAYS = (
-    Rule("adapter-numbers", _numbers, "what is said of adapters belongs to a run that has them"),
-    Rule("adapter-start", _start, "adapters that a run starts from belong to a base"),
+    Rule("adapter-numbers", _adapter_numbers, "what is said of adapters belongs to a run that has them"),
+    Rule("adapter-start", _adapter_needs_base, "adapters that a run starts from belong to a base"),
 )
 RULES = (
     Rule(
         "adapter-targets",
-        _targets,
+        _adapter_targets,
         "every target of adapters names a linear layer of the network, whose rank is not below theirs",
     ),
-    Rule("adapter-fit", _others, "weights that are frozen are changed by nothing else"),
+    Rule("adapter-fit", _adapter_conflicts, "weights that are frozen are changed by nothing else"),
 )

@@ -79,7 +79,7 @@ def attention(s: Setting) -> str:
             "--activation-func-clamp-value and --glu-linear-offset are for gated MLPs only; add --swiglu, --geglu or "
             "--quick-geglu"
         )
-    given = _variants(model)
+    given = _attention_variants(model)
     if given and model.architecture == "t5":
         problems.append(f"{', '.join(given)}: not for an encoder and a decoder; leave out")
     unknown = [name for name in given if name in ("--softmax-type", "--attention-output-gate", "--qk-l2-norm")]
@@ -88,7 +88,7 @@ def attention(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _stretched(model: ModelConfig, *, yarn: bool) -> list[str]:
+def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> list[str]:
     """One way to stretch rotations, by sound numbers."""
     rope = model.rope
     problems = []
@@ -128,7 +128,7 @@ def positions(s: Setting) -> str:
         problems.append(
             f"--position-embedding-type yarn and --rope-type {rope.rope_type} contradict each other; keep one"
         )
-    problems += _stretched(model, yarn=yarn)
+    problems += _rope_scaling_problems(model, yarn=yarn)
     share = (
         rope.rotary_percent if math.isfinite(rope.rotary_percent) else 0.0
     )  # the rule of head sizes speaks of any other
@@ -143,7 +143,7 @@ def positions(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _variants(model: ModelConfig) -> list[str]:
+def _attention_variants(model: ModelConfig) -> list[str]:
     """Flags given that change what attention computes."""
     given = {
         "window_size": model.window_size is not None,

@@ -7,7 +7,7 @@ from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.run import CheckpointConfig
 
 
-def _exports(checkpoint: CheckpointConfig) -> list[str]:
+def _export_problems(checkpoint: CheckpointConfig) -> list[str]:
     """What is written beside a checkpoint, or read from one."""
     problems = []
     if checkpoint.export_hf is not None and checkpoint.save is None:
@@ -19,7 +19,7 @@ def _exports(checkpoint: CheckpointConfig) -> list[str]:
     return problems
 
 
-def _checkpoints(s: Setting) -> str:
+def _checkpoint_problems(s: Setting) -> str:
     checkpoint = s.run.checkpoint
     problems = []
     if checkpoint.save_interval is not None and checkpoint.save is None:
@@ -40,7 +40,7 @@ def _checkpoints(s: Setting) -> str:
             f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
             f"{checkpoint.ckpt_step} chooses one; give one of them"
         )
-    problems += _exports(checkpoint)
+    problems += _export_problems(checkpoint)
     return "\n  ".join(problems)
 
 
@@ -65,7 +65,7 @@ def _bad_steps(s: Setting, *, checks: bool) -> list[str]:
     return problems
 
 
-def _reruns(s: Setting, *, checks: bool) -> list[str]:
+def _rerun_problems(s: Setting, *, checks: bool) -> list[str]:
     """What --rerun-mode needs. checks: whether a step is looked at."""
     faults = s.run.faults
     problems = []
@@ -90,7 +90,7 @@ def _reruns(s: Setting, *, checks: bool) -> list[str]:
     return problems
 
 
-def _faults(s: Setting) -> str:
+def _fault_tolerance_problems(s: Setting) -> str:
     faults, train, checkpoint, problems = s.run.faults, s.run.train, s.run.checkpoint, []
     counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
     wrong = [
@@ -106,7 +106,7 @@ def _faults(s: Setting) -> str:
         )
     checks = train.check_for_nan_in_loss_and_grad or faults.check_for_spiky_loss or faults.check_for_large_grads
     problems += _bad_steps(s, checks=checks)
-    problems += _reruns(s, checks=checks)
+    problems += _rerun_problems(s, checks=checks)
     if faults.failure_dump_weights and not faults.validates_steps:
         problems.append("--failure-dump-weights has no failure dump to go into; give --on-bad-step")
     if faults.validates_steps and faults.failure_dump_weights and not (faults.error_dir or checkpoint.save):
@@ -115,6 +115,12 @@ def _faults(s: Setting) -> str:
 
 
 ALWAYS = (
-    Rule("checkpoints", _checkpoints, "what is said of checkpoints has a folder and does not contradict itself"),
-    Rule("faults", _faults, "what is said of faults has something to look for, and what it needs to go on"),
+    Rule(
+        "checkpoints", _checkpoint_problems, "what is said of checkpoints has a folder and does not contradict itself"
+    ),
+    Rule(
+        "faults",
+        _fault_tolerance_problems,
+        "what is said of faults has something to look for, and what it needs to go on",
+    ),
 )

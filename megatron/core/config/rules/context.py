@@ -30,10 +30,10 @@ def context(s: Setting) -> str:
             f"--seq-length {length} cannot be cut into two chunks for each rank of --context-parallel-size {size}{over}; "
             f"choose {length // unit * unit or unit} or {-(-length // unit) * unit}"
         )
-    return "\n  ".join([*problems, *_transports(run)])
+    return "\n  ".join([*problems, *_context_parallel_transports(run)])
 
 
-def _backends(model: ModelConfig, kinds: Sequence[str]) -> list[str]:
+def _attention_backends(model: ModelConfig, kinds: Sequence[str]) -> list[str]:
     """Attention kernels that a sequence over several ranks can use."""
     problems = []
     if model.attention_backend == "flash" and {"allgather", "all_gather"} & set(kinds):
@@ -50,7 +50,7 @@ def _backends(model: ModelConfig, kinds: Sequence[str]) -> list[str]:
     return problems
 
 
-def _transports(run: RunConfig) -> list[str]:
+def _context_parallel_transports(run: RunConfig) -> list[str]:
     """How attention sees the whole sequence, in every layer."""
     model, parallel, problems = run.model, run.parallel, []
     size, kinds = parallel.context_parallel_size, parallel.cp_comm_type
@@ -83,7 +83,7 @@ def _transports(run: RunConfig) -> list[str]:
                 f"--cp-comm-type {kind} cannot share out {heads} heads a tensor rank to {ranks} ranks; choose sizes that "
                 f"divide --num-attention-heads {model.num_attention_heads}, or p2p"
             )
-    problems += _backends(model, kinds) if size > 1 else []
+    problems += _attention_backends(model, kinds) if size > 1 else []
     return problems
 
 

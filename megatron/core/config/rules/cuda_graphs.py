@@ -22,7 +22,7 @@ def graphs(s: Setting) -> str:
             if getattr(config, name) != getattr(usual, name)
         ]
         return f"{' and '.join(given)}: for --cuda-graph-impl local only; add it" if given else ""
-    problems = [f"--cuda-graph-impl local: {why}" for why in (*_obstacles(run), *_drawn(run))]
+    problems = [f"--cuda-graph-impl local: {why}" for why in (*_obstacles(run), *_random_streams(run))]
     if config.cuda_graph_warmup_steps < 1:
         problems.append(
             f"--cuda-graph-warmup-steps {config.cuda_graph_warmup_steps}: libraries make their plans in a step that is not recorded; "
@@ -69,7 +69,7 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
     yield from (reason for reason, holds in reasons.items() if holds)
 
 
-def _drawn(run: RunConfig) -> Iterator[str]:
+def _random_streams(run: RunConfig) -> Iterator[str]:
     """Random numbers come from the device's own generator, which recordings carry on; other streams are switched by the host."""
     if run.model.attention_dropout > 0:
         yield f"--attention-dropout {run.model.attention_dropout:g} has a random stream of its own; give --attention-dropout 0"

@@ -8,7 +8,7 @@ from megatron.core.config.flags import spelling
 from megatron.core.config.rules.rule import Rule, Setting
 
 
-def _data(s: Setting) -> str:
+def _data_sources(s: Setting) -> str:
     data = s.run.data
     per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
     given = [
@@ -33,7 +33,7 @@ def _data(s: Setting) -> str:
     return ""
 
 
-def _fill(s: Setting) -> str:
+def _fill_in_the_middle(s: Setting) -> str:
     fill = s.run.data.fill
     given = [
         spelling(field.name)
@@ -54,7 +54,7 @@ def _fill(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _chat(s: Setting) -> str:
+def _conversation_data(s: Setting) -> str:
     data, problems = s.run.data, []
     if not data.chat.sft:
         return (
@@ -107,8 +107,8 @@ def _masked_text(s: Setting) -> str:
 
 
 ALWAYS = (
-    Rule("data", _data, "one thing says what to read"),
-    Rule("fill-in-the-middle", _fill, "fill in the middle has its tokens and sound rates"),
-    Rule("conversations", _chat, "conversations are written in one way and have their own loss"),
+    Rule("data", _data_sources, "one thing says what to read"),
+    Rule("fill-in-the-middle", _fill_in_the_middle, "fill in the middle has its tokens and sound rates"),
+    Rule("conversations", _conversation_data, "conversations are written in one way and have their own loss"),
     Rule("masked-text", _masked_text, "masked text and windows of text each have the settings of their own"),
 )

@@ -38,7 +38,7 @@ def experts(s: Setting) -> str:
     run = s.run
     model, moe, problems = run.model, run.model.moe, []
     if not moe.num_experts:
-        return _without(run)
+        return _flags_without_experts(run)
     if model.architecture != "gpt":
         problems.append(f"--num-experts {moe.num_experts}: for pretrain_gpt.py only; leave it out")
     problems += _shared_expert(run)
@@ -59,7 +59,7 @@ def experts(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _without(run: RunConfig) -> str:
+def _flags_without_experts(run: RunConfig) -> str:
     """What is left over when there are no experts."""
     moe, parallel = run.model.moe, run.parallel
     elsewhere = ("num_experts", "moe_use_upcycling", "moe_upcycling_granularity")  # rules of their own speak of these

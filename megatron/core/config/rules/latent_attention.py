@@ -12,7 +12,7 @@ from megatron.core.config.settings.model import MLAConfig, MTPConfig, RopeConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def _rotations(rope: RopeConfig) -> list[str]:
+def _rope_variants(rope: RopeConfig) -> list[str]:
     """Rotations that latent attention does otherwise."""
     problems = []
     if rope.position_embedding_type in ("mrope", "relative"):
@@ -65,7 +65,7 @@ def latents(s: Setting) -> str:
             "--multi-latent-attention makes a key and a value for every head, and --group-query-attention shares them; "
             "keep one"
         )
-    problems += _rotations(rope)
+    problems += _rope_variants(rope)
     if model.add_qkv_bias:
         problems.append(
             "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"
@@ -73,13 +73,13 @@ def latents(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def ahead(s: Setting) -> str:
+def multi_token_prediction(s: Setting) -> str:
     """Multi-token prediction has layers, and tokens to predict."""
     run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length
     depths, layout = mtp.mtp_num_layers, run.parallel.pipeline_model_parallel_layout
     problems = []
-    letters = _unrolled(layout or "")
+    letters = _layout_letters(layout or "")
     if letters and letters.count("m") != (depths or 0):
         problems.append(
             f"--pipeline-model-parallel-layout {layout} has {letters.count('m')} m, but --mtp-num-layers is "
@@ -103,7 +103,7 @@ def ahead(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _unrolled(layout: str) -> str:
+def _layout_letters(layout: str) -> str:
     """All letters of a layout; none of one that cannot be read, of which another rule speaks."""
     try:
         return "".join(read_layout(layout))
@@ -113,5 +113,5 @@ def _unrolled(layout: str) -> str:
 
 ALWAYS = (
     Rule("latent-attention", latents, "latent attention has sizes and rotations, and nothing that it replaces"),
-    Rule("multi-token-prediction", ahead, "multi-token prediction has layers, and tokens to predict"),
+    Rule("multi-token-prediction", multi_token_prediction, "multi-token prediction has layers, and tokens to predict"),
 )

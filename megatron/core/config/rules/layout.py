@@ -8,7 +8,7 @@ from megatron.core.config.rules.rule import Rule, Setting, divisors
 from megatron.core.config.stages import stages_of
 
 
-def _world(s: Setting) -> str:
+def _world_size(s: Setting) -> str:
     tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
     needed = tp * pp * cp
     if s.world_size % needed == 0:
@@ -20,7 +20,7 @@ def _world(s: Setting) -> str:
     )
 
 
-def _heads(s: Setting) -> str:
+def _attention_heads(s: Setting) -> str:
     heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
     return (
         ""
@@ -32,7 +32,7 @@ def _heads(s: Setting) -> str:
     )
 
 
-def _groups(s: Setting) -> str:
+def _query_groups(s: Setting) -> str:
     heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
     if heads % groups:
         return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors(heads)}"
@@ -44,7 +44,7 @@ def _groups(s: Setting) -> str:
     return ""
 
 
-def _width(s: Setting) -> str:
+def _ffn_width(s: Setting) -> str:
     ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
     return (
         ""
@@ -90,7 +90,7 @@ def _sequence_parallel(s: Setting) -> str:
     )
 
 
-def _pipeline(s: Setting) -> str:
+def _pipeline_stages(s: Setting) -> str:
     parallel = s.run.parallel
     if parallel.num_layers_per_virtual_pipeline_stage and (
         parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None
@@ -132,7 +132,7 @@ def _pipeline(s: Setting) -> str:
     return ""
 
 
-def _interleaved(s: Setting) -> str:
+def _interleaved_schedule(s: Setting) -> str:
     parallel, train = s.run.parallel, s.run.train
     unit = train.micro_batch_size * parallel.data_parallel_size(s.world_size)
     try:
@@ -151,7 +151,7 @@ def _interleaved(s: Setting) -> str:
     return next(filter(None, (group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
 
 
-def _vocabulary(s: Setting) -> str:
+def _padded_vocabulary(s: Setting) -> str:
     model, tp = s.run.model, s.run.parallel.tp
     if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
         return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
@@ -199,23 +199,29 @@ def _fully_sharded(s: Setting) -> str:
 
 
 RULES = (
-    Rule("world-size", _world, "the ranks are a multiple of tensor x pipeline x context size"),
-    Rule("heads-over-tensor", _heads, "every tensor rank has equally many query heads"),
-    Rule("query-groups", _groups, "query heads are shared out evenly to key/value groups, and groups to tensor ranks"),
-    Rule("ffn-over-tensor", _width, "the width of the MLP can be divided over the tensor ranks"),
+    Rule("world-size", _world_size, "the ranks are a multiple of tensor x pipeline x context size"),
+    Rule("heads-over-tensor", _attention_heads, "every tensor rank has equally many query heads"),
+    Rule(
+        "query-groups",
+        _query_groups,
+        "query heads are shared out evenly to key/value groups, and groups to tensor ranks",
+    ),
+    Rule("ffn-over-tensor", _ffn_width, "the width of the MLP can be divided over the tensor ranks"),
     Rule("head-size", _head_size, "a head has a size, of which rotations take pairs"),
     Rule(
         "sequence-parallel",
         _sequence_parallel,
         "under sequence parallelism, sequences can be cut over the tensor ranks",
     ),
-    Rule("pipeline-split", _pipeline, "the layers can be cut into the pipeline's stages, in one way"),
+    Rule("pipeline-split", _pipeline_stages, "the layers can be cut into the pipeline's stages, in one way"),
     Rule(
         "interleaved-groups",
-        _interleaved,
+        _interleaved_schedule,
         "virtual stages take microbatches in groups, none of which is shorter than the pipeline",
     ),
-    Rule("vocabulary", _vocabulary, "a padded vocabulary holds all ids and can be divided over the tensor ranks"),
+    Rule(
+        "vocabulary", _padded_vocabulary, "a padded vocabulary holds all ids and can be divided over the tensor ranks"
+    ),
 )
 
 

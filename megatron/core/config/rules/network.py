@@ -8,7 +8,7 @@ from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.config.settings.model import ModelConfig
 
 
-def _positions(s: Setting) -> str:
+def _position_range(s: Setting) -> str:
     longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
     return (
         ""
@@ -20,7 +20,7 @@ def _positions(s: Setting) -> str:
     )
 
 
-def _lengths(s: Setting) -> str:
+def _encoder_decoder_lengths(s: Setting) -> str:
     """What the lengths and depths of an encoder and a decoder must keep to."""
     model, train, problems = s.run.model, s.run.train, []
     if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
@@ -65,14 +65,14 @@ def _decoder_lengths(s: Setting) -> list[str]:
     return problems
 
 
-def _activations(s: Setting) -> str:
+def _one_activation(s: Setting) -> str:
     model = s.run.model
     names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
     chosen = [spelling(name) for name in names if getattr(model, name)]
     return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
 
 
-def _relative(s: Setting) -> str:
+def _relative_position_bias(s: Setting) -> str:
     """T5's bias belongs to T5."""
     model, rope = s.run.model, s.run.model.rope
     if rope.position_embedding_type != "relative":
@@ -125,7 +125,7 @@ def _norms_of_t5(model: ModelConfig) -> str:
     return ""
 
 
-def _norms(s: Setting) -> str:
+def _norm_settings(s: Setting) -> str:
     model = s.run.model
     if problem := _norm_places(model) or _norms_of_t5(model):
         return problem
@@ -138,7 +138,7 @@ def _norms(s: Setting) -> str:
     return ""
 
 
-def _dropout(s: Setting) -> str:
+def _dropout_range(s: Setting) -> str:
     wrong = [
         f"{spelling(name)} {getattr(s.run.model, name)}"
         for name in ("hidden_dropout", "attention_dropout")
@@ -147,7 +147,7 @@ def _dropout(s: Setting) -> str:
     return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
 
 
-def _recompute(s: Setting) -> str:
+def _recompute_settings(s: Setting) -> str:
     choice = s.run.recompute
     full = choice.recompute_granularity == "full"
     problems = []
@@ -166,7 +166,7 @@ def _recompute(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _kernels(s: Setting) -> str:
+def _kernel_choices(s: Setting) -> str:
     return "\n  ".join(s.run.model.kernels.problems(compiles=s.run.compilation.compile))
 
 
@@ -187,17 +187,21 @@ def _compilation(s: Setting) -> str:
 
 
 RULES = (
-    Rule("positions", _positions, "no sequence is longer than the positions that the network knows"),
-    Rule("encoder-and-decoder", _lengths, "encoder and decoder of a T5 have one depth and one length each"),
+    Rule("positions", _position_range, "no sequence is longer than the positions that the network knows"),
+    Rule(
+        "encoder-and-decoder",
+        _encoder_decoder_lengths,
+        "encoder and decoder of a T5 have one depth and one length each",
+    ),
 )
 
 
 ALWAYS = (
-    Rule("activation", _activations, "one activation is chosen"),
-    Rule("recompute", _recompute, "the parts of recomputation belong to the granularity that is chosen"),
+    Rule("activation", _one_activation, "one activation is chosen"),
+    Rule("recompute", _recompute_settings, "the parts of recomputation belong to the granularity that is chosen"),
     Rule("compilation", _compilation, "what is said of the compiler has one, and kernels to make"),
-    Rule("relative-positions", _relative, "relative positions belong to T5 and tell distances apart"),
-    Rule("kernels", _kernels, "kernels that are asked for by name are known"),
-    Rule("norms", _norms, "norms stand in one place, of the networks that know it"),
-    Rule("dropout", _dropout, "dropout is a share below 1"),
+    Rule("relative-positions", _relative_position_bias, "relative positions belong to T5 and tell distances apart"),
+    Rule("kernels", _kernel_choices, "kernels that are asked for by name are known"),
+    Rule("norms", _norm_settings, "norms stand in one place, of the networks that know it"),
+    Rule("dropout", _dropout_range, "dropout is a share below 1"),
 )

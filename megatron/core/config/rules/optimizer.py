@@ -15,7 +15,7 @@ _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_s
 _HOST = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
 
 
-def _host(config: OptimizerConfig) -> list[str]:
+def _cpu_offload_problems(config: OptimizerConfig) -> list[str]:
     """What --optimizer-cpu-offload needs."""
     problems = []
     if config.optimizer_cpu_offload and config.is_muon:
@@ -27,7 +27,7 @@ def _host(config: OptimizerConfig) -> list[str]:
             "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
         )
     if not config.optimizer_cpu_offload:
-        problems += _unused(config, OptimizerConfig(), _HOST, "--optimizer-cpu-offload")
+        problems += _flags_without_effect(config, OptimizerConfig(), _HOST, "--optimizer-cpu-offload")
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
         problems.append(f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1")
     return problems
@@ -45,7 +45,7 @@ def update_rule(s: Setting) -> str:
     ):
         if not chosen:
             flags = (name for name in names if name.startswith(f"{prefix}_"))
-            problems += _unused(config, OptimizerConfig(), flags, f"--optimizer {prefix}")
+            problems += _flags_without_effect(config, OptimizerConfig(), flags, f"--optimizer {prefix}")
     problems += [
         f"{spelling(name)} {getattr(config, name):g} must be above 0"
         for name in names
@@ -62,7 +62,7 @@ def update_rule(s: Setting) -> str:
         problems.append(
             f"--muon-extra-scale-factor {config.muon_extra_scale_factor:g} must be above 0; 0.2 gives updates of AdamW's size"
         )
-    problems += _host(config)
+    problems += _cpu_offload_problems(config)
     return "\n  ".join(problems)
 
 
@@ -71,7 +71,9 @@ def low_precision_state(s: Setting) -> str:
     run = s.run
     precision, problems = run.precision, []
     if not precision.use_precision_aware_optimizer:
-        return "\n  ".join(_unused(precision, PrecisionConfig(), _FORMATS, "--use-precision-aware-optimizer"))
+        return "\n  ".join(
+            _flags_without_effect(precision, PrecisionConfig(), _FORMATS, "--use-precision-aware-optimizer")
+        )
     if run.optimizer.optimizer != "adam":
         problems.append(
             f"--use-precision-aware-optimizer keeps the moments of adam, and --optimizer {run.optimizer.optimizer} has others; drop one"
@@ -101,7 +103,7 @@ def activation_offloading(s: Setting) -> str:
     run = s.run
     config, problems = run.offload, []
     if not config.offloads:
-        problems += _unused(
+        problems += _flags_without_effect(
             config,
             OffloadConfig(),
             ("offload_modules", "min_offloaded_tensor_size"),
@@ -127,7 +129,7 @@ def activation_offloading(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _unused(config: Any, usual: Any, names: Iterable[str], wants: str) -> list[str]:
+def _flags_without_effect(config: Any, usual: Any, names: Iterable[str], wants: str) -> list[str]:
     given = [spelling(name) for name in names if getattr(config, name) != getattr(usual, name)]
     return [f"{', '.join(given)}: for {wants} only; add it, or leave out"] if given else []
 

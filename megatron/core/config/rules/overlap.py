@@ -27,11 +27,11 @@ def overlap(s: Setting) -> str:
     if parallel.overlap_moe_expert_parallel_comm:
         problems += _dual_batch(run)
     if parallel.delay_wgrad_compute:
-        problems += _delayed(run)
+        problems += _delayed_wgrad_problems(run)
     return "\n  ".join(problems)
 
 
-def _delayed(run: RunConfig) -> list[str]:
+def _delayed_wgrad_problems(run: RunConfig) -> list[str]:
     """Why gradients of weights cannot wait for a time in which others are waited for."""
     parallel, flag, problems = run.parallel, "--delay-wgrad-compute", []
     if parallel.expert_model_parallel_size == 1:

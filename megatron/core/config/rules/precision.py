@@ -13,15 +13,15 @@ _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
-def _belonging(run: RunConfig) -> list[str]:
+def _flags_of_other_recipes(run: RunConfig) -> list[str]:
     """Settings that belong to another recipe, and the layers that are left out."""
     low, num_layers = run.precision.low, run.model.depth()
     problems = []
-    if low.fp4_format is not None and (given := _given(run, ("fp8_recipe",))):
+    if low.fp4_format is not None and (given := _flags_given(run, ("fp8_recipe",))):
         problems.append(f"{given}: --fp4-format has a recipe of its own; leave it out")
-    elif low.recipe != "delayed" and (given := _given(run, _DELAYED)):
+    elif low.recipe != "delayed" and (given := _flags_given(run, _DELAYED)):
         problems.append(f"{given}: these are about --fp8-recipe delayed; choose it, or leave out")
-    if not low.first_last_layers_bf16 and (given := _given(run, _ENDS)):
+    if not low.first_last_layers_bf16 and (given := _flags_given(run, _ENDS)):
         problems.append(f"{given}: these are about --first-last-layers-bf16; give it, or leave out")
     negative = [f"{spelling(name)} {getattr(low, name)}" for name in _ENDS if getattr(low, name) < 0]
     if negative:
@@ -29,7 +29,7 @@ def _belonging(run: RunConfig) -> list[str]:
     elif not any(low.is_rounded(layer, num_layers) for layer in range(num_layers)):
         problems.append(
             f"--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 leave none of {num_layers} layers to "
-            f"{_format(run)}; choose fewer"
+            f"{_format_flag(run)}; choose fewer"
         )
     return problems
 
@@ -39,7 +39,7 @@ def low_precision(s: Setting) -> str:
     run = s.run
     low, _num_layers, problems = run.precision.low, run.model.depth(), []
     if not low.recipe:
-        given = _given(run, tuple(field.name for field in fields(low)))
+        given = _flags_given(run, tuple(field.name for field in fields(low)))
         return (
             f"{given}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
             if given
@@ -49,16 +49,16 @@ def low_precision(s: Setting) -> str:
         problems.append("--fp8-format and --fp4-format contradict each other; keep one")
     if run.precision.fp16:
         problems.append(
-            f"--fp16 scales all gradients by one number, and {_format(run)} each matrix by its own; choose --bf16"
+            f"--fp16 scales all gradients by one number, and {_format_flag(run)} each matrix by its own; choose --bf16"
         )
-    problems += _belonging(run)
+    problems += _flags_of_other_recipes(run)
     if low.fp8_amax_history_len < 1:
         problems.append(
             f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
         )
     if run.parallel.hybrid_context_parallel:
         problems.append(
-            f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_format(run)} finds no scales in "
+            f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_format_flag(run)} finds no scales in "
             "common; leave one of them out"
         )
     if low.holds_weights:
@@ -73,7 +73,7 @@ def _kept_weights(run: RunConfig) -> Iterator[str]:
         ("--fp4-param-gather", "--fp8-param-gather") if low.fp4_format else ("--fp8-param-gather", "--fp4-param-gather")
     )
     if low.fp8_param_gather if low.fp4_format else low.fp4_param_gather:
-        yield f"{other} is of weights in another format than --{_recipe(run)} has; give {flag} instead"
+        yield f"{other} is of weights in another format than --{_recipe_flag(run)} has; give {flag} instead"
     if not run.parallel.use_distributed_optimizer:
         yield f"{flag} is about what --use-distributed-optimizer gathers; add it"
     if run.model.mla.multi_latent_attention:
@@ -94,14 +94,16 @@ def low_precision_sizes(s: Setting) -> str:
     """Every rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits, so all layouts round alike."""
     run = s.run
     multiple, unfit = run.precision.low.multiple, dict[str, None]()
-    for what, size, ranks in _sizes(run):
+    for what, size, ranks in _matrix_sizes(run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
             over = f" over {ranks} ranks" if ranks > 1 else ""
-            unfit[f"{what} is {size // ranks}{over}, no multiple of the {multiple} that --{_recipe(run)} needs"] = None
+            unfit[
+                f"{what} is {size // ranks}{over}, no multiple of the {multiple} that --{_recipe_flag(run)} needs"
+            ] = None
     return "\n  ".join(f"{problem}; choose sizes that are, fewer tensor ranks, or another recipe" for problem in unfit)
 
 
-def _sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
+def _matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     """(what, size, ranks that it is cut over) of every part of these matrices."""
     model, tp = run.model, run.parallel.tp
     mla, moe = model.mla, model.moe
@@ -128,7 +130,7 @@ def _sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
         yield "--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size, tp
 
 
-def _given(run: RunConfig, names: tuple[str, ...]) -> str:
+def _flags_given(run: RunConfig, names: tuple[str, ...]) -> str:
     """Those of the flags that are not at their default."""
     low = run.precision.low
     return ", ".join(
@@ -138,11 +140,11 @@ def _given(run: RunConfig, names: tuple[str, ...]) -> str:
     )
 
 
-def _format(run: RunConfig) -> str:
+def _format_flag(run: RunConfig) -> str:
     return "--fp8-format" if run.precision.low.fp8_format else "--fp4-format"
 
 
-def _recipe(run: RunConfig) -> str:
+def _recipe_flag(run: RunConfig) -> str:
     low = run.precision.low
     return f"fp4-recipe {low.recipe}" if low.fp4_format else f"fp8-recipe {low.recipe}"
 

@@ -16,13 +16,16 @@ def choice(s: Setting) -> str:
     if not 1 <= topk <= experts:
         problems.append(f"--moe-router-topk {topk} must be from 1 to --num-experts {experts}")
     elif (
-        topk == 1 and moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax and not _evens(moe)
+        topk == 1
+        and moe.moe_router_score_function == "softmax"
+        and not moe.moe_router_pre_softmax
+        and not _uses_sinkhorn(moe)
     ):
         problems.append(
             "--moe-router-topk 1 with softmax over the chosen scores weighs every expert 1, so that the router learns nothing; "
             "add --moe-router-pre-softmax"
         )
-    if moe.moe_router_enable_expert_bias and (moe.moe_router_score_function == "softmax" or _evens(moe)):
+    if moe.moe_router_enable_expert_bias and (moe.moe_router_score_function == "softmax" or _uses_sinkhorn(moe)):
         problems.append(
             "--moe-router-enable-expert-bias is for --moe-router-score-function sigmoid or sqrtsoftplus, without sinkhorn"
         )
@@ -32,10 +35,10 @@ def choice(s: Setting) -> str:
         problems.append(
             f"--moe-input-jitter-eps {moe.moe_input_jitter_eps:g} is a share of the input, from 0 to below 1"
         )
-    return "\n  ".join(problems + _groups(moe))
+    return "\n  ".join(problems + _expert_group_problems(moe))
 
 
-def _groups(moe: MoEConfig) -> list[str]:
+def _expert_group_problems(moe: MoEConfig) -> list[str]:
     experts, groups, taken, topk = (
         moe.num_experts,
         moe.moe_router_num_groups,
@@ -50,7 +53,7 @@ def _groups(moe: MoEConfig) -> list[str]:
         return [f"--moe-router-num-groups {groups} does not divide --num-experts {experts}"]
     if not 1 <= taken <= groups:
         return [f"--moe-router-group-topk {taken} must be from 1 to --moe-router-num-groups {groups}"]
-    if _evens(moe):
+    if _uses_sinkhorn(moe):
         return ["--moe-router-num-groups has no meaning for sinkhorn, which looks at all experts; leave it out"]
     size = (experts or 0) // groups
     if topk > taken * size:
@@ -128,7 +131,7 @@ def upcycling(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _evens(moe: MoEConfig) -> bool:
+def _uses_sinkhorn(moe: MoEConfig) -> bool:
     return "sinkhorn" in moe.moe_router_load_balancing_type
 
 

@@ -8,7 +8,7 @@ from megatron.core.config.flags import spelling
 from megatron.core.config.rules.rule import Rule, Setting
 
 
-def _missing(setting: Setting) -> str:
+def _required_sizes(setting: Setting) -> str:
     run = setting.run
     required = {
         "num_layers": run.model,
@@ -23,7 +23,7 @@ def _missing(setting: Setting) -> str:
     return f"{', '.join(map(spelling, lacking))} must be given{hint}" if lacking else ""
 
 
-def _positive(setting: Setting) -> str:
+def _positive_sizes(setting: Setting) -> str:
     run = setting.run
     counts = {
         "num_layers": run.model,
@@ -58,7 +58,7 @@ def _positive(setting: Setting) -> str:
     return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
 
 
-def _batch(s: Setting) -> str:
+def _global_batch(s: Setting) -> str:
     train = s.run.train
     unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
     size, evaluated = train.global_batch_size, train.eval_global_batch_size
@@ -95,13 +95,13 @@ def _duration(s: Setting) -> str:
     return ""
 
 
-def _rate(s: Setting) -> str:
+def _learning_rate(s: Setting) -> str:
     if s.run.schedule.lr is None and not s.run.train.skip_train:
         return "--lr must be given (or --skip-train)"
     return ""
 
 
-def _formats(s: Setting) -> str:
+def _number_format(s: Setting) -> str:
     precision = s.run.precision
     chosen = [spelling(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
@@ -113,7 +113,7 @@ def _formats(s: Setting) -> str:
     return ""
 
 
-def _samples(s: Setting) -> str:
+def _generated_samples(s: Setting) -> str:
     train, problems = s.run.train, []
     if train.eval_generate is None:
         given = [
@@ -163,23 +163,25 @@ def _elastic(s: Setting) -> str:
 
 
 NEEDS = (
-    Rule("required", _missing, "sizes that follow from nothing else are given"),
-    Rule("positive", _positive, "counts and sizes are at least 1"),
+    Rule("required", _required_sizes, "sizes that follow from nothing else are given"),
+    Rule("positive", _positive_sizes, "counts and sizes are at least 1"),
 )
 
 
 RULES = (
-    Rule("global-batch", _batch, "the global batch is a whole number of microbatches on every data-parallel rank"),
+    Rule(
+        "global-batch", _global_batch, "the global batch is a whole number of microbatches on every data-parallel rank"
+    ),
 )
 
 
 ALWAYS = (
     Rule("duration", _duration, "one flag says how long to train"),
-    Rule("learning-rate", _rate, "a run that trains has a learning rate"),
-    Rule("number-formats", _formats, "one number format is chosen, and what belongs to a format comes with it"),
+    Rule("learning-rate", _learning_rate, "a run that trains has a learning rate"),
+    Rule("number-formats", _number_format, "one number format is chosen, and what belongs to a format comes with it"),
     Rule(
         "samples-in-training",
-        _samples,
+        _generated_samples,
         "prompts are continued in training by a network that generates text, in some tokens",
     ),
     Rule("elastic", _elastic, "a run that fits itself to its ranks keeps its batches and has something to go on from"),

@@ -10,13 +10,13 @@ from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.config.settings.vision import VisionConfig
 
 
-def _sees(s: Setting) -> bool:
+def _has_images(s: Setting) -> bool:
     return s.run.model.has_vision or s.run.model.architecture == "vit"
 
 
 def _without_images(s: Setting) -> str:
     """What belongs to images, where there are none."""
-    if _sees(s):
+    if _has_images(s):
         return ""
     vision, data = s.run.model.vision, s.run.data.multimodal
     given = [
@@ -28,9 +28,9 @@ def _without_images(s: Setting) -> str:
     return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
 
 
-def _sizes(s: Setting) -> str:
+def _image_and_encoder_sizes(s: Setting) -> str:
     """What the sizes of images and of the encoder must keep to."""
-    if not _sees(s):
+    if not _has_images(s):
         return ""
     vision, problems = s.run.model.vision, []
     for name, size in (("--img-h", vision.img_h), ("--img-w", vision.img_w)):
@@ -83,9 +83,9 @@ def _in_the_sequence(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _tiles(s: Setting) -> str:
+def _tile_settings(s: Setting) -> str:
     data, problems = s.run.data.multimodal, []
-    if not _sees(s):
+    if not _has_images(s):
         return ""
     if data.max_num_tiles < 1:
         problems.append(f"--max-num-tiles {data.max_num_tiles} is not a positive number")
@@ -108,7 +108,7 @@ def _tiles(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _classifier(s: Setting) -> str:
+def _classifier_problems(s: Setting) -> str:
     """What a vision transformer by itself cannot do."""
     if s.run.model.architecture != "vit":
         return ""
@@ -126,8 +126,14 @@ def _classifier(s: Setting) -> str:
 
 ALWAYS = (Rule("images", _without_images, "what belongs to images is given where there are some"),)
 RULES = (
-    Rule("image-sizes", _sizes, "images are cut into whole patches, and the encoder's width into whole heads"),
+    Rule(
+        "image-sizes",
+        _image_and_encoder_sizes,
+        "images are cut into whole patches, and the encoder's width into whole heads",
+    ),
     Rule("images-in-text", _in_the_sequence, "a sequence has room for an image and an answer"),
-    Rule("image-tiles", _tiles, "tiles have their flags"),
-    Rule("image-classifier", _classifier, "a vision transformer by itself keeps each image whole on every rank"),
+    Rule("image-tiles", _tile_settings, "tiles have their flags"),
+    Rule(
+        "image-classifier", _classifier_problems, "a vision transformer by itself keeps each image whole on every rank"
+    ),
 )

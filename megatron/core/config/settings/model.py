@@ -282,10 +282,10 @@ class RequestedModel:
         What must be given and is not stays None: the rule `required` refuses it before anything reads it.
         """
         if self.architecture == "vit":
-            return self._encoder()._resolved()
+            return self._resolved_vision_encoder()._resolved()
         return self._resolved()
 
-    def _encoder(self) -> RequestedModel:
+    def _resolved_vision_encoder(self) -> RequestedModel:
         """A vision transformer with what its type says: how its layers are made, and the sizes that were not given."""
         vision = self.vision.resolve(None, alone=True)
         values = {name: size for name, size in vision.traits.sizes.items() if getattr(self, name) is None}
@@ -308,7 +308,7 @@ class RequestedModel:
         values["rope"] = dataclasses.replace(
             self.rope, rope_type=self.rope.rope_type or ("yarn" if stretched else "rope")
         )
-        values |= self._depths()
+        values |= self._encoder_decoder_depths()
         values |= self._hybrid_sizes()
         values["vision"] = self.vision.resolve(self.hidden_size, alone=self.architecture == "vit")
         if self.vision.frozen:
@@ -332,7 +332,7 @@ class RequestedModel:
             values["hybrid"] = dataclasses.replace(self.hybrid, mamba_num_heads=heads)
         return values
 
-    def _depths(self) -> dict[str, int | None]:
+    def _encoder_decoder_depths(self) -> dict[str, int | None]:
         """Layers of a T5's halves, and of the network where its encoder's were given."""
         values: dict[str, int | None] = {}
         if self.num_layers is None:

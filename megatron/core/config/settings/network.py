@@ -104,7 +104,11 @@ def unused(model: ModelConfig) -> frozenset[str]:
 
 def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Names of the settings by which two networks, resolved, are two functions; of what neither uses nothing is said."""
-    idle, given, canonical = unused(a) & unused(b), (to_values(a), to_values(b)), (_canonical(a), _canonical(b))
+    idle, given, canonical = (
+        unused(a) & unused(b),
+        (to_values(a), to_values(b)),
+        (_canonical_values(a), _canonical_values(b)),
+    )
     # Equal words that mean two things do so because of another setting, which is named itself.
     return [
         name
@@ -113,7 +117,7 @@ def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     ]
 
 
-def _canonical(model: ModelConfig) -> dict[str, Any]:
+def _canonical_values(model: ModelConfig) -> dict[str, Any]:
     """Values by field name, where one network has one spelling only."""
     values, rows = to_values(model), layer_rows(model)
     values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0

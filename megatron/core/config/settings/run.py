@@ -305,7 +305,7 @@ class RequestedRun:
         Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut; so is the tensor size of
         experts without experts. What must be given and is not stays None: the rule `required` refuses it before anything reads it.
         """
-        parallel, optimizer = self._layout()
+        parallel, optimizer = self._resolved_layout()
         train = self.train.resolve(self.model.architecture, max(1, parallel.data_parallel_size(world_size)))
         model = self.model.resolve()
         if model.max_position_embeddings is None and train.seq_length is not None:
@@ -315,7 +315,7 @@ class RequestedRun:
         groups = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
         return RunConfig(**given | groups | {"recompute": self.recompute.resolve()})
 
-    def _layout(self) -> tuple[ParallelConfig, OptimizerConfig]:
+    def _resolved_layout(self) -> tuple[ParallelConfig, OptimizerConfig]:
         """The layout and the optimizer without what has no effect, and with what `dist_muon` stands for."""
         parallel, optimizer = self.parallel, self.optimizer
         changes: dict[str, Any] = {}

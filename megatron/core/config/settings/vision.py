@@ -30,7 +30,7 @@ class EncoderTraits:
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
 
-def _sizes(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, int]:
+def _transformer_sizes(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, int]:
     return {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": ffn}
 
 
@@ -44,10 +44,10 @@ _INTERNVIT_6B = {
 }
 TRAITS: Mapping[str, EncoderTraits] = MappingProxyType(
     {
-        "vit": EncoderTraits({"norm_epsilon": 1e-5}, _sizes(12, 768, 12, 3072)),
+        "vit": EncoderTraits({"norm_epsilon": 1e-5}, _transformer_sizes(12, 768, 12, 3072)),
         "clip": EncoderTraits(
             {"quick_gelu": True, "norm_epsilon": 1e-5},
-            _sizes(24, 1024, 16, 4096),
+            _transformer_sizes(24, 1024, 16, 4096),
             pre_norm=True,
             final_norm=False,
             patch_bias=False,
@@ -56,16 +56,16 @@ TRAITS: Mapping[str, EncoderTraits] = MappingProxyType(
         ),
         "siglip": EncoderTraits(
             {"openai_gelu": True, "norm_epsilon": 1e-6},
-            _sizes(27, 1152, 16, 4304),
+            _transformer_sizes(27, 1152, 16, 4304),
             class_tokens=0,
             mean=(0.5, 0.5, 0.5),
             std=(0.5, 0.5, 0.5),
         ),
-        "internvit": EncoderTraits(_INTERNVIT_6B, _sizes(45, 3200, 25, 12800), final_norm=False),
+        "internvit": EncoderTraits(_INTERNVIT_6B, _transformer_sizes(45, 3200, 25, 12800), final_norm=False),
         "internvit300M": EncoderTraits(
-            {"norm_epsilon": 1e-6, "layer_scale": 0.1}, _sizes(24, 1024, 16, 4096), final_norm=False
+            {"norm_epsilon": 1e-6, "layer_scale": 0.1}, _transformer_sizes(24, 1024, 16, 4096), final_norm=False
         ),
-        "dinov2": EncoderTraits({"norm_epsilon": 1e-6, "layer_scale": 1.0}, _sizes(12, 384, 6, 1536)),
+        "dinov2": EncoderTraits({"norm_epsilon": 1e-6, "layer_scale": 1.0}, _transformer_sizes(12, 384, 6, 1536)),
     }
 )
 _ACTIVATIONS = {"gelu_tanh": "openai_gelu", "quick_gelu": "quick_gelu"}  # our name -> the field that chooses it

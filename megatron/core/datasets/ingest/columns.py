@@ -18,7 +18,7 @@ READ_BYTES = 2**16
 
 
 @contextmanager
-def _reading(source: InputFile) -> Iterator[pyarrow.NativeFile]:
+def _open_parquet(source: InputFile) -> Iterator[pyarrow.NativeFile]:
     """The open file; what pyarrow says of damage becomes `DataError`."""
     try:
         import pyarrow
@@ -36,7 +36,7 @@ def _reading(source: InputFile) -> Iterator[pyarrow.NativeFile]:
 
 def count_rows(source: InputFile) -> int:
     """The number of rows of a table."""
-    with _reading(source) as file:
+    with _open_parquet(source) as file:
         if source.kind == "parquet":
             from pyarrow import parquet
 
@@ -48,7 +48,7 @@ def read_rows(number: int, span: InputSpan, place: SourcePosition, keys: Sequenc
     """The text columns of a span's rows, from a place on. number: which span of the run it is."""
     source = span.source
     first = max(place.unit, span.start)
-    with _reading(source) as file:
+    with _open_parquet(source) as file:
         find = _parquet_batches if source.kind == "parquet" else _arrow_batches
         for batch, at, consumed in find(source, file, keys, first):
             skipped = max(0, first - at)

@@ -82,7 +82,7 @@ class Encoder:
         """The ids of what `read` found. A document that the tokenizer cannot read is left out under every key."""
         documents = sentences or [[[text] for text in texts] for texts in records.texts]
         try:
-            columns = [self._column(column) for column in documents]
+            columns = [self._encode_column(column) for column in documents]
         except ValueError:
             bad = [
                 place
@@ -93,11 +93,11 @@ class Encoder:
                 raise
             retained = sorted(set(range(len(records.numbers))).difference(bad))
             records = records.without(bad, UNREADABLE)
-            columns = [self._column([column[place] for place in retained]) for column in documents]
-        self._renew()
+            columns = [self._encode_column([column[place] for place in retained]) for column in documents]
+        self._rebuild_tokenizer()
         return Encoded(columns, records.drops)
 
-    def _renew(self) -> None:
+    def _rebuild_tokenizer(self) -> None:
         """Build the tokenizer again when memory has grown: engines keep every word that they have met."""
         memory = _resident_bytes()
         if self._memory is None:
@@ -113,7 +113,7 @@ class Encoder:
             return False
         return True
 
-    def _column(self, documents: Sequence[Sequence[str]]) -> Column:
+    def _encode_column(self, documents: Sequence[Sequence[str]]) -> Column:
         """The ids of one key's documents, given as their sentences, or as one text each."""
         ids, lengths = self._tokenizer.encode_flat([text for document in documents for text in document])
         counts = np.fromiter(map(len, documents), np.int64, len(documents))
@@ -122,7 +122,7 @@ class Encoder:
         lengths = lengths[full].astype(np.int64)
         sequences = np.bincount(owners[full], minlength=len(documents)).astype(np.int64)
         if self.job.append_eod:
-            ids = _append(ids, lengths, sequences, self._tokenizer.eod)
+            ids = _append_eod(ids, lengths, sequences, self._tokenizer.eod)
         return Column(ids, lengths, sequences)
 
 
@@ -134,7 +134,7 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _append(ids: np.ndarray, lengths: np.ndarray, sequences: np.ndarray, eod: int) -> np.ndarray:
+def _append_eod(ids: np.ndarray, lengths: np.ndarray, sequences: np.ndarray, eod: int) -> np.ndarray:
     """The ids with `eod` after the last sequence of every document that has one; `lengths` is changed in place."""
     last = np.cumsum(sequences)[sequences > 0] - 1
     lengths[last] += 1

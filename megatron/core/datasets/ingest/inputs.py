@@ -35,7 +35,7 @@ def find_sources(words: Iterable[str], format: Format, text_documents: TextDocum
     sources: list[InputFile] = []
     for word in words:
         if word == STANDARD_INPUT:
-            sources.append(_source(word, "jsonl" if format == "auto" else format, text_documents))
+            sources.append(_input_file(word, "jsonl" if format == "auto" else format, text_documents))
             continue
         if os.path.isdir(word):
             sources += _of_folder(word, format, text_documents)
@@ -44,7 +44,7 @@ def find_sources(words: Iterable[str], format: Format, text_documents: TextDocum
         result = [path for path in result if not os.path.isdir(path)]
         if not result:
             raise DataError(f"--input {word}: there is no such file")
-        sources += [_source(path, format, text_documents) for path in result]
+        sources += [_input_file(path, format, text_documents) for path in result]
     if sum(source.path == STANDARD_INPUT for source in sources) > 1:
         raise DataError("--input - names standard input twice")
     return sources
@@ -58,7 +58,7 @@ def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> li
         for name in names
         if not name.startswith(".") and os.path.isfile(path := os.path.join(place, name))
     )
-    unknown = [path for path in paths if format == "auto" and _ending(path)[0] not in ENDINGS]
+    unknown = [path for path in paths if format == "auto" and _split_suffixes(path)[0] not in ENDINGS]
     if not paths or unknown:
         raise DataError(
             f"--input {folder}: "
@@ -69,10 +69,10 @@ def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> li
                 else "this folder holds no file"
             )
         )
-    return [_source(path, format, text_documents) for path in paths]
+    return [_input_file(path, format, text_documents) for path in paths]
 
 
-def _ending(path: str) -> tuple[str, Literal["", "gz", "zst"]]:
+def _split_suffixes(path: str) -> tuple[str, Literal["", "gz", "zst"]]:
     """The ending of a name, without that of its compression, and the compression."""
     stem, ending = os.path.splitext(path)
     if ending not in (".gz", ".zst"):
@@ -91,8 +91,8 @@ def _demand_json(path: str) -> None:
         )
 
 
-def _source(path: str, format: Format, text_documents: TextDocuments) -> InputFile:
-    ending, compression = _ending(path)
+def _input_file(path: str, format: Format, text_documents: TextDocuments) -> InputFile:
+    ending, compression = _split_suffixes(path)
     if format == "auto":
         format = ENDINGS.get(ending, "jsonl")
         if ending not in ENDINGS and not compression and os.path.isfile(path):

@@ -117,11 +117,11 @@ def load(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {RESTART}") from error
-    _compare(path, before, json.loads(json.dumps(command)))
+    _require_same_command(path, before, json.loads(json.dumps(command)))
     return state
 
 
-def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _require_same_command(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise `DataError` when two commands do not do the same to the same input."""
     differences = []
     for name in now:

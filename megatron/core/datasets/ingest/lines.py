@@ -95,7 +95,7 @@ def read_lines(number: int, span: InputSpan, place: SourcePosition) -> Iterator[
             _skip_again(file, place, digest)
             position = place.unit
         else:
-            position = _skip(file, source, max(place.unit, span.start))
+            position = _skip_to_line(file, source, max(place.unit, span.start))
         records = place.records
         while span.stop is None or position < span.stop:
             content = file.read(CHUNK_BYTES if span.stop is None else min(CHUNK_BYTES, span.stop - position))
@@ -144,7 +144,7 @@ def lines_before(source: InputFile, position: int) -> int:
     return lines
 
 
-def _skip(file: BinaryIO, source: InputFile, start: int) -> int:
+def _skip_to_line(file: BinaryIO, source: InputFile, start: int) -> int:
     """Go to the first line that begins at `start` or later; returns where that is."""
     if start == 0:
         return 0

@@ -83,7 +83,7 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
         encoder = Encoder(order.job)
         mark, dtype = fingerprint(encoder.tokenizer), best_dtype(encoder.tokenizer.vocab_size)
         engine = encoder.tokenizer.engine
-        command = _command(order, mark)
+        command = _command_fingerprint(order, mark)
         if order.restart:
             journal.journal_path(prefix).unlink(missing_ok=True)
         state = journal.load(prefix, command)
@@ -92,7 +92,7 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
             _finish_again(order, mark, dtype, state.marks)
             totals = state.totals
         else:
-            with _builders(order, mark, dtype, state.marks if state else None) as builders:
+            with _open_builders(order, mark, dtype, state.marks if state else None) as builders:
                 writer = _Writer(order, command, builders, state)
                 start(writer.totals, engine)
                 # Worker processes have encoders of their own; another here would only take memory.
@@ -109,13 +109,15 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
 def measure(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
     """(documents, seconds) of reading and encoding the first documents, about so many; nothing is written."""
     documents, began = 0, time.perf_counter()
-    chunks = _first(read_spans(spans_of(order.sources, order.shard), order.job.keys, SourcePosition()), max_documents)
+    chunks = _limit_records(
+        read_spans(spans_of(order.sources, order.shard), order.job.keys, SourcePosition()), max_documents
+    )
     for _, encoded in encode_all(chunks, order.job, order.workers):
         documents += len(encoded.columns[0].sequences)
     return documents, time.perf_counter() - began
 
 
-def _first(chunks: Iterator[Chunk], max_records: int) -> Iterator[Chunk]:
+def _limit_records(chunks: Iterator[Chunk], max_records: int) -> Iterator[Chunk]:
     records = 0
     for chunk in chunks:
         yield chunk
@@ -124,7 +126,7 @@ def _first(chunks: Iterator[Chunk], max_records: int) -> Iterator[Chunk]:
             return
 
 
-def _command(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
+def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
     """All that the output depends on, by the words of the command line."""
     job = order.job
     return {
@@ -139,14 +141,14 @@ def _command(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
 
 
 @contextmanager
-def _builders(
+def _open_builders(
     order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress] | None
 ) -> Iterator[list[IndexedDatasetBuilder]]:
     """A builder for each key. When the block raises, what they wrote stays if the journal names it, else it goes."""
     builders: list[IndexedDatasetBuilder] = []
     try:
         for number, pair in enumerate(order.pairs):
-            builders.append(_builder(order, pair, mark, dtype, marks[number] if marks else None))
+            builders.append(_open_builder(order, pair, mark, dtype, marks[number] if marks else None))
         yield builders
     except BaseException:
         retained = journal.journal_path(order.prefix).exists()
@@ -155,7 +157,7 @@ def _builders(
         raise
 
 
-def _builder(
+def _open_builder(
     order: PreprocessOptions, pair: str, mark: Fingerprint, dtype: np.dtype, marks: BuilderProgress | None
 ) -> IndexedDatasetBuilder:
     try:
@@ -176,7 +178,7 @@ def _finish_again(
     """
     for pair, mark_of_pair in zip(order.pairs, marks):
         if os.path.exists(f"{pair}.bin.{PARTIAL}"):
-            _builder(order, pair, mark, dtype, mark_of_pair).finish()
+            _open_builder(order, pair, mark, dtype, mark_of_pair).finish()
             continue
         for ending, path in (("json", sidecar_path(pair)), ("idx", idx_path(pair))):
             if os.path.exists(f"{pair}.{ending}.{PARTIAL}"):
@@ -209,16 +211,16 @@ class _Writer:
         chunks = read_spans(self._spans, self._order.job.keys, self._place)
         with closing(encode_all(chunks, work, self._order.workers)) as results:
             for chunk, encoded in results:
-                self._write(chunk, encoded)
+                self._write_chunk(chunk, encoded)
                 if time.monotonic() - self._marked >= self._order.journal_seconds:
-                    self._save(done=False)
+                    self._save_progress(done=False)
                 report(self.totals)
         # A shard may be empty, when there are more shards than lines; it takes its place among the others.
         if self.totals.documents == 0 and self._order.shard is None:
             raise DataError(f"no document was found: {describe_drops(self.totals)}")
-        self._save(done=True)
+        self._save_progress(done=True)
 
-    def _write(self, chunk: Chunk, encoded: Encoded) -> None:
+    def _write_chunk(self, chunk: Chunk, encoded: Encoded) -> None:
         totals, span = self.totals, self._spans[chunk.end.span]
         for reason, drop in encoded.drops.items():
             total = totals.dropped.setdefault(reason, Dropped())
@@ -246,7 +248,7 @@ class _Writer:
                 )
             )
 
-    def _save(self, done: bool) -> None:
+    def _save_progress(self, done: bool) -> None:
         marks = [builder.flush() for builder in self._builders]
         journal.save(self._order.prefix, self._command, JournalState(self._place, marks, self.totals, done))
         self._marked = time.monotonic()

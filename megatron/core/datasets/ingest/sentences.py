@@ -26,7 +26,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Split:
     keep_newlines: the white space after a sentence stays with it, so that the sentences end to end are the text without
     the white space at its end. Otherwise white space between sentences is left out.
     """
-    spans = _spans(language)
+    spans = _sentence_splitter(language)
 
     def split(text: str) -> list[str]:
         sentences: list[str] = []
@@ -53,7 +53,7 @@ def version() -> str:
     return nltk.__version__
 
 
-def _spans(language: str) -> Callable[[str], list[tuple[int, int]]]:
+def _sentence_splitter(language: str) -> Callable[[str], list[tuple[int, int]]]:
     """What finds (start, end) of every sentence."""
     version()
     from nltk.tokenize import punkt

@@ -41,11 +41,11 @@ def encode_all(
         yield from _encode_by_processes(chunks, work.job if isinstance(work, Encoder) else work, workers)
         return
     encoder = work if isinstance(work, Encoder) else Encoder(work)
-    for chunk, (records, sentences) in read_ahead((_emptied(chunk), encoder.read(chunk)) for chunk in chunks):
+    for chunk, (records, sentences) in read_ahead((_without_content(chunk), encoder.read(chunk)) for chunk in chunks):
         yield chunk, encoder.encode(records, sentences)
 
 
-def _emptied(chunk: Chunk) -> Chunk:
+def _without_content(chunk: Chunk) -> Chunk:
     return dataclasses.replace(chunk, content=b"")
 
 
@@ -103,7 +103,7 @@ class _Worker:
 def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int) -> Iterator[tuple[Chunk, Encoded]]:
     room = threading.Semaphore(DEPTH * count)
     unwanted = threading.Event()
-    with _started(job, count) as workers:
+    with _start_workers(job, count) as workers:
 
         def sent() -> Iterator[Chunk]:
             for number, chunk in enumerate(chunks):
@@ -111,7 +111,7 @@ def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int
                     if unwanted.is_set():
                         return
                 workers[number % count].work.send(chunk)
-                yield _emptied(chunk)
+                yield _without_content(chunk)
 
         try:
             for number, chunk in enumerate(read_ahead(sent(), DEPTH * count)):
@@ -127,7 +127,7 @@ def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int
 
 
 @contextmanager
-def _started(job: EncodeOptions, count: int) -> Iterator[list[_Worker]]:
+def _start_workers(job: EncodeOptions, count: int) -> Iterator[list[_Worker]]:
     """So many processes at work; they end with the block."""
     # Not forked: the threads of a tokenizer's engine do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -135,7 +135,7 @@ def _started(job: EncodeOptions, count: int) -> Iterator[list[_Worker]]:
     try:
         for _ in range(count):
             (work, ours), (theirs, results) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(job, work, results), daemon=True)
+            process = context.Process(target=_worker_main, args=(job, work, results), daemon=True)
             workers.append(_Worker(process, ours, theirs))
             process.start()
             work.close()
@@ -151,7 +151,7 @@ def _started(job: EncodeOptions, count: int) -> Iterator[list[_Worker]]:
                 worker.process.kill()
 
 
-def _work(job: EncodeOptions, work: Connection, results: Connection) -> None:
+def _worker_main(job: EncodeOptions, work: Connection, results: Connection) -> None:
     """The life of a worker: it ends when its pipe does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and closes the pipe
     try:

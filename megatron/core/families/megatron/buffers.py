@@ -39,7 +39,7 @@ def spans(sizes: Sequence[tuple[str, int]], buckets: Sequence[int], alignment: i
         if bucket == len(buckets) or start + size > buckets[bucket]:
             return None
         spans_by_name[name] = Span(bucket, start, start + size)
-        start = _up(start + size, alignment)
+        start = _round_up(start + size, alignment)
         if buckets[bucket] in (spans_by_name[name].stop, start):
             bucket, start = bucket + 1, 0
     return spans_by_name if bucket == len(buckets) else None
@@ -52,7 +52,7 @@ def bucket_sizes(
     bucket_lengths: list[int] = []
     start, filled = 0, False
     for name, size in reversed(sizes):
-        start = _up(start, alignment)
+        start = _round_up(start, alignment)
         if name in alone and filled:
             bucket_lengths.append(start)
             start = 0
@@ -96,5 +96,5 @@ def joined_spans(
                     yield layout
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

@@ -150,18 +150,18 @@ def locals_of(
     """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix."""
     chunks: list[list[Local]] = [[] for _ in range(ranks.chunks)]
     for one in model:
-        for layer, part in _layers(one):
-            stage = _stage(part.key, layer, ranks)
+        for layer, part in _layers_of_stack(one):
+            stage = _stage_of_layer(part.key, layer, ranks)
             if stage[0] != pipeline:
                 continue
             if match := _EXPERTS.search(part.key):
-                chunks[stage[1]] += _experts(part, one, ranks, expert_tensor, expert, matrix=match)
+                chunks[stage[1]] += _expert_parameters(part, one, ranks, expert_tensor, expert, matrix=match)
             else:
-                chunks[stage[1]].append(_plain(part, one, ranks, tensor))
+                chunks[stage[1]].append(_rank_parameter(part, one, ranks, tensor))
     if ranks.pipeline > 1 and tied:
         words = next(one for one in model if one.key == _WORDS)
-        _share_words(chunks, _plain(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1)
-    return [sorted(chunk, key=lambda one: _place(one.name)) for chunk in chunks]
+        _share_words(chunks, _rank_parameter(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1)
+    return [sorted(chunk, key=lambda one: _sort_key(one.name)) for chunk in chunks]
 
 
 def _share_words(chunks: list[list[Local]], words: Local, *, last: bool) -> None:
@@ -171,7 +171,7 @@ def _share_words(chunks: list[list[Local]], words: Local, *, last: bool) -> None
     chunks[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in chunks[0]]
 
 
-def _place(name: str) -> tuple[int, ...]:
+def _sort_key(name: str) -> tuple[int, ...]:
     """What a parameter is sorted by."""
     places = []
     for word in name.split("."):
@@ -184,7 +184,7 @@ def _place(name: str) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _layers(one: Global) -> Iterator[tuple[int, Global]]:
+def _layers_of_stack(one: Global) -> Iterator[tuple[int, Global]]:
     """(layer, parameter of it) of a stack of layers; the parameter itself where it is no stack. Boxes lose no axis."""
     if not _STACKED.match(one.key):
         match = _LAYER.match(one.key)
@@ -196,7 +196,7 @@ def _layers(one: Global) -> Iterator[tuple[int, Global]]:
         yield layer, Global(f"{stack}.layers.{layer}.{rest}", one.shape, boxes)
 
 
-def _stage(key: str, layer: int, ranks: Ranks) -> tuple[int, int]:
+def _stage_of_layer(key: str, layer: int, ranks: Ranks) -> tuple[int, int]:
     if key.startswith("embedding."):
         return 0, 0
     if key.startswith(("decoder.layers.", "encoder.layers.")):
@@ -204,7 +204,7 @@ def _stage(key: str, layer: int, ranks: Ranks) -> tuple[int, int]:
     return ranks.pipeline - 1, ranks.chunks - 1
 
 
-def _shards(boxes: Sequence[Box], lead: int, rank: int, size: int, one: Global) -> list[Box]:
+def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: Global) -> list[Box]:
     """Which of the boxes of a parameter a rank of `size` holds: one, two of a gated matrix. lead: axes of layers and experts."""
     places = sorted(boxes, key=lambda box: box.offset[lead:])
     if len(places) == 1:
@@ -216,17 +216,17 @@ def _shards(boxes: Sequence[Box], lead: int, rank: int, size: int, one: Global) 
     raise Unreadable(f"{one.key} is saved in {len(places)} boxes, which are not those of {size} tensor ranks")
 
 
-def _plain(part: Global, one: Global, ranks: Ranks, rank: int) -> Local:
+def _rank_parameter(part: Global, one: Global, ranks: Ranks, rank: int) -> Local:
     """The parameter of the module tree for one of the checkpoint's, as a tensor rank holds it."""
     lead = 1 if _STACKED.match(one.key) else 0
-    boxes = _shards(part.boxes, lead, rank, ranks.tensor, one)
+    boxes = _boxes_on_rank(part.boxes, lead, rank, ranks.tensor, one)
     name = part.key
     for fused, alone in () if ranks.fused_norms else _NORMS:
         name = name.replace(fused, alone)
-    return _stacked(name, one.key, boxes, lead)
+    return _stack_boxes(name, one.key, boxes, lead)
 
 
-def _stacked(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
+def _stack_boxes(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
     """Boxes one below the other, as one parameter without the leading axes."""
     shape = boxes[0].shape[lead:]
     rows = [0] if len(boxes) == 1 else [number * shape[0] for number in range(len(boxes))]
@@ -237,14 +237,16 @@ def _stacked(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
     return Local(name, whole, parts)
 
 
-def _experts(part: Global, one: Global, ranks: Ranks, rank: int, expert: int, *, matrix: re.Match[str]) -> list[Local]:
+def _expert_parameters(
+    part: Global, one: Global, ranks: Ranks, rank: int, expert: int, *, matrix: re.Match[str]
+) -> list[Local]:
     """The experts of a rank, each a parameter of its own, or all of them one."""
     lead, size = 1 if _STACKED.match(one.key) else 0, ranks.expert_tensor
     count = one.shape[lead] // ranks.expert
     mine = range(expert * count, (expert + 1) * count)
     layer, (linear, kind) = part.key[: part.key.index(".mlp.experts.")], matrix.groups()
     if ranks.grouped == "native":
-        return [_native(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
+        return [_grouped_experts(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
     experts = []
     for number, index in enumerate(mine):
         boxes = [box for box in part.boxes if box.offset[lead] == index and box.shape[lead] == 1]
@@ -252,17 +254,19 @@ def _experts(part: Global, one: Global, ranks: Ranks, rank: int, expert: int, *,
         if not boxes:
             raise Unreadable(f"{one.key} is not saved expert by expert")
         experts.append(
-            _stacked(f"{layer}.mlp.experts.{name}", one.key, _shards(boxes, lead + 1, rank, size, one), lead + 1)
+            _stack_boxes(
+                f"{layer}.mlp.experts.{name}", one.key, _boxes_on_rank(boxes, lead + 1, rank, size, one), lead + 1
+            )
         )
     return experts
 
 
-def _native(name: str, one: Global, part: Global, lead: int, mine: range, rank: int, size: int) -> Local:
+def _grouped_experts(name: str, one: Global, part: Global, lead: int, mine: range, rank: int, size: int) -> Local:
     """All experts of a rank as one matrix with axes exchanged: [experts, h, f], and gate beside up."""
     boxes = [box for box in part.boxes if box.offset[lead] == mine.start and box.shape[lead] == len(mine)]
     if not boxes:
         raise Unreadable(f"{one.key} is not saved by expert ranks")
-    boxes = _shards(boxes, lead + 1, rank, size, one)
+    boxes = _boxes_on_rank(boxes, lead + 1, rank, size, one)
     rows, columns = boxes[0].shape[lead + 1 :]
     parts = tuple(
         Part(one.key, box, Box((0, 0, number * rows), (len(mine), columns, rows)), True)

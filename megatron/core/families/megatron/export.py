@@ -67,7 +67,7 @@ class _Export:
         self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
         self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
         self.target = Path(folder) / f"iter_{iteration:07d}"
-        match = _unwritable(self.model, self.names) + problems(self)
+        match = _export_problems(self.model, self.names) + problems(self)
         if self.target.exists():
             match.append(f"{self.target} is there already; move it away, or choose another folder")
         if match:
@@ -140,19 +140,19 @@ def write_torch_dist(
         key
         for theirs, name in names.items()
         if _STATEFUL.search(name) and name != "output_layer.weight"
-        for key in _states(theirs, export)
+        for key in _extra_state_keys(theirs, export)
     ]
     write_tensors(
         export.made,
         {theirs: partial(export.whole, name) for theirs, name in names.items()},
-        {theirs: _format(name, export) for theirs, name in names.items()},
+        {theirs: _tensor_format(name, export) for theirs, name in names.items()},
         states,
         {**export.common(1, "torch_dist"), "content_metadata": _CONTENT},
     )
     return export.finish()
 
 
-def _format(name: str, export: _Export) -> Tensor:
+def _tensor_format(name: str, export: _Export) -> Tensor:
     """A parameter's shape and dtype as it is written, without its values."""
     one = export.source.formats[f"model.{name}"]
     rows = (
@@ -174,7 +174,7 @@ def _distributed_name(name: str, export: _Export) -> str:
     return _EXPERTS.sub(r".mlp.experts.experts.\1", name).replace(".mtp_model_layer.", ".transformer_layer.")
 
 
-def _states(theirs: str, export: _Export) -> list[str]:
+def _extra_state_keys(theirs: str, export: _Export) -> list[str]:
     """Keys of the (empty) states of a module's kernels."""
     module, experts = theirs.rpartition(".")[0], export.model.moe.num_experts or 0
     shards = [f"{rank}_{experts}" for rank in range(experts)] if ".experts.experts." in theirs else ["0_1"]
@@ -215,7 +215,7 @@ def write_legacy(
         held = {
             name: export.shards(name, tensor_size)
             for name in export.names
-            if _stage(name, export.layers, pipeline_size) == p
+            if _pipeline_rank_of(name, export.layers, pipeline_size) == p
         }
         if p and p == pipeline_size - 1 and export.model.ties_embeddings:
             held["output_layer.weight"] = export.shards(_WORDS, tensor_size)
@@ -240,14 +240,14 @@ def flags_for_megatron(source: Source) -> str:
     return flags_beside(from_values(RequestedModel, source.settings).resolve())
 
 
-def _unwritable(model: ModelConfig, names: list[str]) -> list[str]:
+def _export_problems(model: ModelConfig, names: list[str]) -> list[str]:
     """Why Megatron's programmes could not build the network, a line each."""
     if len({name.partition(".")[0] for name in names} & {"encoder", "decoder"}) > 1:
         return ["a T5 is read from Megatron's files, and not written"]
     return without_counterpart(model)
 
 
-def _stage(name: str, layers: int, pipeline_size: int) -> int:
+def _pipeline_rank_of(name: str, layers: int, pipeline_size: int) -> int:
     match = _LAYER.search(name)
     if match:
         return int(match[2]) * pipeline_size // layers

@@ -62,7 +62,7 @@ def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[
     grouped = not model.mla.multi_latent_attention and model.num_query_groups != model.num_attention_heads
     return types.SimpleNamespace(
         **{
-            **{name: _plain(name, value, model.depth()) for name, value in plain_values.items()},
+            **{name: _megatron_value(name, value, model.depth()) for name, value in plain_values.items()},
             "group_query_attention": grouped,
             "bias_gelu_fusion": fuses_gelu(model),
             "add_position_embedding": True,
@@ -84,7 +84,7 @@ def flags_beside(model: ModelConfig) -> str:
     """
     values, usual, idle = to_values(model), to_values(ModelConfig()), unused(model)
     words = [
-        f"{spelling(name)}{_formatted(values[name])}"
+        f"{spelling(name)}{_shell_value(values[name])}"
         for name in network_fields()
         if name not in _TAKEN | _OURS | idle
         and values[name] != usual[name]
@@ -104,14 +104,14 @@ def _mlp_flags(model: ModelConfig) -> Iterator[str]:
         yield "--no-bias-swiglu-fusion"
 
 
-def _formatted(value: Any) -> str:
+def _shell_value(value: Any) -> str:
     """A value behind its flag, as a shell has it."""
     if value is True:
         return ""
     return f" {' '.join(map(str, value))}" if isinstance(value, (tuple, list)) else f" {shlex.quote(str(value))}"
 
 
-def _plain(name: str, value: Any, layers: int) -> Any:
+def _megatron_value(name: str, value: Any, layers: int) -> Any:
     """A value as Megatron has it: patterns are numbers or lists."""
     if name in _PATTERNS and isinstance(value, str):
         pattern = read_pattern(value, layers, spelling(name))

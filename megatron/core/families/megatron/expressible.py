@@ -92,19 +92,19 @@ LATENT: Mapping[str, Collection[Any] | None] = {
 
 def without_counterpart(model: ModelConfig) -> list[str]:
     """The settings by which a network is none that Megatron builds, a line each. model: resolved."""
-    values, usual, idle = to_values(model), _defaults(ModelConfig), unused(model)
+    values, usual, idle = to_values(model), _field_defaults(ModelConfig), unused(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
     lines = [
-        f"{spelling(name)}{_value(values[name])}: Megatron builds no such network"
+        f"{spelling(name)}{_flag_value(values[name])}: Megatron builds no such network"
         for name in network_fields()
         if name not in idle
         and values[name] != usual[name]
         and (name not in table or (allowed := table[name]) is not None and values[name] not in allowed)
     ]
-    return lines + [line for line, holds in _together(model).items() if holds]
+    return lines + [line for line, holds in _unsupported_combinations(model).items() if holds]
 
 
-def _together(model: ModelConfig) -> dict[str, bool]:
+def _unsupported_combinations(model: ModelConfig) -> dict[str, bool]:
     """What is there by itself, and not with another part of the network."""
     ahead = bool(model.mtp.mtp_num_layers)
     return {
@@ -128,12 +128,12 @@ def fuses_gelu(model: ModelConfig) -> bool:
     return model.activation == "gelu_tanh" and model.add_bias_linear and not model.gated and not model.moe.num_experts
 
 
-def _defaults(config_class: type) -> dict[str, Any]:
+def _field_defaults(config_class: type) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for field in fields(config_class):
-        defaults |= _defaults(type(field.default)) if is_dataclass(field.default) else {field.name: field.default}
+        defaults |= _field_defaults(type(field.default)) if is_dataclass(field.default) else {field.name: field.default}
     return defaults
 
 
-def _value(value: Any) -> str:
+def _flag_value(value: Any) -> str:
     return "" if value is True else f" {value}"

@@ -82,10 +82,10 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
         if not _OTHERS.search(key) and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
     ]
     ranks = Ranks.of(arguments, _num_layers(model))
-    buffers = _buffers(tensors)
+    buffers = _flat_buffers(tensors)
     chunks: dict[tuple[str, str], dict[tuple[int, ...], Flat]] = {}  # (slot, parameter) -> by offset
     for (chain, group, number), buffer in sorted(buffers.items()):
-        members = _members(model, ranks, chain, group, number, tensors, tied=tied)
+        members = _buffer_parameters(model, ranks, chain, group, number, tensors, tied=tied)
         layout = spans([(one.name, one.size) for one in members], buffer.sizes)
         if layout is None:
             raise Unreadable(
@@ -119,7 +119,7 @@ def _num_layers(model: Sequence[Global]) -> int:
     return max([*stacked, *(1 + int(match[1]) for one in model for match in [_LAYERS.match(one.key)] if match)])
 
 
-def _buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], Buffer]:
+def _flat_buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], Buffer]:
     """(optimizer of a chain, group, number) -> buffer."""
     by_buffer: dict[tuple[int, int, int], dict[str, dict[int, Stored]]] = {}
     for key, stored in tensors.items():
@@ -144,7 +144,7 @@ def _buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], Buffer
     return buffers
 
 
-def _members(
+def _buffer_parameters(
     model: Sequence[Global],
     ranks: Ranks,
     chain: int,

@@ -42,10 +42,10 @@ def as_distributed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
             renamed[f"optimizer.state.{moment[2]}.{moment[1]}"] = stored
         elif weight:
             renamed[weight[1]] = stored
-    return _stacked(_joined(renamed))
+    return _stack_experts(_join_gated_halves(renamed))
 
 
-def _joined(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+def _join_gated_halves(entries: Mapping[str, Stored]) -> dict[str, Stored]:
     """Both halves of a gated matrix as one, the second below the first."""
     joined = {}
     for key, stored in entries.items():
@@ -60,7 +60,7 @@ def _joined(entries: Mapping[str, Stored]) -> dict[str, Stored]:
     return joined
 
 
-def _stacked(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+def _stack_experts(entries: Mapping[str, Stored]) -> dict[str, Stored]:
     """Experts as one tensor with a leading axis."""
     tensors, stacks = {}, dict[str, dict[int, Stored]]()
     for key, stored in entries.items():

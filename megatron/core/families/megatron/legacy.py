@@ -66,13 +66,13 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> M
     folder = Path(folder)
     files = _read_files(folder)
     first = files[0, 0].content
-    parts, problems = _joined(files, {place: file.chunks for place, file in files.items()})
+    parts, problems = _join_tensor_ranks(files, {place: file.chunks for place, file in files.items()})
     if problems:
         raise CheckpointError(f"{folder}: its ranks do not fit together", problems)
     if len({tensor.shape[0] for tensor in parts.get(WORD_EMBEDDING, ())}) > 1:
         raise CheckpointError(f"{folder}: the tensor ranks hold different numbers of rows of the word embedding")
     values = values_of(first)
-    states, skipped = _optimizer(files, parts) if values else ({}, "")
+    states, skipped = _optimizer_state(files, parts) if values else ({}, "")
     return make_source(
         folder,
         {**{f"model.{name}": [*shards] for name, shards in parts.items()}, **states},
@@ -84,7 +84,7 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> M
     )
 
 
-def _optimizer(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Held]]) -> tuple[Shards, str]:
+def _optimizer_state(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Held]]) -> tuple[Shards, str]:
     """All that the optimizer keeps; or why that is left out."""
     try:
         states = {
@@ -95,7 +95,7 @@ def _optimizer(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, li
         return {}, f"the optimizer's state is left out: {error}"
     optimizer_shards: Shards = {}
     for slot in dict.fromkeys(slot for state in states.values() for slot in state):
-        tensors, problems = _joined(files, {place: state.get(slot, []) for place, state in states.items()})
+        tensors, problems = _join_tensor_ranks(files, {place: state.get(slot, []) for place, state in states.items()})
         if not parts.keys() >= tensors.keys() - {"output_layer.weight"}:
             problems = problems or ["it is of other parameters than the model"]
         if problems:
@@ -173,7 +173,7 @@ def _against_arguments(file: RankFile, tensor: int, pipeline: int) -> Iterator[s
             yield f"{file.path} is of a run with {axis} size {expected}, and there are files of {stored} {axis} ranks"
 
 
-def _joined(
+def _join_tensor_ranks(
     files: Mapping[tuple[int, int], RankFile], chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]
 ) -> tuple[dict[str, list[Held]], list[str]]:
     """Our name -> what each tensor rank holds, with layers numbered through; and what does not fit.
@@ -195,7 +195,7 @@ def _joined(
                 problems += [f"{name}: {where}" for name in sorted(here[0].keys() ^ other.keys())]
             names = () if problems else here[0].keys() & renamed.keys()
             for name in names:
-                ours = _moved(renamed[name], before[_stack(renamed[name])])
+                ours = _shift_layer_number(renamed[name], before[_stack_name(renamed[name])])
                 joined.setdefault(ours, [part[name] for part in here])
             before += _layer_counts(map(renamed.__getitem__, names))
     return in_pairs(joined, arguments), problems
@@ -205,16 +205,16 @@ def _with_stacked_experts(chunks: Mapping[tuple[int, int], list[dict[str, Tensor
     return {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
 
 
-def _stack(name: str) -> str:
+def _stack_name(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _moved(name: str, layers: int) -> str:
+def _shift_layer_number(name: str, layers: int) -> str:
     """The name of a parameter of the layer that many layers further on."""
     return _LAYER.sub(lambda match: f".layers.{int(match[1]) + layers}.", name)
 
 
 def _layer_counts(names: Iterable[str]) -> Counter[str]:
     """Layers of encoder and decoder that some parameters are of."""
-    layers = {(_stack(name), match[1]) for name in names if (match := _LAYER.search(name))}
+    layers = {(_stack_name(name), match[1]) for name in names if (match := _LAYER.search(name))}
     return Counter(stack for stack, _ in layers if stack in ("encoder", "decoder"))

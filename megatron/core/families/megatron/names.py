@@ -139,11 +139,11 @@ def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
     name: this project's. shards: [rows/tp, ...] or [rows, columns/tp], in Megatron's order.
     """
     if _HEADS.search(name):
-        return _joined([_heads_in(shard, layout, len(shards)) for shard in shards])
+        return _concat_fused_parts([_heads_in(shard, layout, len(shards)) for shard in shards])
     if _KEYS_AND_VALUES.search(name):
-        return _joined([_keys_in(shard, layout, len(shards)) for shard in shards])
+        return _concat_fused_parts([_keys_in(shard, layout, len(shards)) for shard in shards])
     if layout.gated and _GATED.search(name):
-        return _joined([shard.chunk(2) for shard in shards])
+        return _concat_fused_parts([shard.chunk(2) for shard in shards])
     if len(shards) == 1:
         return shards[0]
     if experts := _EXPERTS.search(name):
@@ -180,7 +180,7 @@ def divided_over(name: str, ranks: int, layout: Layout) -> str:
     return f"{layout.groups} key heads" if _HEADS.search(name) and layout.groups % ranks else ""
 
 
-def _joined(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+def _concat_fused_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """Each rank's parts -> all ranks' first parts, then all second parts, ..."""
     return torch.cat([torch.cat(list(column)) for column in zip(*parts)])
 

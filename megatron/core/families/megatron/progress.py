@@ -32,21 +32,21 @@ def values_of(common: Mapping[str, Any]) -> dict[str, Any]:
             "floating_point_operations": int(common.get("num_floating_point_operations_so_far") or 0),
         }
     }
-    steps = set(_steps(common.get("optimizer")))
+    steps = set(_optimizer_steps(common.get("optimizer")))
     if len(steps) == 1:
         values["run.optimizer_steps"] = steps.pop()
     return values
 
 
-def _steps(value: Any) -> Iterator[int]:
+def _optimizer_steps(value: Any) -> Iterator[int]:
     """Every number of updates that an optimizer names: of its groups, of its parameters, or of all of them."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if name in ("step", "common_step"):
                 yield int(item)
             elif isinstance(item, (Mapping, list, tuple)):
-                yield from _steps(item)
+                yield from _optimizer_steps(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
             if isinstance(item, (Mapping, list)):
-                yield from _steps(item)
+                yield from _optimizer_steps(item)

@@ -88,12 +88,12 @@ def _of_numbers(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], p
     main = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     left, slots = list(parameters), Slots(master={}, exp_avg={}, exp_avg_sq={})
     for place, group in enumerate(inner.get("param_groups", ())):
-        members = _members(left, group, f"{path}: group {place} of the optimizer")
+        members = _group_parameters(left, group, f"{path}: group {place} of the optimizer")
         left = [parameter for parameter in left if parameter not in members]
         for number, member in zip(group["params"], members):
             state = inner["state"].get(number, {})
             for slot in ("exp_avg", "exp_avg_sq"):
-                slots[slot][member.key] = _fitting(state.get(slot), member, path)
+                slots[slot][member.key] = _checked_shape(state.get(slot), member, path)
         if main:
             slots["master"] |= _main_weights(main[place], members, path)
     if left:
@@ -107,14 +107,14 @@ def _main_weights(weights: Iterable[Any], members: Sequence[Parameter], path: Pa
     """The fp32 weights of a group's members that the model has in low precision, by key."""
     rounded = [member for member in members if member.weight.dtype != torch.float32]
     return {
-        member.key: _same_weights(_fitting(tensor, member, path), member, path)
+        member.key: _same_weights(_checked_shape(tensor, member, path), member, path)
         for member, tensor in zip(rounded, chain(weights, repeat(None)))
     }
 
 
-def _members(parameters: Sequence[Parameter], group: Mapping[str, Any], what: str) -> list[Parameter]:
+def _group_parameters(parameters: Sequence[Parameter], group: Mapping[str, Any], what: str) -> list[Parameter]:
     """The parameters of a group. what: the group, in words."""
-    members = [parameter for parameter in parameters if _belongs(parameter, group)]
+    members = [parameter for parameter in parameters if _belongs_to_group(parameter, group)]
     if len(members) != len(group["params"]):
         raise Unreadable(
             f"{what} has {len(group['params'])} parameters where {len(members)} of the network belong to it; {WAY_OUT}"
@@ -122,7 +122,7 @@ def _members(parameters: Sequence[Parameter], group: Mapping[str, Any], what: st
     return members
 
 
-def _belongs(parameter: Parameter, group: Mapping[str, Any]) -> bool:
+def _belongs_to_group(parameter: Parameter, group: Mapping[str, Any]) -> bool:
     """Whether Megatron's rules put a parameter into a group."""
     decays = not (parameter.name.endswith(".bias") or parameter.weight.dim() == 1)
     decayed = bool(group["wd_mult"]) if "wd_mult" in group else bool(group.get("weight_decay"))
@@ -141,7 +141,7 @@ def same_ends(master: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _fitting(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
+def _checked_shape(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.shape != parameter.weight.shape:
         shape = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
         raise Unreadable(

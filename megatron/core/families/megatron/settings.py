@@ -29,7 +29,7 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     does not have: a checkpoint holds every default of Megatron's, sizes of experts without any experts too.
     """
     settings = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
-    settings |= {name: _spelled(name, value) for name, value in arguments.items() if name in _model_fields()}
+    settings |= {name: _our_value(name, value) for name, value in arguments.items() if name in _model_fields()}
     settings = {name: value for name, value in settings.items() if value is not None}
     if arguments.get("use_rotary_position_embeddings"):
         settings["position_embedding_type"] = "rope"
@@ -43,18 +43,18 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     settings |= hybrid_settings(arguments)
     if _fuses_gelu(arguments):
         settings["openai_gelu"] = True
-    return {**_used(settings), **given}
+    return {**_without_disabled_features(settings), **given}
 
 
 def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the arguments say beside the model that a run goes on with: tokenizer and sequence length."""
-    names = (_known(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length"}
+    names = (_known_settings(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length"}
     return {
         name: value for name, value in arguments.items() if name in names and isinstance(value, (bool, int, float, str))
     }
 
 
-def _known(config: type) -> frozenset[str]:
+def _known_settings(config: type) -> frozenset[str]:
     return frozenset(field.name for field, _ in flag_fields(config)) | (
         {"true_vocab_size"} if config is ModelConfig else set()
     )
@@ -62,10 +62,10 @@ def _known(config: type) -> frozenset[str]:
 
 def _model_fields() -> frozenset[str]:
     """Settings of the model that Megatron's arguments can hold: all but those of adapters, which its checkpoints do not have."""
-    return _known(ModelConfig) - _known(AdapterConfig)
+    return _known_settings(ModelConfig) - _known_settings(AdapterConfig)
 
 
-def _spelled(name: str, value: Any) -> Any:
+def _our_value(name: str, value: Any) -> Any:
     """A value as our settings have it, None where they have no such kind: patterns and windows are words, balances are many."""
     if isinstance(value, (list, tuple)):
         if not all(isinstance(item, (bool, int, float, str)) for item in value):
@@ -94,7 +94,7 @@ def _is_of_core(arguments: Mapping[str, Any]) -> bool:
     return newer or bool(arguments.get("use_mcore_models"))
 
 
-def _used(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_disabled_features(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without those of a feature that is off, which say nothing: they are only Megatron's defaults."""
     latent, experts = bool(settings.get("multi_latent_attention")), bool(settings.get("num_experts"))
     yarn = latent or settings.get("position_embedding_type") == "yarn" or settings.get("rope_type") == "yarn"
@@ -102,9 +102,9 @@ def _used(settings: Mapping[str, Any]) -> dict[str, Any]:
         frozenset(("padded_vocab_size",)): False,  # padding belongs to that run's layout
         frozenset(("num_query_groups",)): bool(settings.get("group_query_attention")) and not latent,
         frozenset(("add_qkv_bias",)): not settings.get("add_bias_linear", True),  # implied by biases everywhere
-        _known(MoEConfig): experts,
-        _known(MLAConfig): latent,
-        _known(MTPConfig): bool(settings.get("mtp_num_layers")),
+        _known_settings(MoEConfig): experts,
+        _known_settings(MLAConfig): latent,
+        _known_settings(MTPConfig): bool(settings.get("mtp_num_layers")),
         _YARN: yarn,
     }
     unused = frozenset[str]().union(*(names for names, used in groups.items() if not used))

@@ -52,7 +52,7 @@ class MegatronSource:
         self._last: tuple[str, Tensor] | None = None
         self.formats: dict[str, Format] = {}
         for name in shards:
-            whole = self._whole(name, "meta")
+            whole = self._unpadded_tensor(name, "meta")
             self.formats[name] = Format(tuple(whole.shape), whole.dtype)
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -61,10 +61,10 @@ class MegatronSource:
         Do not write to it: it may be a view of the file.
         """
         if self._last is None or self._last[0] != name:
-            self._last = (name, self._whole(name, "cpu"))
+            self._last = (name, self._unpadded_tensor(name, "cpu"))
         return self._last[1][box.slices()]
 
-    def _whole(self, name: str, device: str) -> Tensor:
+    def _unpadded_tensor(self, name: str, device: str) -> Tensor:
         """The whole tensor without the rows that pad the vocabulary."""
         parameter, size = parameter_of(name), self.settings.get("true_vocab_size")
         whole = merged(parameter, [shard.to(device) for shard in self._shards[name]], self._layout)

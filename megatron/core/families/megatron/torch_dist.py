@@ -48,8 +48,8 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     vocabulary count as ids. Raises `CheckpointError` for a folder that is damaged, or holds no model with our names.
     """
     folder = Path(folder)
-    tensors, texts = _entries(_read_index(folder / ".metadata"), folder)
-    common = _common(folder, texts, tensors)
+    tensors, texts = _index_entries(_read_index(folder / ".metadata"), folder)
+    common = _common_state(folder, texts, tensors)
     arguments = attributes(common.get("args"))
     if is_fsdp((*texts, *tensors)):
         tensors = as_distributed(tensors)
@@ -59,7 +59,7 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
         {name: [StoredTensor(stored, folder)] for name, stored in in_pairs(_by_our_names(tensors), arguments).items()},
         arguments,
         given=given or {},
-        values=values_of({**common, "optimizer": [common.get("optimizer"), *_groups(texts, folder)]}),
+        values=values_of({**common, "optimizer": [common.get("optimizer"), *_optimizer_groups(texts, folder)]}),
         skipped=skipped,
     )
 
@@ -86,9 +86,9 @@ def torch_dist_arguments(folder: str | Path) -> dict[str, Any]:
     """The arguments of the run that saved a folder; empty when it has none."""
     folder = Path(folder)
     tensors, texts = (
-        ({}, {}) if (folder / "common.pt").is_file() else _entries(_read_index(folder / ".metadata"), folder)
+        ({}, {}) if (folder / "common.pt").is_file() else _index_entries(_read_index(folder / ".metadata"), folder)
     )
-    return attributes(_common(folder, texts, tensors).get("args"))
+    return attributes(_common_state(folder, texts, tensors).get("args"))
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -124,7 +124,7 @@ def _read_index(path: Path) -> Any:
         raise CheckpointError(f"{path} is no index of torch.distributed.checkpoint, or is damaged: {error}") from None
 
 
-def _entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[str, Chunk]]:
+def _index_entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[str, Chunk]]:
     """The tensors of an index, and where its other values lie."""
     try:
         places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
@@ -144,7 +144,7 @@ def _entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[str, Chu
                             Box(tuple(chunk.offsets), tuple(chunk.sizes)), info.relative_path, info.offset, info.length
                         )
                     )
-                tensors[name] = Stored(name, tuple(entry.size), _dtype(entry.properties), tuple(chunks))
+                tensors[name] = Stored(name, tuple(entry.size), _tensor_dtype(entry.properties), tuple(chunks))
             elif (name, None) in places:
                 info = places[name, None]
                 texts[name] = Chunk(Box((), ()), info.relative_path, info.offset, info.length)
@@ -153,20 +153,20 @@ def _entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[str, Chu
         raise CheckpointError(f"{folder / '.metadata'} is damaged: its entries lack {error}") from None
 
 
-def _groups(texts: Mapping[str, Chunk], folder: Path) -> Iterator[Any]:
+def _optimizer_groups(texts: Mapping[str, Chunk], folder: Path) -> Iterator[Any]:
     """What distributed optimizers say of their groups, where every rank saved its own."""
     for name, chunk in texts.items():
         if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/|$)", name):
-            yield _object(chunk, folder, name)
+            yield _read_object(chunk, folder, name)
 
 
-def _object(chunk: Chunk, folder: Path, name: str) -> Any:
+def _read_object(chunk: Chunk, folder: Path, name: str) -> Any:
     with (folder / chunk.file).open("rb") as file:
         file.seek(chunk.start)
         return read_torch_bytes(file.read(chunk.length), f"{folder / chunk.file} ({name})")
 
 
-def _dtype(properties: Any) -> torch.dtype:
+def _tensor_dtype(properties: Any) -> torch.dtype:
     state = getattr(properties, "state", None)
     value = state[0] if isinstance(state, tuple) and state else getattr(properties, "dtype", None)
     if not isinstance(value, torch.dtype):
@@ -174,7 +174,7 @@ def _dtype(properties: Any) -> torch.dtype:
     return value
 
 
-def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+def _common_state(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """What is no tensor: arguments, counters, the optimizer's groups."""
     if is_fsdp((*texts, *tensors)):
         return _common_of_fsdp(folder, texts, tensors)
@@ -183,7 +183,7 @@ def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stor
         return state if isinstance(state, dict) else {}
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
-            state = _object(chunk, folder, name)
+            state = _read_object(chunk, folder, name)
             state = state[0] if isinstance(state, list) and len(state) == 1 else state  # the state of one of one rank
             return state if isinstance(state, dict) else {}
     return {}
@@ -191,10 +191,10 @@ def _common(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stor
 
 def _common_of_fsdp(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
     steps = [
-        *(_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
+        *(_read_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
         *(assembled(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
     ]
-    common = {name: _object(texts[name], folder, name) for name in COMMON if name in texts}
+    common = {name: _read_object(texts[name], folder, name) for name in COMMON if name in texts}
     return {**common, "optimizer": [{"step": step} for step in steps]}
 
 
@@ -223,7 +223,7 @@ def _with_state(
 def _by_our_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Our name in a saved state -> where it lies; layers that are stacked are told apart."""
     entries: dict[str, Stored] = {}
-    for prefix, key, stored in _parameters(tensors):
+    for prefix, key, stored in _optimizer_parameters(tensors):
         match = _STACKED.match(key)
         if match and stored.shape:
             for layer in range(stored.shape[0]):
@@ -239,7 +239,7 @@ def _by_our_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     }
 
 
-def _parameters(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, Stored]]:
+def _optimizer_parameters(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, Stored]]:
     """(beginning of our name, their parameter, entry) of weights and of moments by parameter."""
     for key, stored in tensors.items():
         slot = _OPTIMIZER.match(key)

@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 @cache
-def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
+def _group_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
     """Return the library's buffer of a process group, which all layers share: as large as its two tuned configurations require."""
     library = import_module("deep_ep").Buffer
     tuned = library.get_dispatch_config(group.size()), library.get_combine_config(group.size())
@@ -89,13 +89,15 @@ class DeepEP:
         Returns the [n, h] tokens that chose some expert of this rank, each once; their weights [n, k]; the experts [n, k], counted from this rank's first, -1 where the
         choice is another rank's; and the handle for the way back.
         """
-        buffer = _buffer(self.group, tokens.shape[1] * max(tokens.element_size(), 2))
+        buffer = _group_buffer(self.group, tokens.shape[1] * max(tokens.element_size(), 2))
         arrived, shares, own, handle = _Dispatch.apply(tokens, weights, experts, num_experts, buffer)
         return arrived, shares, own, handle
 
     def combine(self, shares: Tensor, handle: Any) -> Tensor:
         """Return results to the tokens' ranks. shares: [n, h], results of this rank's experts for each token that arrived. Returns [t, h], summed over ranks."""
-        return _Combine.apply(shares, handle, _buffer(self.group, shares.shape[1] * max(shares.element_size(), 2)))
+        return _Combine.apply(
+            shares, handle, _group_buffer(self.group, shares.shape[1] * max(shares.element_size(), 2))
+        )
 
 
 def unfit(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:

@@ -62,11 +62,11 @@ def attention(
     library, batch = import_module(PACKAGES[version]), q.shape[1]
     rows = [x.transpose(0, 1) for x in (q, k, v)]
     if not apart:
-        output = _first(library.flash_attn_func(*rows, **how))
+        output = _output_only(library.flash_attn_func(*rows, **how))
     else:
         starts, longest = starts_of(mask.documents), len(q)  # no document is longer than its row
         flat = [x.flatten(0, 1) for x in rows]
-        output = _first(
+        output = _output_only(
             library.flash_attn_varlen_func(
                 *flat, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest, **how
             )
@@ -111,6 +111,6 @@ def unfit(
     return lacks
 
 
-def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+def _output_only(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return the output, of versions that return more."""
     return output if isinstance(output, Tensor) else output[0]

@@ -22,14 +22,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: Number, *, 
 
     backward: format of gradients. emulated: by matmuls in the dtype of x, as on a CPU.
     """
-    layer = _layer(backward.dtype, emulated)
+    layer = _torchao_linear(backward.dtype, emulated)
     product = import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
     output = product.apply(x, weight.t(), layer.linear_mm_config, layer.config)
     return output if bias is None else output + bias
 
 
 @lru_cache(maxsize=4)
-def _layer(backward: torch.dtype, emulated: bool) -> Any:
+def _torchao_linear(backward: torch.dtype, emulated: bool) -> Any:
     """Return torchao's layer without weights, which multiplies given ones."""
     names, library = import_module("torchao.float8.config"), import_module("torchao.float8.float8_linear")
     slow = names.Float8GemmConfig(use_fast_accum=False)

@@ -41,7 +41,7 @@ def attention(
     assert scores.bias is None and scores.sink is None and scores.softcap is None, (
         "the table offers it for none of these"
     )
-    module = _module(q.shape[2], k.shape[2], (q.shape[3], v.shape[3]), dropout, scores.scale)
+    module = _attention_module(q.shape[2], k.shape[2], (q.shape[3], v.shape[3]), dropout, scores.scale)
     how: dict[str, Any] = (
         {} if mask.window is None else {"window_size": (mask.window[0], 0) if mask.causal else mask.window}
     )
@@ -64,7 +64,7 @@ def attention(
 
 
 @lru_cache(maxsize=16)  # a module holds nothing but these choices
-def _module(heads: int, groups: int, sizes: tuple[int, int], dropout: float, scale: float | None) -> Any:
+def _attention_module(heads: int, groups: int, sizes: tuple[int, int], dropout: float, scale: float | None) -> Any:
     """Return the library's attention module for these numbers of heads and groups, and these sizes of keys and values."""
     library = import_module("transformer_engine.pytorch")
     return library.DotProductAttention(

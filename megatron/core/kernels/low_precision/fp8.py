@@ -101,7 +101,7 @@ def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
 
 def by_tensor(x: Tensor, number: Number, scale: Tensor) -> Quantised:
     """Quantize x [m, k] with one scale [], by which it is multiplied before rounding. Too large values saturate."""
-    return Quantised(_rounded(x.to(wide(x.dtype)) * scale, number), scale.reciprocal())
+    return Quantised(_round_to_format(x.to(wide(x.dtype)) * scale, number), scale.reciprocal())
 
 
 def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor | None = None) -> Quantised:
@@ -112,7 +112,7 @@ def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor |
     tiles = tiled(x.to(wide(x.dtype)), block)
     sizes = block_sizes(x, block) if sizes is None else sizes
     scaled = torch.ldexp(tiles, -_power_above(sizes, number.largest)[:, None, :, None])
-    return Quantised(untiled(_rounded(scaled, number), x), None, block_scales(sizes, number), block)
+    return Quantised(untiled(_round_to_format(scaled, number), x), None, block_scales(sizes, number), block)
 
 
 def block_sizes(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -136,7 +136,7 @@ def _power_above(value: Tensor, number: float) -> Tensor:
     return (power - own_power + (fraction > own_fraction)).clamp(_SMALLEST_POWER, _LARGEST_POWER)
 
 
-def _rounded(x: Tensor, number: Number) -> Tensor:
+def _round_to_format(x: Tensor, number: Number) -> Tensor:
     """Round to the nearest number, ties to even; too large values saturate; NaN stays NaN."""
     return x.clamp(-number.largest, number.largest).to(number.dtype)
 

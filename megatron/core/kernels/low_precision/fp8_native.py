@@ -50,7 +50,7 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     if a.block[1] == fp4.BLOCK:
         return _product_of_4_bits(a, b, dtype)
     along = max(a.block[1], b.block[1], _ROW)
-    left, right = (_filled(x.values, along) for x in (a, b))
+    left, right = (_pad_rows(x.values, along) for x in (a, b))
     if a.blocks is None:
         return torch._scaled_mm(
             left,
@@ -60,7 +60,7 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
             out_dtype=dtype,
             use_fast_accum=False,
         )
-    (scale_a, kind_a, order), (scale_b, kind_b, _) = _scales(a), _scales(b)
+    (scale_a, kind_a, order), (scale_b, kind_b, _) = _hardware_scales(a), _hardware_scales(b)
     return F.scaled_mm(
         left, right.t(), scale_a, kind_a, scale_b, kind_b, swizzle_a=order, swizzle_b=order, output_dtype=dtype
     )
@@ -72,7 +72,7 @@ def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor
         [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
         [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
     )
-    left, right = (packed(_filled(x.values, 2 * _ROW)) for x in (a, b))
+    left, right = (packed(_pad_rows(x.values, 2 * _ROW)) for x in (a, b))
     scales = [
         [in_tiles(x.block_scales.repeat_interleave(x.block[0], 0)[: len(x.values)]), x.whole_scale.float().reshape(1)]
         for x in (a, b)
@@ -96,24 +96,24 @@ def _of_whole_blocks(x: Quantised) -> Quantised:
     """Return x padded with rows of zeros to whole blocks."""
     blocks = x.blocks
     if blocks is not None and x.block[0] == 1:
-        blocks = _padded(blocks, 0, -x.values.shape[0] % _ROW)
-    return replace(x, values=_padded(x.values, 0, -x.values.shape[0] % max(x.block[0], _ROW)), blocks=blocks)
+        blocks = _pad_matrix(blocks, 0, -x.values.shape[0] % _ROW)
+    return replace(x, values=_pad_matrix(x.values, 0, -x.values.shape[0] % max(x.block[0], _ROW)), blocks=blocks)
 
 
-def _filled(values: Tensor, multiple: int) -> Tensor:
+def _pad_rows(values: Tensor, multiple: int) -> Tensor:
     """Return rows padded to a multiple of elements, contiguous."""
     missing = -values.shape[1] % multiple
-    return _padded(values, missing, 0) if missing else values.contiguous()
+    return _pad_matrix(values, missing, 0) if missing else values.contiguous()
 
 
-def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
+def _pad_matrix(x: Tensor, columns: int, rows: int) -> Tensor:
     """Return x with this many more columns and rows of zeros."""
     if x.dtype.itemsize > 1:
         return F.pad(x, (0, columns, 0, rows))
     return F.pad(x.contiguous().view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # a byte of zeros is a zero
 
 
-def _scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
+def _hardware_scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType]:
     """Return the blocks' scales in the layout of the hardware, and what torch needs to know of it."""
     kinds, plain = F.ScalingType, F.SwizzleType.NO_SWIZZLE
     if x.block == (1, 128):

@@ -18,7 +18,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _statistics(
+def _softmax_statistics(
     logits: tl.tensor, rows: tl.tensor, result: tl.tensor, valid: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """result: [3, tokens] of the largest logit, the sum of exponentials of what is less than it, and the logit in column rows[token]."""
@@ -38,7 +38,7 @@ def _statistics(
 
 
 @triton.jit
-def _gradient(
+def _logit_gradient(
     logits: tl.tensor,
     rows: tl.tensor,
     largest: tl.tensor,
@@ -64,7 +64,7 @@ def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor
     logits: [k, v]; rows: int64 [k].
     """
     result = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
-    _statistics[(len(logits),)](
+    _softmax_statistics[(len(logits),)](
         logits, rows, result, min(valid, logits.shape[1]), logits.shape[1], BLOCK=_BLOCK, num_warps=8
     )
     largest, total, target = result
@@ -79,7 +79,7 @@ def gradient(logits: Tensor, rows: Tensor, largest: Tensor, factor: Tensor, hit:
     the logits.
     """
     size = logits.shape[1]
-    _gradient[(len(logits), cdiv(size, _BLOCK))](
+    _logit_gradient[(len(logits), cdiv(size, _BLOCK))](
         logits, rows, largest, factor.contiguous(), hit.contiguous(), min(valid, size), size, BLOCK=_BLOCK
     )
     return logits

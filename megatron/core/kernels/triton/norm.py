@@ -26,7 +26,7 @@ _ROWS, _COLUMNS = 64, 128  # what a program sums for the gradients of weight and
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x: tl.tensor,
     update: tl.tensor,
     y: tl.tensor,
@@ -66,7 +66,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     dy: tl.tensor,
     more: tl.tensor,
     x: tl.tensor,
@@ -96,7 +96,7 @@ def _backward(
 
 
 @triton.jit
-def _sums(
+def _weight_gradient_sums(
     dy: tl.tensor,
     x: tl.tensor,
     stats: tl.tensor,
@@ -124,7 +124,7 @@ class _Norm(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
         x = x.contiguous()
-        y, stats = _normed(x, None, weight, bias, epsilon)
+        y, stats = _add_and_norm(x, None, weight, bias, epsilon)
         context.save_for_backward(x, weight, stats)
         context.centred = bias is not None
         return y[0]
@@ -132,7 +132,7 @@ class _Norm(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, stats = context.saved_tensors
-        dx, of_weight, of_bias = _gradients(gradient, None, x, weight, stats, context.centred)
+        dx, of_weight, of_bias = _norm_gradients(gradient, None, x, weight, stats, context.centred)
         return dx, of_weight, of_bias, None
 
 
@@ -141,7 +141,7 @@ class _ResidualNorm(Function):
     def forward(
         context: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        (total, y), stats = _normed(x.contiguous(), update.contiguous(), weight, bias, epsilon)
+        (total, y), stats = _add_and_norm(x.contiguous(), update.contiguous(), weight, bias, epsilon)
         context.save_for_backward(total, weight, stats)
         context.centred = bias is not None
         return total, y
@@ -149,14 +149,14 @@ class _ResidualNorm(Function):
     @staticmethod
     def backward(context: Any, of_total: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, stats = context.saved_tensors
-        dx, of_weight, of_bias = _gradients(gradient, of_total.contiguous(), total, weight, stats, context.centred)
+        dx, of_weight, of_bias = _norm_gradients(gradient, of_total.contiguous(), total, weight, stats, context.centred)
         return dx, dx, of_weight, of_bias, None
 
 
-def _normed(
+def _add_and_norm(
     x: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """[1, ..., size], the norm, or [2, ..., size], x + update and its norm; and [rows, 2] for `_gradients`."""
+    """[1, ..., size], the norm, or [2, ..., size], x + update and its norm; and [rows, 2] for `_norm_gradients`."""
     size = x.shape[-1]
     rows = x.numel() // max(1, size)
     y, stats = (
@@ -164,23 +164,27 @@ def _normed(
         torch.empty((rows, 2), dtype=torch.float32, device=x.device),
     )
     if rows:
-        _forward[(rows,)](x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_warps(size))
+        _norm_forward[(rows,)](x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_num_warps(size))
     return y, stats
 
 
-def _gradients(
+def _norm_gradients(
     gradient: Tensor, more: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, centred: bool
 ) -> tuple[Tensor | None, ...]:
     """Those of x, weight and bias."""
     gradient, size, rows = gradient.contiguous(), x.shape[-1], len(stats)
     dx, parts = torch.empty_like(x), cdiv(rows, _ROWS)
     if rows:
-        _backward[(rows,)](gradient, more, x, weight, stats, dx, CENTRED=centred, SIZE=size, num_warps=_warps(size))
+        _norm_backward[(rows,)](
+            gradient, more, x, weight, stats, dx, CENTRED=centred, SIZE=size, num_warps=_num_warps(size)
+        )
     if weight is None:
         return dx, None, None
     sums = torch.empty((2, parts, size), dtype=torch.float32, device=x.device)
     if rows:
-        _sums[(cdiv(size, _COLUMNS), parts)](gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS)
+        _weight_gradient_sums[(cdiv(size, _COLUMNS), parts)](
+            gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS
+        )
     of_weight, of_bias = sums.sum(1).to(weight.dtype)
     return dx, of_weight, of_bias if centred else None
 
@@ -202,6 +206,6 @@ def residual_norm(
     return _ResidualNorm.apply(x, update, weight, bias, epsilon)
 
 
-def _warps(size: int) -> int:
+def _num_warps(size: int) -> int:
     """Groups of 32 threads for a row: each thread holds some 8 numbers of a wide one."""
     return min(16, max(4, power_of_2_above(size) // 256))

@@ -28,7 +28,7 @@ _MOST_SPLITS = 32
 
 
 @triton.jit
-def _product(a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr, WIDENED: tl.constexpr) -> tl.tensor:
+def _matmul_fp32(a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr, WIDENED: tl.constexpr) -> tl.tensor:
     """a b, summed in fp32. WIDENED: for Triton's interpreter, whose products of bf16 are those of its bits."""
     if WIDENED:
         a = a.to(tl.float32)
@@ -37,7 +37,7 @@ def _product(a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr, WIDENED: tl.co
 
 
 @triton.jit
-def _scored(
+def _query_key_scores(
     q: tl.tensor,
     k: tl.tensor,
     slots: tl.tensor,
@@ -56,19 +56,19 @@ def _scored(
     else:
         keys = tl.load(k + slots[:, None] + main[None, :], mask=inside[:, None], other=0.0)
         own = tl.load(q + main[None, :])
-    result = _product(own, tl.trans(keys), PRECISION, WIDENED)
+    result = _matmul_fp32(own, tl.trans(keys), PRECISION, WIDENED)
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
         more = tl.load(q + rest[None, :], mask=rest[None, :] < SIZE, other=0.0)
         rest_keys = tl.load(
             k + slots[:, None] + rest[None, :], mask=inside[:, None] & (rest[None, :] < SIZE), other=0.0
         )
-        result += _product(more, tl.trans(rest_keys), PRECISION, WIDENED)
+        result += _matmul_fp32(more, tl.trans(rest_keys), PRECISION, WIDENED)
     return result, keys
 
 
 @triton.jit
-def _part(
+def _attend_key_part(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -135,7 +135,9 @@ def _part(
         inside = keys < stop
         block = tl.load(tables + row.to(tl.int64) * width + keys // PAGE, mask=inside, other=0)
         slots = block.to(tl.int64) * PAGE + keys % PAGE
-        scored, tile_k = _scored(q, k + group * SIZE, slots * k_step, inside, SIZE, MAIN, REST, PRECISION, WIDENED)
+        scored, tile_k = _query_key_scores(
+            q, k + group * SIZE, slots * k_step, inside, SIZE, MAIN, REST, PRECISION, WIDENED
+        )
         scored *= scale
         if CAPPED:
             scored = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scored / softcap) + 1.0))
@@ -153,7 +155,7 @@ def _part(
         else:
             place = v + (slots * v_step)[:, None] + group * VALUES + columns[None, :]
             tile_v = tl.load(place, mask=inside[:, None] & (columns[None, :] < VALUES), other=0.0)
-        mixed = mixed * shrink[:, None] + _product(shares.to(tile_v.dtype), tile_v, PRECISION, WIDENED)
+        mixed = mixed * shrink[:, None] + _matmul_fp32(shares.to(tile_v.dtype), tile_v, PRECISION, WIDENED)
         largest = higher
 
     line = ((tl.program_id(0).to(tl.int64) * groups + group) * splits + split) * M + tl.arange(0, M)
@@ -163,7 +165,7 @@ def _part(
 
 
 @triton.jit
-def _join(
+def _merge_key_parts(
     parts: tl.tensor,
     sums: tl.tensor,
     sink: tl.tensor,
@@ -221,7 +223,7 @@ def attention(
     parts = torch.empty((rows * tiles, groups, splits, known["M"], values), dtype=torch.float32, device=q.device)
     sums = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
     y = torch.empty((rows, queries, heads * values), dtype=q.dtype, device=q.device)
-    _part[(rows * tiles, groups, splits)](
+    _attend_key_part[(rows * tiles, groups, splits)](
         q, k, v, where.tables, where.lengths, parts, sums,
         size**-0.5 if scores.scale is None else scores.scale,
         1.0 if scores.softcap is None else scores.softcap,
@@ -231,10 +233,10 @@ def attention(
         CAPPED=scores.softcap is not None,
         WINDOWED=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        WIDENED=not isinstance(_part, triton.JITFunction),
+        WIDENED=not isinstance(_attend_key_part, triton.JITFunction),
         **known,
     )  # fmt: skip
-    _join[(rows * queries, heads)](
+    _merge_key_parts[(rows * queries, heads)](
         parts, sums, scores.sink, y, queries, splits,
         REPEATS=known["REPEATS"], VALUES=values, WIDE=known["WIDE"], M=known["M"], SPLITS=triton.next_power_of_2(splits),
     )  # fmt: skip

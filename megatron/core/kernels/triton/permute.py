@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gather(
+def _gather_sum_kernel(
     values: tl.tensor,
     places: tl.tensor,
     y: tl.tensor,
@@ -42,12 +42,12 @@ class _Permute(Function):
     @staticmethod
     def forward(context: Any, values: Tensor, places: Tensor, back: Tensor) -> Tensor:
         context.save_for_backward(back)
-        return _sum(values, places)
+        return _gather_sum(values, places)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (back,) = context.saved_tensors
-        return _sum(gradient, back), None, None
+        return _gather_sum(gradient, back), None, None
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
@@ -58,12 +58,12 @@ def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses:
     return _Permute.apply(values, places, back)
 
 
-def _sum(values: Tensor, places: Tensor) -> Tensor:
+def _gather_sum(values: Tensor, places: Tensor) -> Tensor:
     """The sums over k of values[places[:, k]]. values: [m, h]; places: [n, k] int64."""
     values, places = values.contiguous(), places.contiguous()
     size, y = values.shape[1], values.new_empty((len(places), values.shape[1]))
     if y.numel():
-        _gather[(len(places), cdiv(size, _BLOCK))](
+        _gather_sum_kernel[(len(places), cdiv(size, _BLOCK))](
             values, places, y, len(values), size, COUNT=places.shape[1], BLOCK=_BLOCK
         )
     return y

@@ -45,7 +45,7 @@ def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _gate(
+def _gated_activation(
     x: tl.tensor,
     y: tl.tensor,
     size: tl.tensor,
@@ -104,7 +104,7 @@ class _Gated(Function):
         }
         y = x.new_empty((*x.shape[:-1], size))
         if y.numel():
-            _gate[(y.numel() // size, cdiv(size, _BLOCK))](x, y, size, **context.how)
+            _gated_activation[(y.numel() // size, cdiv(size, _BLOCK))](x, y, size, **context.how)
         context.save_for_backward(x)
         return y
 
@@ -124,7 +124,7 @@ def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x: tl.tensor,
     y: tl.tensor,
     cos: tl.tensor,
@@ -158,12 +158,12 @@ class _Rotary(Function):
         cos, sin = cos.contiguous(), sin.contiguous()
         context.save_for_backward(cos, sin)
         context.interleaved = interleaved
-        return _rotated(x.contiguous(), cos, sin, interleaved)
+        return _apply_rotary(x.contiguous(), cos, sin, interleaved)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = context.saved_tensors  # to turn back is to turn by the negative angle
-        return _rotated(gradient.contiguous(), cos, -sin, context.interleaved), None, None, None
+        return _apply_rotary(gradient.contiguous(), cos, -sin, context.interleaved), None, None, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -177,10 +177,12 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((_Rotary.apply(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     y, size = torch.empty_like(x), x.shape[-1]
     if x.numel():
         rows, angles = x.numel() // size, cos.numel() // size
         assert rows % angles == 0, "every row of the table turns equally many heads"
-        _turn[(rows,)](x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=power_of_2_above(size))
+        _rotate[(rows,)](
+            x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=power_of_2_above(size)
+        )
     return y
