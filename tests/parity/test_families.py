@@ -112,7 +112,28 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+STATES = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_groups": 2, "chunk_size": 8, "initializer_range": 0.2}
+NEMOTRON = {
+    **STATES,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "time_step_min": 0.3,
+    "max_position_embeddings": 64,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron h experts": (
+        "NemotronH",
+        {**NEMOTRON, "routed_scaling_factor": 1.5, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
+    ),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4}),
     "mixtral window": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
     "qwen2 moe": ("Qwen2Moe", {**SPARSE, "norm_topk_prob": False, "shared_expert_intermediate_size": 20}),
@@ -242,6 +263,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"],
             "sliding_window": 3,
         },
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            **STATES,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 5,
+            "time_step_limit": (0.2, 2.0),
+        },
+    ),
+    "mamba2 tied": (
+        "Mamba2",
+        {**STATES, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 5, "tie_word_embeddings": True},
+    ),
+    "nemotron h": (
+        "NemotronH",
+        {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]},
     ),
     "olmo2": ("Olmo2", {**SIZES, "pad_token_id": None}),
     "bert": ("BertForPreTraining", BERT_SIZES),

@@ -91,7 +91,8 @@ def _common_in(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _groups_in(keys: Keys, score: str, *, used: bool) -> dict[str, Any]:
+def groups_of_experts_in(keys: Keys, score: str, *, used: bool) -> dict[str, Any]:
+    """Groups of experts, of which a token uses some. score: of a group. used: whether there are any."""
     groups, chosen = keys.whole("n_group", 1), keys.whole("topk_group", 1)
     settings = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": score}
     return settings if used and groups > 1 else {}
@@ -127,7 +128,7 @@ def _v2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys.one_of("norm_topk_prob", (False,), False)
     return {
         **_common_in(keys),
-        **_groups_in(keys, "max", used=method != "greedy"),
+        **groups_of_experts_in(keys, "max", used=method != "greedy"),
         "moe_router_pre_softmax": True,
     }, keys.finish()
 
@@ -142,7 +143,7 @@ def _v3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
     keys.one_of("norm_topk_prob", (True,), True)
-    settings = {**_common_in(keys), **_groups_in(keys, "sum", used=True)}
+    settings = {**_common_in(keys), **groups_of_experts_in(keys, "sum", used=True)}
     used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
         keys.problems.append(

@@ -19,6 +19,7 @@ from megatron.core.families.gpt_oss import GPT_OSS
 from megatron.core.families.llama import LLAMA, MISTRAL
 from megatron.core.families.llava import Decoders, readers_of_images
 from megatron.core.families.mixtral import MIXTRAL
+from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
 from megatron.core.families.olmo import OLMO2
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.core.families.rules import Family
@@ -41,6 +42,8 @@ _DECODERS = (
     GEMMA,
     GEMMA2,
     OLMO2,
+    MAMBA2,
+    NEMOTRON_H,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -124,7 +127,10 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
 def _settings_without_effect(model: ModelConfig) -> frozenset[str]:
     """Settings that say nothing of this network, since others say that they are not used, or do not change what it computes."""
     idle = unused(model) - {"scale_tied_logits"}
-    if model.rope.position_embedding_type != "relative":  # a length that is published even where nothing has its size
+    attends = not model.hybrid.symbols or bool({"*", "+"} & set(model.hybrid.symbols))
+    if (
+        model.rope.position_embedding_type != "relative" and attends
+    ):  # a length that is published even where nothing has its size
         idle -= {"max_position_embeddings"}
     if model.moe.moe_router_topk_scaling_factor in (None, 1.0):
         idle |= {"moe_router_topk_scaling_factor"}

@@ -1,0 +1,323 @@
+"""Mamba-2 and Nemotron-H: layers of one residual sum each, of Mamba-2 alone, or of that, attention, MLPs and experts by turns.
+
+    mamba2        all layers alike; time steps between the numbers of time_step_limit
+    nemotron_h    layers_block_type, or the symbols of hybrid_override_pattern; time steps from time_step_min on, whatever time_step_limit says;
+                  no positions; MLPs and experts with the square of ReLU, without a gate
+
+Matrices are whole on both sides: z, x, B, C and dt stand in one in_proj, x, B and C in one convolution.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.deepseek import groups_of_experts_in
+from megatron.core.families.llama import attention_rows
+from megatron.core.families.rules import Family, Row, per_expert, same
+from megatron.core.families.settings import Keys, groups_in, passed_through
+
+_INITIAL = ("time_step_floor", "time_step_max", "time_step_rank", "rescale_prenorm_residual")  # said once, at the start
+_KERNELS = ("chunk_size", "residual_in_fp32", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype")
+_AHEAD = ("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
+_SAYS_NOTHING = (
+    *_INITIAL,
+    *_KERNELS,
+    *_AHEAD,
+    "expand",
+    "moe_shared_expert_overlap",
+    "output_router_logits",
+    "time_step_limit",
+)
+_EXPERTS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "moe_latent_size",
+)
+_SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_COPIES = (("lm_head.weight", "backbone.embeddings.weight"),)
+_SKIPPED = re.compile(r"mtp\..*")
+_MIXER = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "in_proj.weight", "norm.weight", "out_proj.weight")
+_ANY_LENGTH = 2**20  # of a network without positions, whose config.json has no length
+
+
+def _sizes_in(keys: Keys) -> dict[str, Any]:
+    """What both families say by the same names."""
+    for name in ("use_bias", "mamba_proj_bias"):
+        keys.one_of(name, (False,), False)
+    keys.one_of("use_conv_bias", (True,), True)
+    keys.one_of("conv_kernel", (4,), 4)
+    return {
+        "hidden_size": keys.whole("hidden_size"),
+        "true_vocab_size": keys.whole("vocab_size"),
+        "mamba_num_groups": keys.whole("n_groups", 8),
+        "position_embedding_type": "none",
+        "normalization": "RMSNorm",
+        "norm_epsilon": keys.real("layer_norm_epsilon", 1e-5),
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", False),
+        "init_method_std": keys.real("initializer_range", 0.02),
+    }
+
+
+def _sizes_out(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.true_vocab_size,
+        "n_groups": model.hybrid.mamba_num_groups,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "tie_word_embeddings": model.ties_embeddings,
+        "initializer_range": model.init_method_std,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+    }
+
+
+def _number(value: Any) -> float:
+    """A number of a config.json, where infinity may be an object."""
+    return float(value["__float__"]) if isinstance(value, Mapping) and "__float__" in value else float(value)
+
+
+def _mamba2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = Keys(config)
+    for name in (*_INITIAL, *_KERNELS, "time_step_min"):
+        keys.pop(name)
+    keys.one_of("hidden_act", ("silu",), "silu")
+    settings, limit = _sizes_in(keys), keys.pop("time_step_limit") or (0.0, math.inf)
+    heads, size, layers = keys.whole("num_heads", 128), keys.whole("head_dim", 64), keys.whole("num_hidden_layers")
+    if keys.whole("expand", 2) * settings["hidden_size"] != heads * size:
+        keys.problems.append(f"expand: the {heads} heads of {size} channels are not so many times the hidden size")
+    return {
+        **settings,
+        "num_layers": min(layers, 10_000),
+        "hybrid_layer_pattern": "M" * min(layers, 10_000),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": size,
+        "mamba_state_dim": keys.whole("state_size", 128),
+        "mamba_time_step_limit": tuple(map(_number, limit)),
+        "num_attention_heads": heads,
+        "kv_channels": size,
+        "max_position_embeddings": _ANY_LENGTH,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }, keys.finish()
+
+
+def _mamba2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    hybrid = model.hybrid
+    low, high = hybrid.mamba_time_step_limit or (0.0, math.inf)
+    heads = hybrid.mamba_num_heads or 0
+    return {
+        **passed_through(like, *_INITIAL, *_KERNELS, "time_step_min"),
+        **_sizes_out(model),
+        "hidden_act": "silu",
+        "num_hidden_layers": sum(plan.mixer == "mamba" for plan in layer_rows(model)),
+        "num_heads": heads,
+        "head_dim": hybrid.mamba_head_dim,
+        "state_size": hybrid.mamba_state_dim,
+        "expand": heads * hybrid.mamba_head_dim // model.hidden_size,
+        "time_step_limit": [low, {"__float__": "Infinity"} if math.isinf(high) else high],
+    }
+
+
+def _layers_in(keys: Keys) -> str:
+    """The symbols of all layers."""
+    kinds, symbols = keys.pop("layers_block_type"), keys.pop("hybrid_override_pattern")
+    keys.pop("num_hidden_layers")
+    if kinds is None:
+        kinds = list(symbols or "")
+    unknown = sorted({str(kind) for kind in kinds} - set(_SYMBOLS) - set(_KINDS))
+    if unknown or not kinds:
+        keys.problems.append(
+            f"layers_block_type: {', '.join(unknown) or 'nothing'} is no layer here; {', '.join(_KINDS.values())} are"
+        )
+    return "".join(_SYMBOLS.get(kind, kind) for kind in kinds if str(kind) not in unknown) or "M"
+
+
+def _experts_in(keys: Keys) -> dict[str, Any]:
+    keys.one_of("norm_topk_prob", (True,), True)
+    keys.one_of("moe_latent_size", (None,), None)
+    keys.one_of("n_shared_experts", (1,), 1)
+    used = keys.whole("num_experts_per_tok", 2)
+    if used == 1:
+        keys.problems.append(
+            "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
+        )
+    settings = {
+        "num_experts": keys.whole("n_routed_experts", 8),
+        "moe_router_topk": used,
+        "moe_ffn_hidden_size": keys.whole("moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": keys.whole("moe_shared_expert_intermediate_size"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": None
+        if (factor := keys.real("routed_scaling_factor", 1.0)) == 1.0
+        else factor,
+        **groups_of_experts_in(keys, "sum", used=True),
+    }
+    chosen = settings.get("moe_router_group_topk")
+    if chosen and used // chosen != 2:
+        keys.problems.append(
+            f"topk_group: {chosen} of num_experts_per_tok: {used}; here a group's score is the sum of its best {used // chosen}, there of its best 2"
+        )
+    return settings
+
+
+def _nemotron_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = Keys(config)
+    for name in _SAYS_NOTHING:
+        keys.pop(name)
+    for name in ("attention_bias", "mlp_bias"):
+        keys.one_of(name, (False,), False)
+    keys.one_of("mamba_hidden_act", ("silu",), "silu")
+    keys.one_of("mlp_hidden_act", ("relu2",), "relu2")
+    keys.one_of("sliding_window", (None,), None)
+    settings, symbols, heads = _sizes_in(keys), _layers_in(keys), keys.whole("num_attention_heads")
+    experts = _experts_in(keys) if "E" in symbols else {}
+    for name in () if experts else _EXPERTS:
+        keys.pop(name)
+    return {
+        **settings,
+        **experts,
+        **groups_in(heads, keys.whole("num_key_value_heads", heads)),
+        "num_layers": len(symbols),
+        "hybrid_layer_pattern": symbols,
+        "kv_channels": keys.whole("head_dim", settings["hidden_size"] // heads or 1),
+        "ffn_hidden_size": keys.whole("intermediate_size"),
+        "squared_relu": True,
+        "mamba_num_heads": keys.whole("mamba_num_heads"),
+        "mamba_head_dim": keys.whole("mamba_head_dim"),
+        "mamba_state_dim": keys.whole("ssm_state_size"),
+        "mamba_time_step_limit": (keys.real("time_step_min", 0.001), math.inf),
+        "max_position_embeddings": keys.whole("max_position_embeddings"),
+        "hidden_dropout": keys.real("hidden_dropout", 0.0),
+        "attention_dropout": keys.real("attention_dropout", 0.0),
+    }, keys.finish()
+
+
+def _nemotron_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    hybrid, moe = model.hybrid, model.moe
+    symbols = "".join(_symbol(plan.mixer, plan.mlp) for plan in layer_rows(model))
+    old = "hybrid_override_pattern" in like
+    layers: Any = symbols if old else [_KINDS.get(symbol, symbol) for symbol in symbols]
+    experts: dict[str, Any] = {name: like[name] for name in _EXPERTS if name in like}
+    if moe.num_experts:
+        experts |= {
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.moe_router_topk,
+            "moe_intermediate_size": moe.moe_ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": moe.moe_shared_expert_intermediate_size,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+            "n_group": moe.moe_router_num_groups or like.get("n_group", 1),
+            "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
+        }
+    return {
+        **passed_through(like, *_SAYS_NOTHING),
+        **_sizes_out(model),
+        **experts,
+        "hybrid_override_pattern" if old else "layers_block_type": layers,
+        **({"sliding_window": None} if "sliding_window" in like else {}),
+        **({"num_hidden_layers": model.num_layers} if "num_hidden_layers" in like else {}),
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "intermediate_size": model.ffn_hidden_size,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mamba_num_heads": hybrid.mamba_num_heads,
+        "mamba_head_dim": hybrid.mamba_head_dim,
+        "ssm_state_size": hybrid.mamba_state_dim,
+        "time_step_min": (hybrid.mamba_time_step_limit or (0.0, math.inf))[0],
+        "max_position_embeddings": model.max_position_embeddings,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
+def _symbol(mixer: str, mlp: str) -> str:
+    """The symbol of a layer; what has none is named, and refused by who reads it."""
+    return {"mamba": "M", "attention": "*", "none": {"dense": "-", "moe": "E"}.get(mlp, mlp)}.get(mixer, mixer)
+
+
+def rows(model: ModelConfig) -> tuple[Row, ...]:
+    """All parameters, in the order in which transformers has them."""
+    result = [Row("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), same)]
+    for plan in layer_rows(model):
+        ours, theirs = f"decoder.layers.{plan.index}.", f"backbone.layers.{plan.index}."
+        norm = "pre_mlp_layernorm" if plan.mixer == "none" else "input_layernorm"
+        result.append(Row(f"{ours}{norm}.weight", (f"{theirs}norm.weight",), same))
+        if plan.mixer == "mamba":
+            result += mamba_rows(f"{ours}self_attention.", f"{theirs}mixer.")
+        elif plan.mixer == "attention":
+            result += attention_rows(model, f"{ours}self_attention.", f"{theirs}mixer.")
+        if plan.mlp == "dense":
+            result += _mlp_rows(f"{ours}mlp.", f"{theirs}mixer.")
+        elif plan.mlp == "moe":
+            result += _expert_rows(model, f"{ours}mlp.", f"{theirs}mixer.")
+    result.append(Row("decoder.final_layernorm.weight", ("backbone.norm_f.weight",), same))
+    return (*result, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+
+
+def mamba_rows(ours: str, theirs: str) -> list[Row]:
+    """A mixer of Mamba-2, whose parameters are the same on both sides."""
+    return [Row(f"{ours}{name}", (f"{theirs}{name}",), same) for name in _MIXER]
+
+
+def _mlp_rows(ours: str, theirs: str) -> list[Row]:
+    names = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
+    return [Row(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()]
+
+
+def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+    each = [f"{theirs}experts.{expert}." for expert in range(model.moe.experts)]
+    return [
+        Row(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
+        Row(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same),
+        *(
+            Row(f"{ours}experts.{mine}.weight", tuple(f"{one}{there}.weight" for one in each), per_expert(same, 1))
+            for mine, there in (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj"))
+        ),
+        *_mlp_rows(f"{ours}shared_experts.", f"{theirs}shared_experts."),
+    ]
+
+
+MAMBA2 = Family(
+    "mamba2",
+    "Mamba2ForCausalLM",
+    "mamba2",
+    _mamba2_in,
+    _mamba2_out,
+    rows,
+    base="backbone.",
+    skipped=_SKIPPED,
+    copies=_COPIES,
+)
+NEMOTRON_H = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    _nemotron_in,
+    _nemotron_out,
+    rows,
+    base="backbone.",
+    skipped=_SKIPPED,
+    copies=_COPIES,
+)
