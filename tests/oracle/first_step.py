@@ -139,8 +139,10 @@ class Decoder:
         """Grouped heads (Ainslie et al., 2023), [b, s, h] to the same."""
         model, (b, s, _) = self.model, x.shape
         n, g, d = model.num_attention_heads, model.num_query_groups, model.kv_channels
-        q, k, v = (
-            part.view(b, s, -1, d) for part in self.linear(f"{here}linear_qkv", x).split([n * d, g * d, g * d], dim=-1)
+        gated = [n * d] if model.attention_output_gate else []
+        q, *gate, k, v = (
+            part.view(b, s, -1, d)
+            for part in self.linear(f"{here}linear_qkv", x).split([n * d, *gated, g * d, g * d], dim=-1)
         )
         if model.qk_layernorm_across_heads:
             q = self.norm(f"{here}q_layernorm", q.flatten(2)).view_as(q)
@@ -153,7 +155,7 @@ class Decoder:
             q, k = (part / torch.sqrt(part.square().mean(-1, keepdim=True) + model.norm_epsilon) for part in (q, k))
         mixed = self.weighed(here, plan, q, k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2))
         if model.attention_output_gate:
-            mixed = mixed * torch.sigmoid(self.linear(f"{here}linear_gate", x))
+            mixed = mixed * torch.sigmoid(gate[0].flatten(2))
         return self.linear(f"{here}linear_proj", mixed)
 
     def latent_attention(self, here: str, plan: LayerPlan, x: Tensor) -> Tensor:

@@ -129,7 +129,29 @@ NEMOTRON = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3 next": ("Qwen3Next", {**SPARSE, **DELTA, "shared_expert_intermediate_size": 20}),
+    "qwen3 next some": (
+        "Qwen3Next",
+        {
+            **SPARSE,
+            **DELTA,
+            "initializer_range": 0.1,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+            "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "nemotron h experts": (
         "NemotronH",
         {**NEMOTRON, "routed_scaling_factor": 1.5, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
@@ -283,6 +305,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]},
     ),
+    "qwen3.5": ("Qwen3_5", {**SIZES, **DELTA}),
     "olmo2": ("Olmo2", {**SIZES, "pad_token_id": None}),
     "bert": ("BertForPreTraining", BERT_SIZES),
     "bert words tanh": ("BertForMaskedLM", {**BERT_SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
@@ -335,7 +358,8 @@ def published(case: str) -> nn.Module:
     kind, sizes = CASES[case]
     torch.manual_seed(11)
     head = kind if "For" in kind else "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-    model = getattr(transformers, head)(getattr(transformers, f"{kind.partition('For')[0]}Config")(**sizes)).eval()
+    config = f"{kind.partition('For')[0]}{'Text' * (kind == 'Qwen3_5')}Config"
+    model = getattr(transformers, head)(getattr(transformers, config)(**sizes)).eval()
     if case in UNTIED_WHEN_LOADED:
         model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
     for name, param in [*model.named_parameters(), *model.named_buffers()]:

@@ -115,11 +115,12 @@ def linear_layers(model: ModelConfig, plan: LayerRow) -> dict[str, LinearShape]:
 
 
 def _attention(model: ModelConfig) -> dict[str, LinearShape]:
-    heads = (("q", model.query_size), ("k", model.key_size), ("v", model.key_size))
-    result = {"self_attention.linear_qkv": LinearShape(model.hidden_size, heads)}
-    if model.attention_output_gate:
-        result["self_attention.linear_gate"] = LinearShape(model.hidden_size, (("", model.query_size),))
-    return result | {"self_attention.linear_proj": LinearShape(model.query_size, (("", model.hidden_size),))}
+    gate = (("gate", model.query_size),) if model.attention_output_gate else ()
+    heads = (("q", model.query_size), *gate, ("k", model.key_size), ("v", model.key_size))
+    return {
+        "self_attention.linear_qkv": LinearShape(model.hidden_size, heads),
+        "self_attention.linear_proj": LinearShape(model.query_size, (("", model.hidden_size),)),
+    }
 
 
 def _latent_attention(model: ModelConfig) -> dict[str, LinearShape]:

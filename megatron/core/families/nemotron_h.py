@@ -47,6 +47,10 @@ _EXPERTS = (
 )
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_FUSED = tuple(
+    (rf"(backbone\.layers\.\d+\.mixer\.experts\.){part}", (rf"\1{{e}}.{part}.weight",))
+    for part in ("up_proj", "down_proj")
+)
 _COPIES = (("lm_head.weight", "backbone.embeddings.weight"),)
 _SKIPPED = re.compile(r"mtp\..*")
 _MIXER = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "in_proj.weight", "norm.weight", "out_proj.weight")
@@ -320,4 +324,6 @@ NEMOTRON_H = Family(
     base="backbone.",
     skipped=_SKIPPED,
     copies=_COPIES,
+    fused=_FUSED,
+    respelled=((r"^(backbone\.)?model\.", "backbone."),),
 )

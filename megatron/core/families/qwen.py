@@ -140,7 +140,7 @@ def _qwen3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
+def expert_layers_in(keys: Keys, layers: int) -> dict[str, Any]:
     """Which layers have experts, how many, and how tokens choose."""
     step, without = keys.whole("decoder_sparse_step", 1), keys.pop("mlp_only_layers") or []
     sparse = [(layer + 1) % step == 0 and layer not in without for layer in range(layers)]
@@ -163,7 +163,8 @@ def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
     return settings
 
 
-def _experts_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def expert_layers_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have experts, how many, and how tokens choose, for a config.json."""
     moe = model.moe
     return {
         **{name: like[name] for name in BALANCE if name in like},
@@ -192,7 +193,7 @@ def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return {
         **settings,
         **_windows_in(keys, settings["num_layers"], _every_other),
-        **_experts_in(keys, settings["num_layers"]),
+        **expert_layers_in(keys, settings["num_layers"]),
         "add_qkv_bias": keys.switch("qkv_bias", True),
         "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": keys.whole("shared_expert_intermediate_size"),
@@ -204,7 +205,7 @@ def _qwen2_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any
         **passed_through(like),
         **common_out(model, like),
         **_windows_out(model, like, _every_other),
-        **_experts_out(model, like),
+        **expert_layers_out(model, like),
         **_head_size(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
@@ -218,7 +219,7 @@ def _qwen3_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return {
         **settings,
         **_windows_in(keys, settings["num_layers"], _every_layer),
-        **_experts_in(keys, settings["num_layers"]),
+        **expert_layers_in(keys, settings["num_layers"]),
         "qk_layernorm": True,
     }, keys.finish()
 
@@ -230,16 +231,17 @@ def _qwen3_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any
         "head_dim": model.kv_channels,
         "attention_bias": False,
         **_windows_out(model, like, _every_layer),
-        **_experts_out(model, like),
+        **expert_layers_out(model, like),
     }
 
 
 def moe_rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters of a network some of whose layers have experts."""
-    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows, "moe": _expert_rows}))
+    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows, "moe": shared_expert_rows}))
 
 
-def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def shared_expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+    """Experts, and the one that every token uses, with its gate."""
     rows, shared = expert_rows(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
     if shared:
         rows += gated_rows(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)

@@ -22,6 +22,7 @@ from megatron.core.families.mixtral import MIXTRAL
 from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
 from megatron.core.families.olmo import OLMO2
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megatron.core.families.qwen_next import QWEN3_5, QWEN3_NEXT
 from megatron.core.families.rules import Family
 from megatron.core.families.settings import classes_of
 from megatron.core.families.t5 import T5
@@ -42,6 +43,8 @@ _DECODERS = (
     GEMMA,
     GEMMA2,
     OLMO2,
+    QWEN3_NEXT,
+    QWEN3_5,
     MAMBA2,
     NEMOTRON_H,
 )

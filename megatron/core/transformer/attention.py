@@ -2,8 +2,8 @@
 
     MHA: every query head has its own key/value head.  GQA: n/g query heads share one.  MQA: all share one.
 
-The query, key and value matrices are one matrix [q | k | v]; each part is cut over the tensor ranks by itself. With
-fewer key/value heads than tensor ranks, neighbouring ranks hold copies of the same head.
+The query, key and value matrices are one matrix [q | k | v], or with a gate of the output [q | gate | k | v]; each part is cut over the tensor ranks by
+itself. With fewer key/value heads than tensor ranks, neighbouring ranks hold copies of the same head.
 
 On top, as asked: norms or unit length of query and key heads, windows, sinks, caps on scores, and a gate of the output.
 """
@@ -50,11 +50,10 @@ class SelfAttention(nn.Module):
             "mesh": build.mesh,
             "dtype": build.dtype,
         }
-        self.linear_qkv = ColumnLinear(model.hidden_size, (FusedSegment(model.query_size), key, key), **inner)
-        self.linear_gate = (
-            ColumnLinear(model.hidden_size, (FusedSegment(model.query_size),), **inner)
-            if model.attention_output_gate
-            else None
+        query = FusedSegment(model.query_size)
+        self.has_gate = model.attention_output_gate
+        self.linear_qkv = ColumnLinear(
+            model.hidden_size, (query, *((query,) if self.has_gate else ()), key, key), **inner
         )
         self.linear_proj = RowLinear(
             model.query_size,
@@ -86,7 +85,7 @@ class SelfAttention(nn.Module):
         Returns the attention's output and the normed input, both like x.
         """
         qkv, normed = self.build.normed_linear(norm, self.linear_qkv, x)
-        q, k, v = self._split_heads(qkv)
+        q, k, v, gate = self._split_heads(qkv)
         if context.table is not None and self.plan.rope:
             q, k = self._apply_rotary(q, context.table), self._apply_rotary(k, context.table)
         if self.build.model.qk_l2_norm:
@@ -104,8 +103,7 @@ class SelfAttention(nn.Module):
             training=self.training,
             kernel=context.attention(self.build, self.plan.index),
         )
-        if self.linear_gate is not None:
-            gate = self.linear_gate(normed)
+        if gate is not None:
             mixed = (mixed * torch.sigmoid(gate.to(wide(gate.dtype)))).to(mixed.dtype)
         return self.linear_proj(mixed), normed
 
@@ -116,19 +114,20 @@ class SelfAttention(nn.Module):
         first = tp.rank * self.heads // (model.num_attention_heads // model.num_query_groups)
         keys = groups[first : first + self.groups]
         queries = keys.repeat_interleave(self.heads // self.groups)
-        rows = torch.cat((queries**alpha, keys ** (1.0 - alpha), torch.ones_like(keys))).repeat_interleave(
+        gates = torch.ones_like(queries) if self.has_gate else queries[:0]
+        rows = torch.cat((queries**alpha, gates, keys ** (1.0 - alpha), torch.ones_like(keys))).repeat_interleave(
             self.head_size
         )
         linear = self.linear_qkv
         return {linear.weight: rows} if linear.bias is None else {linear.weight: rows, linear.bias: rows}
 
-    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d] and k, v: [s, b, g/tp, d]."""
-        sizes = [self.heads, self.groups, self.groups]
-        q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_size).split(sizes, dim=2)
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d], k, v: [s, b, g/tp, d], and with 2n the gate: [s, b, n/tp * d]."""
+        sizes = [self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups]
+        q, *gate, k, v = qkv.view(*qkv.shape[:2], -1, self.head_size).split(sizes, dim=2)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        return q, k, v
+        return q, k, v, gate[0].flatten(2) if gate else None
 
     def _normalize_qk(self, x: Tensor) -> Tensor:
         return self.build.kernels.rms_norm(x, None, self.build.model.norm_epsilon)

@@ -184,10 +184,8 @@ def test_the_output_gate_is_that_of_qwen_3_next() -> None:
         attention_output_gate=True,
     )
     theirs = modeling_qwen3_next.Qwen3NextAttention(config, 1).double()
-    queries, keys, values = module.linear_qkv.weight.split([64, 32, 32])
-    by_head = torch.cat(
-        (queries.view(8, 8, H), module.linear_gate.weight.view(8, 8, H)), dim=1
-    )  # theirs: q and gate of each head
+    queries, gates, keys, values = module.linear_qkv.weight.split([64, 64, 32, 32])
+    by_head = torch.cat((queries.view(8, 8, H), gates.view(8, 8, H)), dim=1)  # theirs: q and gate of each head
     for name, value in (
         ("q_proj", by_head.flatten(0, 1)),
         ("k_proj", keys),
