@@ -35,6 +35,7 @@ from megatron.core.parallel.spec import local_shards, spec_of
 from tests.helpers import tiny
 from tests.helpers.tiny import VOCABULARY
 from tests.helpers.world import Worlds
+from tests.parity import hybrid_cases
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -112,50 +113,8 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
-STATES = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_groups": 2, "chunk_size": 8, "initializer_range": 0.2}
-NEMOTRON = {
-    **STATES,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 6,
-    "ssm_state_size": 5,
-    "time_step_min": 0.3,
-    "max_position_embeddings": 64,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 20,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
-DELTA = {
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3 next": ("Qwen3Next", {**SPARSE, **DELTA, "shared_expert_intermediate_size": 20}),
-    "qwen3 next some": (
-        "Qwen3Next",
-        {
-            **SPARSE,
-            **DELTA,
-            "initializer_range": 0.1,
-            "norm_topk_prob": False,
-            "shared_expert_intermediate_size": 20,
-            "mlp_only_layers": [1],
-            "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-        },
-    ),
-    "nemotron h experts": (
-        "NemotronH",
-        {**NEMOTRON, "routed_scaling_factor": 1.5, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
-    ),
+    **hybrid_cases.experts(SPARSE),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4}),
     "mixtral window": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
     "qwen2 moe": ("Qwen2Moe", {**SPARSE, "norm_topk_prob": False, "shared_expert_intermediate_size": 20}),
@@ -286,26 +245,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 3,
         },
     ),
-    "mamba2": (
-        "Mamba2",
-        {
-            **STATES,
-            "num_hidden_layers": 2,
-            "num_heads": 8,
-            "head_dim": 8,
-            "state_size": 5,
-            "time_step_limit": (0.2, 2.0),
-        },
-    ),
-    "mamba2 tied": (
-        "Mamba2",
-        {**STATES, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 5, "tie_word_embeddings": True},
-    ),
-    "nemotron h": (
-        "NemotronH",
-        {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]},
-    ),
-    "qwen3.5": ("Qwen3_5", {**SIZES, **DELTA}),
+    **hybrid_cases.dense(SIZES),
     "olmo2": ("Olmo2", {**SIZES, "pad_token_id": None}),
     "bert": ("BertForPreTraining", BERT_SIZES),
     "bert words tanh": ("BertForMaskedLM", {**BERT_SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
@@ -571,7 +511,10 @@ def test_experts_that_are_saved_as_one_tensor_are_read_as_the_same_network(
 ) -> None:
     published(case).save_pretrained(tmp_path, save_original_format=False)
     source, expected = hf.open_folder(tmp_path), hf.open_folder(folder(case))
-    assert any(name.endswith("experts.gate_up_proj") for name in read_header(tmp_path / "model.safetensors"))
+    assert any(
+        name.endswith(("experts.gate_up_proj", "experts.up_proj"))
+        for name in read_header(tmp_path / "model.safetensors")
+    )
     assert source.formats == expected.formats
     for name, one in source.formats.items():
         assert torch.equal(source.read(name, whole_box(one.shape)), expected.read(name, whole_box(one.shape))), name

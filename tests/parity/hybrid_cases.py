@@ -1,0 +1,91 @@
+"""Published networks with layers that have a state: sizes of tiny ones, by case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers import tiny
+
+Cases = dict[str, tuple[str, dict[str, Any]]]
+STATES = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "n_groups": 2, "chunk_size": 8, "initializer_range": 0.2}
+NEMOTRON = {
+    **STATES,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "time_step_min": 0.3,
+    "max_position_embeddings": 64,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+
+
+def experts(sparse: dict[str, Any]) -> Cases:
+    """Those with experts. sparse: sizes that all networks with experts have."""
+    return {
+        "qwen3 next": ("Qwen3Next", {**sparse, **DELTA, "shared_expert_intermediate_size": 20}),
+        "qwen3 next some": (
+            "Qwen3Next",
+            {
+                **sparse,
+                **DELTA,
+                "initializer_range": 0.1,
+                "norm_topk_prob": False,
+                "shared_expert_intermediate_size": 20,
+                "mlp_only_layers": [1],
+                "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+        "nemotron h experts": (
+            "NemotronH",
+            {**NEMOTRON, "routed_scaling_factor": 1.5, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
+        ),
+    }
+
+
+def dense(sizes: dict[str, Any]) -> Cases:
+    """Those without. sizes: that all networks have."""
+    return {
+        "mamba2": (
+            "Mamba2",
+            {
+                **STATES,
+                "num_hidden_layers": 2,
+                "num_heads": 8,
+                "head_dim": 8,
+                "state_size": 5,
+                "time_step_limit": (0.2, 2.0),
+            },
+        ),
+        "mamba2 tied": (
+            "Mamba2",
+            {
+                **STATES,
+                "num_hidden_layers": 2,
+                "num_heads": 8,
+                "head_dim": 8,
+                "state_size": 5,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "nemotron h": (
+            "NemotronH",
+            {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]},
+        ),
+        "qwen3.5": ("Qwen3_5", {**sizes, **DELTA}),
+    }

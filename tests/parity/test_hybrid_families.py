@@ -1,0 +1,57 @@
+"""Networks with states at lengths on both sides of a chunk's end: logits, losses and gradients of transformers' classes in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.families import hf
+from megatron.core.parallel.boxes import whole_box
+from megatron.core.parallel.spec import spec_of
+from tests.helpers.tiny import VOCABULARY
+from tests.parity.test_families import CASES, published, serial
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+LENGTHS = (1, 3, 63, 64, 65, 257)
+KINDS = ("mamba2", "nemotron h", "nemotron h experts", "qwen3 next", "qwen3.5")
+ALL = [
+    pytest.param(kind, length, marks=() if length in (1, 65) else pytest.mark.nightly)
+    for kind in KINDS
+    for length in LENGTHS
+]
+
+
+@pytest.mark.parametrize("kind, length", ALL)
+def test_a_network_with_states_is_that_of_transformers_at_any_length(
+    kind: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With an epsilon of 1e-6 norms of small outputs enlarge roundings: in fp64 transformers' own logits are others by 3e-5.
+    epsilon = {"rms_norm_eps": 1e-3} if "qwen" in kind else {}
+    sizes = {"max_position_embeddings": 512, **epsilon} if kind != "mamba2" else {}
+    monkeypatch.setitem(CASES, kind, (CASES[kind][0], {**CASES[kind][1], "initializer_range": 0.1, **sizes}))
+    theirs = published(kind)
+    theirs.save_pretrained(tmp_path / "weights")
+    stage = serial(tmp_path / "weights")
+    ids = torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
+    targets = ids.roll(-1, dims=1).flatten()
+    logits, expected = stage(ids=ids)[..., :VOCABULARY].transpose(0, 1), theirs(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    losses = [F.cross_entropy(each.flatten(0, 1), targets) for each in (logits, expected)]
+    assert abs(float(losses[0] - losses[1])) <= 1e-5 * float(losses[1])
+    losses[1].backward()
+    for param in theirs.parameters():
+        param.data = torch.zeros_like(param) if param.grad is None else param.grad
+    theirs.save_pretrained(tmp_path / "gradients")
+    gradients = hf.open_folder(tmp_path / "gradients")
+    named = {name: param for name, param in stage.named_parameters() if param.requires_grad}
+    largest = max(float(param.data.abs().max()) for param in theirs.parameters())
+    for (name, param), gradient in zip(
+        named.items(), torch.autograd.grad(losses[0], list(named.values())), strict=True
+    ):
+        other = gradients.read(f"model.{name}", whole_box(spec_of(param).shape))
+        gap = float((gradient[: len(other)] - other).abs().max())
+        assert gap <= 1e-5 * largest, f"the gradient of {name} differs by {gap:.3g} of {largest:.3g}"
