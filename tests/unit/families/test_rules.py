@@ -46,7 +46,45 @@ _IMAGES = {
     "vision_ffn_hidden_size": 3,
     "vision_num_attention_heads": 2,
 }
+_STATES: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "position_embedding_type": "none",
+    "squared_relu": True,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 3,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 5,
+}
+_DELTA: dict[str, Any] = {
+    **KIN,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
 KINDS: dict[str, dict[str, Any]] = {
+    "mamba2": {**_STATES, "hybrid_layer_pattern": "M"},
+    "nemotron_h": {
+        **_STATES,
+        "hybrid_layer_pattern": "EM*-",
+        "num_experts": 3,
+        "moe_ffn_hidden_size": 2,
+        "moe_shared_expert_intermediate_size": 3,
+        "moe_router_enable_expert_bias": True,
+    },
+    "qwen3_next": {
+        **_DELTA,
+        "num_experts": 3,
+        "moe_ffn_hidden_size": 2,
+        "moe_shared_expert_intermediate_size": 3,
+        "moe_shared_expert_gate": True,
+    },
+    "qwen3_5_text": _DELTA,
     "vit": {**_VIT, "num_classes": 3},
     "clip": {**_VIT, "vision_model_type": "clip"},
     "siglip": {**_VIT, "vision_model_type": "siglip"},
@@ -134,9 +172,11 @@ def test_every_element_is_used_exactly_once_in_both_directions(
 ) -> None:
     alone = family in ALONE or KINDS[family].get("architecture") == "vit"
     heads, untied = groups * share if not alone else groups, untied and "bert" not in family
+    symbols = KINDS[family].get("hybrid_layer_pattern")
     model = model_of(
         {
             **KINDS[family],
+            **({"hybrid_layer_pattern": (symbols * layers)[:layers]} if symbols else {}),
             "num_layers": layers,
             "num_attention_heads": heads,
             "num_query_groups": groups,
