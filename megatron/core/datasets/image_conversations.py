@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,63 +132,82 @@ class ImageConversations:
         return result
 
 
-def open_image_conversations(
-    path: str, folder: str, writer: ConversationWriter, options: ImageOptions, cache: IndexCache
-) -> ImageConversations:
-    """The conversations of a file, as ids."""
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """Where rows come from. path: as messages name it. folder: that the paths of images begin at. identity: what the rows depend on.
+
+    read: the rows, each as in LLaVA's JSON, an `ImageRow`, or, where it cannot be used and is left out, what is wrong with it.
+    """
+
+    path: str
+    folder: str
+    identity: Mapping[str, Any]
+    read: Callable[[], Iterable[Any]]
+
+
+def json_rows(path: str, folder: str) -> RowSource:
+    """The rows of a JSON file."""
     try:
         state = os.stat(path)
     except OSError as error:
         raise DataError(f"{path} cannot be opened: {error.strerror}; give the whole name of a JSON file") from error
+    identity = {"file": os.path.abspath(path), "bytes": state.st_size, "time": state.st_mtime_ns}
+    return RowSource(path, folder, identity, lambda: _read_rows(path))
+
+
+def open_image_conversations(
+    source: RowSource, writer: ConversationWriter, options: ImageOptions, cache: IndexCache
+) -> ImageConversations:
+    """The conversations of some rows, as ids."""
     description = {
         **writer.identity,
-        "file": os.path.abspath(path),
-        "bytes": state.st_size,
-        "time": state.st_mtime_ns,
-        "images": {**asdict(options), "folder": os.path.abspath(folder)},
+        **source.identity,
+        "images": {**asdict(options), "folder": os.path.abspath(source.folder)},
     }
-    build = _Builder(path, folder, writer, options).build
-    return ImageConversations(path, folder, load_or_build(cache, "ImageConversations", description, _SHAPES, build))
+    arrays = load_or_build(cache, "ImageConversations", description, _SHAPES, _Builder(source, writer, options).build)
+    return ImageConversations(source.path, source.folder, arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRow:
-    """A conversation and the paths of its images, in order."""
+    """A conversation and the paths of its images, in order. ids: int32 [t], where it is written already, ~SLOT for an image."""
 
     messages: list[Message]
     images: list[str]
+    ids: np.ndarray | None = None
 
 
 class _Builder:
-    """Makes the arrays of a file."""
+    """Makes the arrays of a source."""
 
-    def __init__(self, path: str, folder: str, writer: ConversationWriter, options: ImageOptions) -> None:
-        self.path, self.folder, self.writer, self.options = path, folder, writer, options
+    def __init__(self, source: RowSource, writer: ConversationWriter, options: ImageOptions) -> None:
+        self.source, self.writer, self.options = source, writer, options
 
     def build(self) -> Arrays:
-        """Read the file, and the header of every image."""
+        """Read the rows, and the header of every image."""
         ids: list[np.ndarray] = []
         names: list[bytes] = []
         tiles: list[int] = []
         starts, lines, image_starts = [0], [0], [0]
         unreadable: list[tuple[int, str]] = []
         bad: list[tuple[int, str]] = []
-        rows = list(enumerate(_read_rows(self.path), 1))
+        rows = enumerate(self.source.read(), 1)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            for first in range(0, len(rows), AT_ONCE):
-                batch = [(number, self._row(number, row, bad)) for number, row in rows[first : first + AT_ONCE]]
+            while given := list(islice(rows, AT_ONCE)):
+                batch = [(number, self._row(number, row, bad, unreadable)) for number, row in given]
                 counts = list(pool.map(lambda entry: self._count(entry[1]), batch))
                 pieces = self._pieces(batch, counts, bad, unreadable)
-                encoded = iter(self.writer.encoder.encode([one for one in pieces if one is not None]))
+                encoded = iter(self.writer.encoder.encode([one for one in pieces if one]))
                 for (_, row), piece, count in zip(batch, pieces, counts, strict=True):
                     if piece is not None and row is not None and not isinstance(count, str):
-                        ids.append(self.writer.expanded(next(encoded), count, thumbnail=self.options.thumbnail))
+                        own = next(encoded) if row.ids is None else row.ids
+                        ids.append(self.writer.expanded(own, count, thumbnail=self.options.thumbnail))
                         starts.append(starts[-1] + len(ids[-1]))
                         names += [name.encode() for name in row.images]
                         tiles += count
                         image_starts.append(len(tiles))
                     lines.append(len(starts) - 1)
-        self._tell(bad, unreadable, len(rows))
+        self._tell(bad, sorted(unreadable), len(lines) - 1)
         return {
             "ids": np.concatenate([np.empty(0, np.int32), *ids]),
             "starts": np.array(starts, np.int64),
@@ -198,7 +218,14 @@ class _Builder:
             "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
         }
 
-    def _row(self, number: int, row: Any, bad: list[tuple[int, str]]) -> ImageRow | None:
+    def _row(
+        self, number: int, row: Any, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]]
+    ) -> ImageRow | None:
+        if isinstance(row, ImageRow):
+            return row
+        if isinstance(row, str):
+            unreadable.append((number, row))
+            return None
         try:
             return self.writer.row(row)
         except DataError as error:
@@ -210,7 +237,9 @@ class _Builder:
         counts = []
         for name in row.images if row is not None else ():
             try:
-                counts.append(count_tiles(read_bytes(os.path.join(self.folder, name), self.options), self.options))
+                counts.append(
+                    count_tiles(read_bytes(os.path.join(self.source.folder, name), self.options), self.options)
+                )
             except ImageError as error:
                 return f"{name}: {error}"
         return counts
@@ -232,7 +261,7 @@ class _Builder:
                 unreadable.append((number, count))
                 continue
             try:
-                result[-1] = self.writer.pieces(row.messages)
+                result[-1] = self.writer.pieces(row.messages) if row.ids is None else []
             except DataError as error:
                 bad.append((number, str(error)))
         return result
@@ -240,15 +269,17 @@ class _Builder:
     def _tell(self, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]], total: int) -> None:
         """Refuse rows that are no conversations; count and name those whose images cannot be used."""
         if bad:
-            listed = "\n".join(f"  {self.path}, row {number}: {problem}" for number, problem in sorted(bad)[:MOST_TOLD])
+            listed = "\n".join(
+                f"  {self.source.path}, row {number}: {problem}" for number, problem in sorted(bad)[:MOST_TOLD]
+            )
             more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
             raise DataError(f"{len(bad)} rows cannot be used; mend or remove them\n{listed}{more}")
         if unreadable:
             listed = "\n".join(f"  row {number}: {problem}" for number, problem in unreadable[:MOST_TOLD])
             more = f"\n  and {len(unreadable) - MOST_TOLD} more" if len(unreadable) > MOST_TOLD else ""
             logger.warning(
-                "%s: %d of %d rows are left out, since an image of theirs cannot be used\n%s%s",
-                self.path,
+                "%s: %d of %d rows are left out, since they or an image of theirs cannot be used\n%s%s",
+                self.source.path,
                 len(unreadable),
                 total,
                 listed,

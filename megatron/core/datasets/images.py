@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from PIL import Image, ImageOps
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
 
+_PART = re.compile(r"(.+?\.(?:tar|bin))@(\d+)\+(\d+)/")
 _ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height change places
 
 
@@ -64,14 +66,19 @@ class ImageOptions:
 
 
 def read_bytes(path: str | Path, options: ImageOptions) -> bytes:
-    """The content of a file within the limit."""
+    """The content of a file within the limit, or of a part of one: SHARD.tar@512+20480/1.jpg is 20480 bytes from 512 on."""
+    part = _PART.match(str(path))
+    name, start, size = (part[1], int(part[2]), int(part[3])) if part else (path, 0, None)
     try:
-        with open(path, "rb") as file:
-            content = file.read(options.max_bytes + 1)
+        with open(name, "rb") as file:
+            file.seek(start)
+            content = file.read(options.max_bytes + 1 if size is None else min(size, options.max_bytes + 1))
     except OSError as error:
         raise ImageError(f"it cannot be opened: {error.strerror}") from None
     if len(content) > options.max_bytes:
         raise ImageError(f"it has more than {options.max_bytes} bytes")
+    if size is not None and len(content) < size:
+        raise ImageError(f"{name} ends before it does")
     return content
 
 

@@ -23,18 +23,23 @@ from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.energon import META, EnergonPart
 from megatron.core.datasets.image_conversations import (
     SLOT,
     ConversationWriter,
     ImageConversations,
+    RowSource,
     SlotWriter,
+    json_rows,
     open_image_conversations,
 )
+from megatron.core.datasets.image_pairs import is_image_pair, pair_rows
 from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_bytes, tiles
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.marks import IMAGE, bare_ids, named_tokens
 from megatron.core.datasets.mock import MockConversations
 from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.webdataset import energon_rows, identity
 from megatron.core.tokenizers.base import Tokenizer
 
 # What a rank needs of images: their pixels (first stage), whether they are sound (the stage of the loss), or nothing.
@@ -193,8 +198,17 @@ class ImageChatKind:
         if self.writer is None:
             made_up = MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
             return MockImageConversations(made_up, self.run.model.vision.rows, self.options)
+        return open_image_conversations(self._rows(prefix), self.writer, self.options, self._cache_path(prefix))
+
+    def _rows(self, prefix: str) -> RowSource:
+        """The rows of a part of an Energon folder, a pair of .bin and .idx, or a JSON file."""
+        part = EnergonPart.read(prefix)
+        if part is not None:
+            return RowSource(prefix, part.folder, identity(part), lambda: energon_rows(part))
+        if is_image_pair(prefix):
+            return pair_rows(prefix, self.tokenizer)
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
-        return open_image_conversations(prefix, folder, self.writer, self.options, self._cache_path(prefix))
+        return json_rows(prefix, folder)
 
     def count(self, source: ImageConversations | MockImageConversations) -> int:
         """The number of rows."""
@@ -233,7 +247,9 @@ class ImageChatKind:
         chosen = self.run.data.data_cache_path
         if chosen:
             return IndexCache(Path(chosen))
-        return IndexCache(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
+        part = EnergonPart.read(path)
+        beside = os.path.join(part.folder, META, "cache") if part else f"{path}.cache"
+        return IndexCache(Path(beside) / f"{self.name}_indices", chosen=False)
 
 
 def filler_of(model: ModelConfig, tokenizer: Tokenizer) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError, refuse
 from megatron.core.config.settings.data import DataConfig
+from megatron.core.datasets.energon import EnergonBlend, EnergonPart, checked, is_energon
 from megatron.core.datasets.storage import DataError, is_remote, size_of
 
 SPLITS = ("train", "valid", "test")
@@ -102,13 +103,69 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
     paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
     source = _data_source(config, any(paths))
     blend = _shared_blend(config, source)
+    if blend is not None and any(map(is_energon, blend.prefixes)):
+        return _energon_splits(config, blend, source)
     if blend is not None:
         shares = parse_split(MOCK_SPLIT if config.mock_data else config.split or DEFAULT_SPLIT)
         return [SplitPlan(name, blend, share) if share else None for name, share in zip(SPLITS, shares)]
     if config.split is not None:
         raise ConfigError(f"--split cuts the data of --data-path; with {source} every split has its own: leave it out")
     words_of = paths if any(paths) else _words_per_split(config.per_split_data_args_path, source)
-    return [_own_split(name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
+    return [_own_split(config, name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
+
+
+def _endings(prefix: str, config: DataConfig) -> tuple[str, ...]:
+    """The endings of the files of a prefix; none where its files have been read already."""
+    if EnergonPart.read(prefix) is not None:
+        return ()
+    pair = os.path.isfile(f"{prefix}.idx") and not os.path.isfile(prefix)
+    return ("",) if (config.chat.sft and not pair) or os.path.isdir(prefix) else (".idx", ".bin")
+
+
+def _energon_splits(config: DataConfig, blend: Blend, source: str) -> list[SplitPlan | None]:
+    """Splits as Energon's files say them."""
+    others = [prefix for prefix in blend.prefixes if not is_energon(prefix)]
+    if others or config.split is not None:
+        wrong = f"{others[0]} beside them" if others else "--split"
+        raise ConfigError(
+            f"{source}: Energon's folders and YAML files say what they give to each split, and {wrong} does not; use "
+            "--train-data-path and --valid-data-path, or leave it out"
+        )
+    whole = [(name, _with_energon(config, name, blend, source)) for name in SPLITS]
+    return [SplitPlan(name, own, (0.0, 1.0)) if own is not None else None for name, own in whole]
+
+
+def _with_energon(config: DataConfig, name: str, blend: Blend, source: str) -> Blend | None:
+    """A blend with the parts that Energon's folders and files stand for; None if they give nothing to this split."""
+    inside = [
+        (checked(prefix, name) if is_energon(prefix) else EnergonBlend((prefix,), None), weight)
+        for prefix, weight in zip(blend.prefixes, blend.weights or [None] * len(blend.prefixes))
+    ]
+    given = [(inner, weight) for inner, weight in inside if inner is not None]
+    prefixes = tuple(prefix for inner, _ in given for prefix in inner.prefixes)
+    if not prefixes:
+        return None
+    weights = _weights_within(given, source)
+    if weights is None or len(prefixes) == 1 or name != "train" and config.full_validation:
+        return Blend(prefixes, None)
+    return Blend(prefixes, normalize(weights))
+
+
+def _weights_within(given: Sequence[tuple[EnergonBlend, float | None]], source: str) -> list[float] | None:
+    """The weight of each part of some blends that have weights themselves, or not; None for parts that are gone through once each."""
+    if all(inner.weights is None and weight is None for inner, weight in given):
+        return None
+    if len(given) == 1 and given[0][1] is None:
+        return list(given[0][0].weights or ())
+    result = []
+    for inner, weight in given:
+        if weight is None or inner.weights is None and len(inner.prefixes) > 1:
+            raise ConfigError(
+                f"{source} mixes parts with weights and parts that are gone through as often as a file says: "
+                f"{' '.join(inner.prefixes)}; give all of them weights, or none"
+            )
+        result += [weight * own for own in inner.weights or (1.0,)]
+    return result
 
 
 def _data_source(config: DataConfig, per_split: bool) -> str:
@@ -144,11 +201,7 @@ def check_data_files(config: DataConfig) -> None:
         prefix for plan in plans if plan is not None for prefix in plan.blend.prefixes if not is_remote(prefix)
     )
     problems = []
-    for path in (
-        f"{prefix}{ending}"
-        for prefix in prefixes
-        for ending in (("",) if config.chat.sft or os.path.isdir(prefix) else (".idx", ".bin"))
-    ):
+    for path in (f"{prefix}{ending}" for prefix in prefixes for ending in _endings(prefix, config)):
         try:
             size_of(path)
         except DataError as error:
@@ -156,8 +209,13 @@ def check_data_files(config: DataConfig) -> None:
     refuse(problems)
 
 
-def _own_split(name: str, words: Sequence[str], source: str) -> SplitPlan:
-    blend = parse_blend(words, f"{source} ({name})")
+def _own_split(config: DataConfig, name: str, words: Sequence[str], source: str) -> SplitPlan:
+    blend: Blend | None = parse_blend(words, f"{source} ({name})")
+    assert blend is not None, "words are a blend"
+    if any(map(is_energon, blend.prefixes)):
+        blend = _with_energon(config, name, blend, source)
+        if blend is None:
+            raise ConfigError(f"{source} ({name}): {' '.join(words)} has nothing for this split")
     if len(blend.prefixes) == 1:
         blend = Blend(blend.prefixes, None)  # the weight of the only dataset says nothing
     return SplitPlan(name, blend, (0.0, 1.0))

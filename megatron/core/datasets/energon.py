@@ -1,0 +1,280 @@
+"""Energon's folders (WebDataset tars with a `.nv-meta`) and the YAML files that blend them, as prefixes of data settings.
+
+    FOLDER/pretrain-0.tar ...        --data-path FOLDER  or  blend.yaml:  train  FOLDER:train   weight 0.7
+    FOLDER/.nv-meta/.info.json       samples of each tar                         OTHER:train    weight 0.3
+                    split.yaml       tars of each part                    valid  FOLDER:val
+                    dataset.yaml     kind of sample, and its fields
+
+Nothing of a tar is read here. A prefix names a part of a folder, and some of its samples where not all are meant: FOLDER:train[0:500].
+Weights are shares of samples; `blend_epochized` with its repetitions is each part so many times. Code in a folder (sample loaders)
+is not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from math import isfinite
+from typing import Any
+
+import yaml
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.storage import DataError
+
+META = ".nv-meta"
+_PARTS = {"train": "train", "valid": "val", "test": "test"}  # our splits -> Energon's parts
+_PREFIX = re.compile(r"(?P<folder>.+):(?P<part>[^:/\[\]]+)(?:\[(?P<start>\d+):(?P<stop>\d+)\])?")
+_UNSERVED = ("dataset_config", "split_config", "aux", "join")
+_DEEPEST = 16  # YAML files that name each other
+
+
+@dataclass(frozen=True, slots=True)
+class EnergonPart:
+    """Samples [start, stop) of a part of a folder; stop None: to the end."""
+
+    folder: str
+    part: str
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def prefix(self) -> str:
+        """As it stands among the prefixes of a blend."""
+        return f"{self.folder}:{self.part}" + ("" if self.stop is None else f"[{self.start}:{self.stop}]")
+
+    @staticmethod
+    def read(prefix: str) -> EnergonPart | None:
+        """The part that a prefix names; None if it is the name of something else."""
+        match = _PREFIX.fullmatch(prefix)
+        if match is None or not os.path.isdir(os.path.join(match["folder"], META)):
+            return None
+        stop = match["stop"]
+        return EnergonPart(
+            match["folder"], match["part"], int(match["start"] or 0), None if stop is None else int(stop)
+        )
+
+    @property
+    def shards(self) -> list[tuple[str, int]]:
+        """Name and number of samples of each tar of the part, in order."""
+        split, counts = _mapping(self.folder, "split"), _mapping(self.folder, ".info").get("shard_counts")
+        parts = split.get("split_parts")
+        if not isinstance(parts, Mapping) or self.part not in parts:
+            known = ", ".join(parts) if isinstance(parts, Mapping) else "none"
+            raise DataError(f"{self.folder}/{META}/split.yaml has no part {self.part!r}; it has {known}")
+        if not isinstance(counts, Mapping):
+            raise DataError(f"{self.folder}/{META}/.info.json has no shard_counts; run `energon prepare` again")
+        excluded = set(_braces(split.get("exclude") or ()))
+        names = [name for name in _braces(parts[self.part] or ()) if name not in excluded]
+        for name in names:
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise DataError(f"{self.folder}/{META}/split.yaml names {name!r}, which is outside the folder")
+            if not isinstance(counts.get(name), int):
+                raise DataError(f"{self.folder}/{META}/.info.json has no count of {name}; run `energon prepare` again")
+        return [(name, counts[name]) for name in names]
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        """Samples that are left out, as SHARD/KEY."""
+        return frozenset(name for name in _braces(_mapping(self.folder, "split").get("exclude") or ()) if "/" in name)
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """The content of dataset.yaml."""
+        return _mapping(self.folder, "dataset")
+
+    def limited(self, subset: Any, where: str) -> EnergonPart:
+        """These samples of a part, as `subset: {range: [25%, 75%]}` or `[100, end]` says."""
+        total = sum(count for _, count in self.shards)
+        first, last = self.start, total if self.stop is None else self.stop
+        ends = subset.get("range") if isinstance(subset, Mapping) else None
+        if not isinstance(ends, list) or len(ends) != 2:
+            raise DataError(f"{where}: a subset has a range of two numbers or percentages, not {subset!r}")
+        start, stop = (_place(end, last - first, where) for end in ends)
+        if not 0 <= start < stop <= last - first:
+            raise DataError(f"{where}: the range {ends} leaves nothing of {last - first} samples, or is beyond them")
+        return EnergonPart(self.folder, self.part, first + start, first + stop)
+
+    def __len__(self) -> int:
+        """The number of samples, as .info.json says."""
+        total = sum(count for _, count in self.shards)
+        return (total if self.stop is None else min(self.stop, total)) - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class EnergonBlend:
+    """Parts with weights that sum to 1, or without, each once."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def is_energon(path: str) -> bool:
+    """Whether a path of data settings is one of Energon's: a folder with `.nv-meta`, or a YAML file."""
+    if os.path.isdir(os.path.join(path, META)) or EnergonPart.read(path) is not None:
+        return True
+    return path.endswith((".yaml", ".yml")) and os.path.isfile(path)
+
+
+def blend_of(path: str, split: str) -> EnergonBlend | None:
+    """What a folder or a YAML file gives to training, validation or test; None: nothing. split: train, valid or test."""
+    named = EnergonPart.read(path)
+    if named is not None:
+        return EnergonBlend((named.prefix,), None)
+    return _reference({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
+
+
+def _reference(node: Mapping[str, Any], base: str, part: str, where: str, depth: int) -> EnergonBlend | None:
+    """What a mapping with a path stands for."""
+    unserved = [key for key in _UNSERVED if node.get(key)]
+    if unserved:
+        raise DataError(f"{where}: {', '.join(unserved)} is not read; write what it yields into a folder of its own")
+    if not isinstance(node.get("path"), str):
+        raise DataError(f"{where}: a data set without a path")
+    path, part = os.path.join(base, node["path"]), str(node.get("split_part") or part)
+    if os.path.isfile(path):
+        if depth == _DEEPEST:
+            raise DataError(f"{where}: YAML files name each other {_DEEPEST} deep")
+        return _limited(_file(path, part, depth + 1), node.get("subset"), where)
+    if not os.path.isdir(os.path.join(path, META)):
+        raise DataError(f"{where}: {path} is no folder with {META} and no YAML file; prepare it with `energon prepare`")
+    parts = _mapping(path, "split").get("split_parts")
+    if not depth and isinstance(parts, Mapping) and not parts.get(part):
+        return None  # a folder that is given by itself need not have every part
+    return _limited(EnergonBlend((EnergonPart(path, part).prefix,), None), node.get("subset"), where)
+
+
+def _file(path: str, part: str, depth: int) -> EnergonBlend | None:
+    """What a YAML file says of a part: a Metadataset, or a MetadatasetV2."""
+    content = _loaded(path)
+    splits = content.get("splits")
+    if not isinstance(splits, Mapping):
+        raise DataError(f"{path} has no splits; it is no blend of Energon's")
+    if part not in splits:
+        if depth > 1:
+            raise DataError(f"{path} has no split {part!r}; it has {', '.join(map(str, splits))}")
+        return None
+    node, base, where = splits[part], os.path.dirname(os.path.abspath(path)), f"{path}: {part}"
+    if not isinstance(node, Mapping):
+        raise DataError(f"{where} is no mapping")
+    for key in ("blend", "datasets", "blend_epochized"):
+        if key in node:
+            repeated = key == "blend_epochized"
+            return _limited(_joined(node[key], base, part, where, depth, repeated), node.get("subset"), where)
+    return _reference(node, base, part, where, depth)
+
+
+def _joined(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
+    """A list of data sets with weights, or, repeated, with repetitions."""
+    prefixes: list[str] = []
+    weights: list[float] = []
+    for node in _listed(nodes, where):
+        inner = _reference(node, base, part, where, depth)
+        assert inner is not None, "what is named inside a file has the part or is refused"
+        number = _share(node, "repetitions" if repeated else "weight", where)
+        if repeated and inner.weights is None:
+            prefixes += [prefix for each in inner.prefixes for prefix in _times(each, number)]
+        elif not repeated and (inner.weights is not None or len(inner.prefixes) == 1):
+            prefixes += inner.prefixes
+            weights += [number * weight for weight in inner.weights or (1.0,)]
+        else:
+            raise DataError(f"{where}: blend and blend_epochized do not mix")
+    return EnergonBlend(tuple(prefixes), None if repeated else tuple(weight / sum(weights) for weight in weights))
+
+
+def _listed(nodes: Any, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, Mapping) for node in nodes):
+        raise DataError(f"{where} is no list of data sets")
+    return nodes
+
+
+def _share(node: Mapping[str, Any], key: str, where: str) -> float:
+    """The weight of a data set, or its repetitions."""
+    number = node.get(key, 1)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and isfinite(number)):
+        raise DataError(f"{where}: {node['path']} has the {key} {number!r}; it is above 0")
+    return float(number)
+
+
+def _times(prefix: str, repetitions: float) -> list[str]:
+    part = EnergonPart.read(prefix)
+    assert part is not None, "the parts of a blend are parts"
+    whole, rest = int(repetitions), round((repetitions % 1) * len(part))
+    last = EnergonPart(part.folder, part.part, part.start, part.start + rest)
+    return [prefix] * whole + ([last.prefix] if rest else [])
+
+
+def _limited(blend: EnergonBlend | None, subset: Any, where: str) -> EnergonBlend | None:
+    if blend is None or subset is None:
+        return blend
+    parts = [EnergonPart.read(prefix) for prefix in blend.prefixes]
+    return EnergonBlend(tuple(part.limited(subset, where).prefix for part in parts if part is not None), blend.weights)
+
+
+def _place(end: Any, total: int, where: str) -> int:
+    if end == "end":
+        return total
+    if isinstance(end, int):
+        return end
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(end))
+    if match is None:
+        raise DataError(f"{where}: {end!r} is no number of samples and no percentage")
+    return int(total * float(match[1]) / 100)
+
+
+def _braces(patterns: Sequence[Any]) -> list[str]:
+    """Names written as a-{0..3}.tar or {a,b}.tar, one by one."""
+    result: list[str] = []
+    for pattern in map(str, patterns):
+        pieces = re.split(r"\{([^{}]*)\}", pattern)
+        options = [_options(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        result += ["".join(words) for words in product(*options)]
+    return result
+
+
+def _options(inside: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
+    if match is None:
+        return inside.split(",")
+    first, last = match[1], match[2]
+    width = max(len(first), len(last)) if "0" in (first[0], last[0]) and max(len(first), len(last)) > 1 else 0
+    return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+
+
+def _mapping(folder: str, name: str) -> Mapping[str, Any]:
+    """A file of `.nv-meta`, YAML or JSON."""
+    for ending in (".json", ".yaml") if name == ".info" else (".yaml", ".json"):
+        path = os.path.join(folder, META, name + ending)
+        if os.path.isfile(path):
+            return _loaded(path)
+    raise DataError(f"{folder}/{META} has no {name}.yaml or {name}.json; prepare the folder with `energon prepare`")
+
+
+def _loaded(path: str) -> Mapping[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise DataError(f"{path} holds no mapping")
+    return content
+
+
+def checked(path: str, split: str) -> EnergonBlend | None:
+    """`blend_of`, for flags: what is wrong with the files is the user's mistake."""
+    try:
+        return blend_of(path, split)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def of_range(counts: Sequence[int], start: int, stop: int | None) -> list[range]:
+    """Of shards with these many samples, those in [start, stop) of all, by their places within each shard."""
+    ends = list(accumulate(counts))
+    stop = ends[-1] if stop is None and ends else stop or 0
+    return [range(max(0, start - end + n), max(0, min(n, stop - end + n))) for n, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,80 @@
+"""Megatron's multimodal .bin/.idx pairs: each document a text (mode 0) and an image (mode 1), as tools/preprocess_mmdata.py writes them.
+
+    text    ids, filled up to one length with end-of-document ids
+    image   [padding, the bytes of its file, four to an int32]
+
+A document becomes a conversation without a question: the image, then its text, all of which is learnt, with one end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.datasets.image_conversations import SLOT, ImageRow, RowSource
+from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
+from megatron.core.datasets.sidecar import check_tokenizer
+from megatron.core.datasets.storage import DataError
+from megatron.core.tokenizers.base import Tokenizer, fingerprint
+
+TEXT, IMAGE = 0, 1  # modes
+
+
+def is_image_pair(prefix: str) -> bool:
+    """Whether a prefix names a pair of files."""
+    return os.path.isfile(idx_path(prefix)) and not os.path.isfile(prefix)
+
+
+def packed_image(content: bytes) -> np.ndarray:
+    """The bytes of a file as a sequence of a pair: how many zeros were added, then the bytes. int32 [1 + bytes/4]"""
+    padding = -len(content) % 4
+    return np.concatenate([np.array([padding], "<i4"), np.frombuffer(content + bytes(padding), "<i4")])
+
+
+def pair_rows(prefix: str, tokenizer: Tokenizer) -> RowSource:
+    """The documents of a pair."""
+    check_tokenizer(prefix, fingerprint(tokenizer))
+    state = os.stat(bin_path(prefix))
+    identity = {"pair": os.path.abspath(prefix), "bytes": state.st_size, "time": state.st_mtime_ns}
+    folder = os.path.dirname(os.path.abspath(prefix))
+    return RowSource(prefix, folder, identity, lambda: _documents(prefix, tokenizer.eod))
+
+
+def _documents(prefix: str, eod: int) -> Iterator[ImageRow | str]:
+    data = IndexedDataset(prefix, multimodal=True)
+    modes, name = data.sequence_modes, Path(bin_path(prefix)).name
+    assert modes is not None, "a pair opened as multimodal has modes"
+    if data.dtype != np.int32:
+        raise DataError(
+            f"{prefix} holds {data.dtype}; pairs with images hold int32, as tools/preprocess_mmdata.py writes"
+        )
+    for number in range(len(data.document_indices) - 1):
+        first, last = data.document_indices[number : number + 2].tolist()
+        ids: list[np.ndarray] = []
+        images: list[str] = []
+        for sequence in range(first, last):
+            if modes[sequence] == IMAGE:
+                padding = int(data.get(sequence, 0, 1)[0]) if data.sequence_lengths[sequence] else -1
+                size = 4 * (int(data.sequence_lengths[sequence]) - 1) - padding
+                if not 0 <= padding < 4 or size < 0:
+                    break
+                images.append(f"{name}@{int(data.offsets(sequence, sequence + 1)[0]) + 4}+{size}/image {sequence}")
+            else:
+                ids.append(_once_ended(data.get(sequence), eod))
+        else:
+            text = np.concatenate([np.empty(0, np.int32), *ids])
+            marks = np.full(len(images), ~SLOT, np.int32)
+            yield ImageRow([], images, np.concatenate([marks, text])) if len(text) else f"document {number} has no text"
+            continue
+        yield f"document {number}: its image does not begin with a number of padding bytes"
+
+
+def _once_ended(ids: np.ndarray, eod: int) -> np.ndarray:
+    """Ids with the ends that fill them up cut to one."""
+    text = np.asarray(ids, np.int32)
+    others = np.flatnonzero(text != eod)
+    length = int(others[-1]) + 1 if len(others) else 0
+    return text[: min(len(text), length + 1)]

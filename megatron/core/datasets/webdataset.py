@@ -1,0 +1,253 @@
+"""Samples of WebDataset tars as conversations about images, with each image found in its tar without reading on the way.
+
+    000001.jpg  000001.json | 000002.jpg  000002.json        members with one stem that follow each other are a sample
+    shard-0.tar@512+20480/000001.jpg                         an image: its tar, where its bytes are, and its name
+
+The fields of dataset.yaml become what LLaVA's JSON would say: a caption, a question and its answer, a choice, a transcript, or turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.datasets.energon import META, EnergonPart, of_range
+from megatron.core.datasets.marks import IMAGE
+from megatron.core.datasets.storage import DataError
+
+_STEM = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")
+_META = re.compile(r"__[^/]*__($|/)")
+_IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm", "img")
+_TEXTS = ("txt", "text", "transcript", "cls", "caption", "question", "answer")
+_MOST_TEXT = 2**24  # bytes of a member that is text or JSON
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file in a tar. name: as `images.read_bytes` finds it, from the folder of the tar on."""
+
+    name: str
+    offset: int
+    size: int
+
+    @property
+    def kind(self) -> str:
+        """Its ending, without the first part of `1.jpg`."""
+        return self.name.rpartition(".")[2].lower()
+
+
+@dataclass(frozen=True, slots=True)
+class TarSample:
+    """One sample of a tar: its key, and its members by what follows the key."""
+
+    shard: str
+    key: str
+    members: Mapping[str, Member]
+
+
+def tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
+    """The samples of a tar, in order; only headers are read. `DataError` for what is no tar, or is cut off."""
+    path = os.path.join(folder, shard)
+    key, members = "", dict[str, Member]()
+    try:
+        size = os.path.getsize(path)
+        with tarfile.open(path, "r:") as tar:
+            for entry in tar:
+                tar.members = []  # type: ignore[attr-defined] # a tar keeps all headers it has read
+                match = _STEM.fullmatch(entry.name)
+                if not entry.isreg() or match is None or _META.match(entry.name):
+                    continue
+                if entry.offset_data + entry.size > size:
+                    raise DataError(f"{path} ends within {entry.name}; it is cut off: copy or write it again")
+                if match[1] != key:
+                    if members:
+                        yield TarSample(shard, key, members)
+                    key, members = match[1], {}
+                name = f"{shard}@{entry.offset_data}+{entry.size}/{entry.name}"
+                members[match[2].lower()] = Member(name, entry.offset_data, entry.size)
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"{path} cannot be read as a tar: {error}") from None
+    if members:
+        yield TarSample(shard, key, members)
+
+
+def energon_rows(part: EnergonPart) -> Iterator[dict[str, Any] | str]:
+    """Each sample of a part as a row of LLaVA's JSON, or what is wrong with it, which leaves it out."""
+    convert = _converter(part)
+    shards, excluded = part.shards, part.excluded
+    for (shard, count), requested in zip(
+        shards, of_range([count for _, count in shards], part.start, part.stop), strict=True
+    ):
+        if not requested:
+            continue
+        path, number = os.path.join(part.folder, shard), 0
+        for sample in tar_samples(part.folder, shard):
+            if number in requested and f"{shard}/{sample.key}" not in excluded:
+                yield _row(path, sample, convert)
+            number += 1
+        if number != count:
+            raise DataError(
+                f"{path} holds {number} samples, and {META}/.info.json says {count}; run `energon prepare` again"
+            )
+
+
+def identity(part: EnergonPart) -> dict[str, Any]:
+    """What the rows of a part depend on."""
+    states = {shard: os.stat(os.path.join(part.folder, shard)) for shard, _ in part.shards}
+    return {
+        "part": part.prefix,
+        "dataset": json.dumps(part.description, sort_keys=True, default=str),
+        "excluded": sorted(part.excluded),
+        "shards": {shard: [state.st_size, state.st_mtime_ns] for shard, state in states.items()},
+    }
+
+
+def _row(path: str, sample: TarSample, convert: Callable[[_Access], dict[str, Any]]) -> dict[str, Any] | str:
+    try:
+        return convert(_Access(path, sample))
+    except (DataError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        message = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+        return f"{sample.shard}/{sample.key}: {message}"
+
+
+class _Access:
+    """Values of a sample by the paths of a field map: `jpg`, `json[0][value]`, `jpg,png` (the first that is there)."""
+
+    def __init__(self, path: str, sample: TarSample) -> None:
+        self.path, self.sample = path, sample
+        self._read: dict[str, Any] = {}
+
+    def __call__(self, path: str) -> Any:
+        options = path.split(",")
+        for option in options:
+            name, *keys = re.findall(r"[^\[\]]+", option.strip())
+            try:
+                value = self.part(name)
+                for key in keys:
+                    value = value[int(key)] if isinstance(value, list) else value[key]
+                return value
+            except (KeyError, IndexError, ValueError, TypeError):
+                continue
+        raise DataError(f"it has no {path}; it has {', '.join(self.sample.members)}")
+
+    def part(self, name: str) -> Any:
+        """A member: an image as it is, JSON and text read."""
+        member = self.sample.members[name.lower()]
+        if name not in self._read:
+            kind = member.kind
+            if kind in _IMAGES:
+                self._read[name] = member
+            elif kind in ("json", "jsn"):
+                self._read[name] = json.loads(self._content(member))
+            elif kind in _TEXTS:
+                self._read[name] = self._content(member).decode("utf-8")
+            else:
+                raise DataError(f"{name} is neither an image nor text nor JSON, and is not read")
+        return self._read[name]
+
+    def _content(self, member: Member) -> bytes:
+        if member.size > _MOST_TEXT:
+            raise DataError(f"it has {member.size} bytes of text, more than {_MOST_TEXT}")
+        with open(self.path, "rb") as file:
+            file.seek(member.offset)
+            return file.read(member.size)
+
+    def images(self) -> list[str]:
+        """All images, in order."""
+        return [member.name for member in self.sample.members.values() if member.kind in _IMAGES]
+
+
+def _image(value: Any) -> str:
+    if not isinstance(value, Member):
+        raise DataError("the field of the image is no image")
+    return value.name
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"a {type(value).__name__} stands where a text is expected")
+    return value.strip()
+
+
+def _pair(fields: Fields, question: str, answer: str) -> dict[str, Any]:
+    """A row of one question and its answer, the image first unless the question says where it is."""
+    question_text = question if IMAGE in question else f"{IMAGE}\n{question}"
+    turns = [{"from": "human", "value": question_text}, {"from": "gpt", "value": answer}]
+    return {"image": _image(fields["image"]), "conversations": turns}
+
+
+def _vqa(fields: Fields) -> dict[str, Any]:
+    answers, weights = fields["answers"], fields.get("answer_weights")
+    if isinstance(answers, list):  # the heaviest, the first of equals
+        known = [float(weight) for weight in weights] if isinstance(weights, list) else [1.0] * len(answers)
+        answers = answers[max(range(len(answers)), key=lambda place: known[place])]
+    return _pair(fields, _text(fields["context"]), _text(answers))
+
+
+def _choice(fields: Fields) -> dict[str, Any]:
+    options = list(zip(_LETTERS, fields["choices"]))
+    listed = "\n".join(f"{letter}. {_text(choice)}" for letter, choice in options)
+    question = f"{_text(fields['context'])}\n{listed}\nAnswer with the option's letter from the given choices directly."
+    return _pair(fields, question, options[int(fields["correct_choice_idx"])][0])
+
+
+def _turns(fields: Fields) -> dict[str, Any]:
+    images = fields["images"] if isinstance(fields["images"], list) else [fields["images"]]
+    return {"image": [_image(image) for image in images], "conversations": fields["texts"]}
+
+
+# What each kind of sample must have, may have, and says. Kinds whose images are tensors of a script's own making are not here.
+_KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]] = {
+    "Captioning": (("image", "caption"), lambda fields: _pair(fields, "", _text(fields["caption"]))),
+    "VQA": (("image", "context", "answers"), _vqa),
+    "OCR": (
+        ("image", "text"),
+        lambda fields: _pair(fields, "Transcribe the text in the image.", _text(fields["text"])),
+    ),
+    "MultiChoiceVQA": (("image", "context", "choices", "correct_choice_idx"), _choice),
+    "SimilarityInterleaved": (("images", "texts"), _turns),
+}
+
+
+def _crude(access: _Access) -> dict[str, Any]:
+    """A sample without a field map: turns in its JSON, or a text, which is the caption."""
+    images = access.images()
+    for name in access.sample.members:
+        value = access.part(name) if name.rpartition(".")[2] in (*_TEXTS, "json") else None
+        if isinstance(value, dict) and ("conversations" in value or "messages" in value):
+            return {"image": images, "conversations": value.get("conversations", value.get("messages"))}
+        if isinstance(value, str) and images:
+            turns = [{"from": "human", "value": IMAGE * len(images)}, {"from": "gpt", "value": value.strip()}]
+            return {"image": images, "conversations": turns}
+    raise DataError("it has no conversations and no text")
+
+
+def _converter(part: EnergonPart) -> Callable[[_Access], dict[str, Any]]:
+    """From a sample to a row, as dataset.yaml says."""
+    content, where = part.description, f"{part.folder}/{META}/dataset.yaml"
+    kind = content.get("sample_type", content)
+    name = re.sub(r"(Sample|Webdataset)$", "", str(kind.get("__class__", "") if isinstance(kind, Mapping) else kind))
+    if content.get("sample_loader"):
+        raise DataError(f"{where} names a sample_loader, code that is not run; give a field_map")
+    if name == "Crude":
+        return _crude
+    if name not in _KINDS:
+        raise DataError(f"{where}: samples of the kind {name!r} are not read; kinds are {', '.join(_KINDS)}, Crude")
+    needed, convert = _KINDS[name]
+    fields = content.get("field_map")
+    if not isinstance(fields, Mapping) or not all(isinstance(fields.get(field), str) for field in needed):
+        raise DataError(f"{where}: a field_map with {', '.join(needed)} is needed for {name}")
+    known = {field: path for field, path in fields.items() if isinstance(path, str)}
+
+    def values(access: _Access) -> dict[str, Any]:
+        return {field: access(path) for field, path in known.items() if field in needed or field == "answer_weights"}
+
+    return lambda access: convert(values(access))
