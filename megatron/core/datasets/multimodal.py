@@ -39,28 +39,46 @@ from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.marks import IMAGE, bare_ids, named_tokens
 from megatron.core.datasets.mock import MockConversations
 from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.storage import DataError
 from megatron.core.datasets.webdataset import energon_rows, identity
 from megatron.core.tokenizers.base import Tokenizer
 
 # What a rank needs of images: their pixels (first stage), whether they are sound (the stage of the loss), or nothing.
 Use = Literal["pixels", "check", "nothing"]
 
+MOST_IN_A_ROW = 8  # damaged images, after which a run ends: with no sound one in a batch its loss would be no number
+
 logger = logging.getLogger(__name__)
 
 
 class DamagedImages:
-    """Counts images that cannot be unpacked, and names each once."""
+    """Counts images that cannot be unpacked, and names each once. When none of the last ones could be, the run ends."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
+        self._in_a_row = 0
         self._lock = threading.Lock()
 
     def add(self, name: str, reason: str) -> None:
-        """Note an image."""
+        """Note an image. `DataError` if its folder or tar is gone, or if `MOST_IN_A_ROW` images of the ones read last are damaged."""
         with self._lock:
+            self._in_a_row += 1
             if name not in self.names:
                 self.names[name] = reason
                 logger.warning("%s: %s; its conversation has no loss (%d so far)", name, reason, len(self.names))
+        holder = os.path.dirname(name.partition("@")[0] if "@" in name else name)
+        if not os.path.isdir(holder):
+            raise DataError(
+                f"{holder} is gone, which held images when the data were indexed: {name}; bring it back and resume"
+            )
+        if self._in_a_row >= MOST_IN_A_ROW:
+            raise DataError(
+                f"none of the last {self._in_a_row} images can be used, the last {name}: {reason}; see to the files and resume"
+            )
+
+    def sound(self) -> None:
+        """Note that an image could be used."""
+        self._in_a_row = 0
 
 
 class MockImageConversations:
@@ -135,6 +153,7 @@ class ImageChatDataset:
             for name, count in names:
                 try:
                     images.append(self._read_tiles(name, count))
+                    self.damaged.sound()
                 except ImageError as error:
                     self.damaged.add(name, str(error))
                     mask[place] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.core.datasets import images
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.image_conversations import SLOT, SlotWriter
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.multimodal import ImageChatDataset, Use, image_chat_kind
+from megatron.core.datasets.multimodal import MOST_IN_A_ROW, ImageChatDataset, Use, image_chat_kind
 from megatron.core.datasets.samplers import collate
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers import tiny
@@ -240,3 +241,28 @@ def test_made_up_conversations_each_have_an_image() -> None:
     assert sample["image_slots"][:5].tolist() == [0, 1, 2, 3, -1] and not np.array_equal(
         *data[1]["images"][:1], sample["images"][0]
     )
+
+
+def test_a_folder_that_is_gone_or_images_damaged_one_after_the_other_end_the_run_and_say_so(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    names = [f"{number}" for number in range(MOST_IN_A_ROW + 1)]
+    path = write(
+        tmp_path / "pictures",
+        [row(f"{name}.png", answer="x" * 40) for name in names],
+        **dict.fromkeys(names, picture(9, 9)),
+    )
+    data = dataset(path)
+    assert data[0]["loss_mask"].any()
+    for name in names[:MOST_IN_A_ROW]:
+        (tmp_path / "pictures" / f"{name}.png").write_bytes(b"damaged")
+    samples = iter(range(len(data)))
+    with pytest.raises(
+        DataError, match=f"none of the last {MOST_IN_A_ROW} images can be used, the last .*it is no image"
+    ):
+        while True:
+            index = next(samples)
+            if not data.source.images(data.sources(index)[0].sequence)[0][0].endswith(f"{MOST_IN_A_ROW}.png"):
+                data[index]
+    shutil.rmtree(tmp_path / "pictures")
+    with pytest.raises(DataError, match="pictures is gone, which held images when the data were indexed"):
+        data[0]
