@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.image_conversations import SLOT, ConversationWriter
-from megatron.core.datasets.images import ImageOptions, decode, no_images, tiles
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, tiles
 from megatron.core.datasets.multimodal import filler_of, slot_writer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.step_input import PromptImages
+
+KEPT_FILES = 32  # files whose tiles stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,9 @@ class ImagePrompts:
     options: ImageOptions
     rows: int
     filler: int
+    cache: OrderedDict[bytes, np.ndarray] = field(
+        default_factory=OrderedDict
+    )  # tiles of the files that came last, by their hash
 
     @staticmethod
     def of(
@@ -53,7 +59,7 @@ class ImagePrompts:
         messages: with <image> in what the user says, as often as there are files. Raises `DataError` for what is no conversation,
         and `ImageError` for a file that cannot be used.
         """
-        parts = [tiles(decode(file, self.options), self.options) for file in files]
+        parts = [self._tiles(file) for file in files]
         counts = [len(part) for part in parts]
         ids = self.writer.prompt(messages, counts, thumbnail=self.options.thumbnail)
         images = np.concatenate([no_images(self.options), *parts])
@@ -61,3 +67,15 @@ class ImagePrompts:
         slots = np.where(is_slot, np.cumsum(is_slot) - 1, -1)
         digest = hashlib.blake2b(images.tobytes(), digest_size=16).digest()
         return tuple(np.where(is_slot, self.filler, ids).tolist()), PromptImages(images, tuple(slots.tolist()), digest)
+
+    def _tiles(self, file: bytes) -> np.ndarray:
+        """The tiles of a file, which stay for conversations that show it again. float32 [n, channels, height, width]"""
+        if len(file) > self.options.max_bytes:
+            raise ImageError(f"it has more than {self.options.max_bytes} bytes")
+        key = hashlib.blake2b(file, digest_size=16).digest()
+        cached = self.cache.pop(key, None)
+        result = tiles(decode(file, self.options), self.options) if cached is None else cached
+        self.cache[key] = result
+        while len(self.cache) > KEPT_FILES:
+            self.cache.popitem(last=False)
+        return result

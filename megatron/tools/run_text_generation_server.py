@@ -15,10 +15,12 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.flags import ConfigError, add_arguments, from_namespace, from_values
 from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.data import ChatConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
@@ -28,11 +30,12 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.tokenizers.base import Tokenizer, read_text
 from megatron.inference.engine import Engine
+from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.service import Service
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.adapters import open_adapters, source_hash
-from megatron.training.checkpoint.inference_model import FORMATS, GPT, load_network
+from megatron.training.checkpoint.inference_model import FORMATS, GPT, InferenceModel, load_network
 from megatron.training.entry import entry
 from megatron.training.health.watchdog import RankLost
 from megatron.training.launch.launch_info import has_desktop, launcher_place
@@ -47,6 +50,7 @@ except ModuleNotFoundError as missing:
         raise
     sys.exit(f"serving needs {missing.name}: pip install fastapi uvicorn")
 
+BODY_WITH_IMAGES = 2**24
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "chat_template")
 
@@ -123,7 +127,20 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     """How much one call may ask for."""
     limits, usual = parser.add_argument_group("limits of one call"), Limits()
     limits.add_argument(
-        "--max-body-bytes", type=int, default=usual.body_bytes, metavar="N", help=f"default: {usual.body_bytes}"
+        "--max-body-bytes",
+        type=int,
+        metavar="N",
+        help=f"default: {usual.body_bytes}, and {BODY_WITH_IMAGES} if the network reads images",
+    )
+    limits.add_argument(
+        "--max-images", type=int, default=usual.images, metavar="N", help=f"of a conversation (default: {usual.images})"
+    )
+    limits.add_argument(
+        "--max-image-pixels",
+        type=int,
+        default=2**24,
+        metavar="N",
+        help="images with more are refused before they are unpacked (default: 16777216)",
     )
     limits.add_argument(
         "--max-prompts",
@@ -227,13 +244,6 @@ def main() -> None:
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
     place = launcher_place()
     token, sock = token_of(given), bound(given.host, given.port) if place.rank == 0 else None
-    limits = Limits(
-        given.max_body_bytes,
-        given.max_prompts,
-        given.max_prompt_tokens,
-        given.max_new_tokens,
-        connections=given.max_connections,
-    )
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
@@ -242,6 +252,7 @@ def main() -> None:
     )
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
+    read_images(engine, loaded, given)
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
             follow(engine)
@@ -249,7 +260,31 @@ def main() -> None:
             reads = opener(loaded.source, loaded.config.model)
             for name, folder in adapters_of(given).items():
                 engine.adapters.load(name, reads(folder))
-            lead(engine, liveness, sock, given, limits, token, reads)
+            lead(engine, liveness, sock, given, limits_of(given, engine), token, reads)
+
+
+def read_images(engine: Engine, loaded: InferenceModel, given: argparse.Namespace) -> None:
+    """Let the engine of a network that reads images take prompts with some, written as it was trained unless the command line differs."""
+    if not loaded.config.model.has_vision:
+        return
+    if given.chat_format == "tokenizer":
+        given.chat_format = from_values(ChatConfig, loaded.source.settings).sft_tokenizer_prompt_format
+    prompts = ImagePrompts.of(loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format)
+    options = replace(prompts.options, max_pixels=min(prompts.options.max_pixels, given.max_image_pixels))
+    engine.image_prompts = replace(prompts, options=options)
+
+
+def limits_of(given: argparse.Namespace, engine: Engine) -> Limits:
+    """How much one call may ask for."""
+    body = BODY_WITH_IMAGES if engine.image_prompts is not None else Limits().body_bytes
+    return Limits(
+        given.max_body_bytes or body,
+        given.max_prompts,
+        given.max_prompt_tokens,
+        given.max_new_tokens,
+        connections=given.max_connections,
+        images=given.max_images,
+    )
 
 
 def lead(

@@ -288,7 +288,9 @@ def error_answer(path: str, error: Refused) -> Response:
 
 def _model_entry(serving: Serving, begun: int, adapter: str) -> dict[str, Any]:
     """What is told of the network, or of an adapter beside it."""
-    parent = {"parent": serving.model} if adapter else {}
+    parent: dict[str, Any] = {"parent": serving.model} if adapter else {}
+    if serving.service.engine.image_prompts is not None:
+        parent["input_modalities"] = ["text", "image"]
     return {
         **parent,
         "id": adapter or serving.model,

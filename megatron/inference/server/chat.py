@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.images import ImageError
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.marks import IMAGE
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.server.fields import Refused
+from megatron.inference.step_input import PromptImages
 
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -34,6 +41,24 @@ class Chat:
             raise Refused(f"messages: {error}") from None
         return (~encoded).tolist()  # the encoder turns over what is not learnt
 
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], files: Sequence[bytes], prompts: ImagePrompts | None, most: int
+    ) -> tuple[tuple[int, ...], PromptImages | None]:
+        """The ids of a conversation, and its images. prompts: of a network that reads some. most: how many one call may show."""
+        if prompts is None:
+            if files:
+                raise Refused("the network reads no images; send text alone")
+            return tuple(self.ids(messages)), None
+        if len(files) > most:
+            raise Refused(f"messages hold {len(files)} images; this server takes {most} in a call", 413)
+        try:
+            ids, images = prompts.write(messages, files)
+        except ImageError as error:
+            raise Refused(f"an image cannot be used: {error}") from None
+        except (DataError, ValueError) as error:
+            raise Refused(f"messages: {error}") from None
+        return ids, images if files else None
+
     def _answer_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Found in a small conversation: the answer is `b`, and what comes after it ends it."""
         try:
@@ -50,11 +75,12 @@ class Chat:
         return tuple(marks[:1]), () if marks else tuple(words[:1])
 
 
-def messages_of(value: Any) -> list[dict[str, str]]:
-    """Roles and texts; contents in parts are joined. Raises `Refused`."""
+def messages_of(value: Any) -> tuple[list[dict[str, str]], list[bytes]]:
+    """Roles and texts, contents in parts joined, and the files of images, for each of which `<image>` stands. Raises `Refused`."""
     if not isinstance(value, list) or not value:
         raise Refused("messages must be a list of messages, of which there is one at least")
-    messages = []
+    messages: list[dict[str, str]] = []
+    images: list[bytes] = []
     for place, message in enumerate(value):
         where = f"messages[{place}]"
         if not isinstance(message, dict):
@@ -64,16 +90,29 @@ def messages_of(value: Any) -> list[dict[str, str]]:
             raise Refused(f"{where} has {unknown[0][:100]!r}, which is not served; it may have role, content and name")
         if message.get("role") not in _ROLES:
             raise Refused(f"{where}: role must be one of {', '.join(_ROLES)}")
-        messages.append({"role": message["role"], "content": _content_text(message.get("content"), where)})
-    return messages
+        parts = message.get("content")
+        texts = [_part_text(part, where, images) for part in (parts if isinstance(parts, list) else [parts])]
+        if not texts:
+            raise Refused(f"{where}: content must be a string, or a list of parts")
+        messages.append({"role": message["role"], "content": "".join(texts)})
+    return messages, images
 
 
-def _content_text(value: Any, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    parts = value if isinstance(value, list) else []
-    of_text = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    texts = [text for text in of_text if isinstance(text, str)]
-    if not texts or len(texts) != len(parts):
-        raise Refused(f"{where}: content must be a string, or a list of parts of the type text")
-    return "".join(texts)
+def _part_text(part: Any, where: str, images: list[bytes]) -> str:
+    """The text of a part of a content; the file of an image is added to `images`."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part["text"] if "text" in part else None, str):
+        return part["text"]
+    if kind != "image_url":
+        raise Refused(f"{where}: content must be a string, or a list of parts of the types text and image_url")
+    address = part.get("image_url")
+    address = address.get("url") if isinstance(address, dict) else address
+    if not isinstance(address, str) or not (match := _DATA_URL.match(address)):
+        raise Refused(f"{where}: the url of an image must be a data URL, data:image/png;base64,...; nothing is fetched")
+    try:
+        images.append(base64.b64decode(address[match.end() :], validate=True))
+    except ValueError:
+        raise Refused(f"{where}: the data URL of an image is not base64") from None
+    return IMAGE

@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.inference.requests import Event, Reply, Request, Token
@@ -186,14 +186,20 @@ def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Completion
         raise Refused("max_tokens is the old name of max_completion_tokens; give one of them")
     if fields["n"] > serving.limits.prompts:
         raise Refused(f"n={fields['n']} is more than the {serving.limits.prompts} texts of one call")
-    ids = tuple(chat.ids(messages_of(fields["messages"])))
+    messages, files = messages_of(fields["messages"])
+    ids, images = chat.prompt(messages, files, serving.service.engine.image_prompts, serving.limits.images)
     room = serving.positions - len(ids) + 1
     count = (
         fields["max_completion_tokens"] or fields["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
     )
     return CompletionRequest(
         fields,
-        _requests_of(fields, serving, [ids], count, fields["logprobs"], fields["top_logprobs"] or 0, chat),
+        tuple(
+            replace(request, images=images)
+            for request in _requests_of(
+                fields, serving, [ids], count, fields["logprobs"], fields["top_logprobs"] or 0, chat
+            )
+        ),
         chat=True,
     )
 

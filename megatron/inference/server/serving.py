@@ -21,7 +21,7 @@ LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divide
 class Limits:
     """Of one call. prompt_tokens, new_tokens: None leaves them to the engine. searches: beam searches at once, of all calls.
     read_seconds: for a body to arrive. silence_seconds: without a word in a stream, before a sign of life is sent.
-    connections: at once; 900 are within the 1024 files that systems let a process open. header_seconds: for a connection to begin a call.
+    images: in a conversation. connections: at once; 900 are within the 1024 files that systems let a process open. header_seconds: for a connection to begin a call.
     """
 
     body_bytes: int = 2**20
@@ -33,6 +33,7 @@ class Limits:
     silence_seconds: float = 15.0
     connections: int = 900
     header_seconds: float = 10.0
+    images: int = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.families import hf
-from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.build import NullTokenizer, build_tokenizer
+from megatron.inference.engine import Engine
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.requests import Request
 from megatron.inference.step_input import PromptImages
+from tests.helpers import tiny
+from tests.helpers.world import Worlds
 from tests.unit.datasets.test_images import content, picture
 from tests.unit.families.test_vision import IMAGE, llava_clip, network, saved
-from tests.unit.inference.serving import engine_of, greedy
+from tests.unit.inference.serving import engine_of, greedy, stages_on
 from tests.unit.inference.serving import network as text_network
 
 NEW = 12
@@ -111,3 +116,51 @@ def test_a_prompt_is_written_as_conversations_are_in_training(both: tuple[Any, A
     )
     assert text.endswith("[INST] " + "#" * model.vision.rows + "What? [/INST]")
     assert images.images.shape == (1, 3, 28, 28) and max(images.slots) == model.vision.rows - 1
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+SEEING: dict[str, Any] = {
+    "vision_model_type": "clip",
+    "img_h": 8,
+    "img_w": 8,
+    "patch_dim": 4,
+    "disable_vision_class_token": True,
+    "vision_num_layers": 2,
+    "vision_hidden_size": 16,
+    "vision_num_attention_heads": 2,
+    "num_layers": 4,
+    "init_method_std": 0.3,
+}
+
+
+def answered(changes: dict[str, Any]) -> list[tuple[tuple[int, ...], list[float | None]]] | None:
+    """Ids and log-probabilities of the answers to prompts with images and without, on the first rank."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    stages = stages_on(size, **{**SEEING, **changes})
+    settings = {"inference_dynamic_batching_block_size": 4, "inference_dynamic_batching_max_tokens": 16}
+    engine = Engine(stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(**settings, inference_max_requests=4))
+    if not engine.mesh.world.is_first:
+        engine.follow()
+        return None
+    engine.heartbeat()
+    random, asked = np.random.default_rng(1), [greedy((3, 1, 4), 8, logprobs=True)]
+    for seed in range(4):
+        images = random.standard_normal((1 + seed % 2, 3, 8, 8)).astype(np.float32)
+        ids, given = prompt(4, images, seed)
+        ids = tuple(token % tiny.VOCABULARY for token in ids)
+        asked.append(greedy(ids, 8, images=given, logprobs=True))
+    replies = engine.run(asked)
+    engine.close()
+    return [(tuple(reply.ids), [token.logprob for token in reply.tokens]) for reply in replies]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_about_images_do_not_depend_on_the_layout(world: Worlds, layout: str) -> None:
+    found, expected = world(2).run(answered, LAYOUTS[layout])[0], answered({})
+    assert found is not None and expected is not None
+    assert len({logprobs[0] for _, logprobs in expected}) == len(expected)
+    for (ids, logprobs), (right, scores) in zip(found, expected, strict=True):
+        assert ids == right and logprobs == pytest.approx(scores, abs=1e-5)

@@ -216,7 +216,7 @@ CHAT_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "role": ({"messages": [{"role": "king", "content": "a"}]}, "role must be"),
     "content": ({"messages": [{"role": "user", "content": 5}]}, "content must be"),
     "calls": ({"messages": [{"role": "assistant", "tool_calls": []}]}, "not served"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of the type text"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a data URL"),
     "reserved": ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "not text"),
     "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     "tools": ({"tools": [{}]}, "tools can only be []"),
