@@ -22,7 +22,12 @@ from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
 from tests.parity.defect import Defect, sum_replicated_but
 
 _sizes_of, _log_uniform, _borders, _norm = MambaSizes.of, mamba.log_uniform, mamba.borders, GatedNorm.forward
-_share, _order, _mix, _mix_delta = HeadExchange.share, HeadExchange._order, MambaMixer._mix, GatedDeltaNet._mix
+_share, _order, _mix, _mix_delta = (
+    HeadExchange.share,
+    HeadExchange._sequence_permutation,
+    MambaMixer._conv_and_scan,
+    GatedDeltaNet._conv_and_scan,
+)
 
 
 def _in_one_piece(size: int, pieces: tuple[FusedSegment, ...], **settings: Any) -> ColumnLinear:
@@ -112,22 +117,22 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "the convolution sees the document before",
         (("tp2 sp", "hybrid-packed"), ("cp2", "hybrid-packed")),
-        ((MambaMixer, "_mix", _without_segments(_mix, "causal_conv")),),
+        ((MambaMixer, "_conv_and_scan", _without_segments(_mix, "causal_conv")),),
     ),
     Defect(
         "the state of a document goes on in the next",
         (("tp2 sp", "hybrid-packed"), ("cp2", "hybrid-packed")),
-        ((MambaMixer, "_mix", _without_segments(_mix, "selective_scan")),),
+        ((MambaMixer, "_conv_and_scan", _without_segments(_mix, "selective_scan")),),
     ),
     Defect(
         "a delta net's state goes on in the next document",
         (("tp2 sp", "hybrid-packed"),),
-        ((GatedDeltaNet, "_mix", _without_segments(_mix_delta, "delta_rule_scan")),),
+        ((GatedDeltaNet, "_conv_and_scan", _without_segments(_mix_delta, "delta_rule_scan")),),
     ),
     Defect(
         "the scan sees positions in zigzag order",
         (("cp2", "hybrid"), ("cp2", "delta")),
-        ((HeadExchange, "_order", _as_they_come),),
+        ((HeadExchange, "_sequence_permutation", _as_they_come),),
     ),
     Defect(
         "the norm is over all groups of a rank", (("tp2", "hybrid"),), ((GatedNorm, "forward", _first_group_for_all),)
