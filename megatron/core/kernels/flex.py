@@ -9,7 +9,9 @@ of the other scores.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from megatron.core.kernels.host_reads import host_may_read
 from megatron.core.kernels.mask import MaskSpec, Scores
+
+_KEPT = 8  # block masks
 
 
 @cache
@@ -31,21 +36,9 @@ def attention(
 ) -> Tensor:
     """Compute `reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
     assert not dropout, "the table offers it without dropout only"
-    attend, masked = compiled()
-    queries, keys, batch = len(q), len(k), q.shape[1]
+    attend, _ = compiled()
     plain = mask.is_plain and not mask.causal
-    seen = (
-        None
-        if plain
-        else masked(
-            mask_mod(mask, queries, keys, q.device),
-            batch if _by_row(mask) else None,
-            None,
-            queries,
-            keys,
-            device=q.device,
-        )
-    )
+    seen = None if plain else block_mask(mask, len(q), len(k), q.shape[1], q.device)
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     attended = attend(
         *heads,
@@ -61,6 +54,55 @@ def attention(
         output, aux = attended
         output = output * torch.sigmoid(aux.lse - scores.sink.to(aux.lse.dtype)[:, None])[..., None].to(output.dtype)
     return output.permute(2, 0, 1, 3).flatten(2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A block mask, and what it was built from. versions: of the tensors, which count their changes."""
+
+    sizes: tuple[object, ...]
+    tensors: tuple[Tensor | None, ...]
+    versions: tuple[int, ...]
+    seen: BlockMask
+
+    def serves(self, sizes: tuple[object, ...], tensors: tuple[Tensor | None, ...], versions: tuple[int, ...]) -> bool:
+        """Whether it is the mask of these, which may be others than the tensors [b, s] it was built from."""
+        same = all(mine is other for mine, other in zip(self.tensors, tensors, strict=True))
+        return same and self.sizes == sizes and self.versions == versions
+
+
+@cache
+def _built() -> deque[_Built]:
+    """The newest block masks: all layers of a microbatch share one for each kind of layer."""
+    return deque(maxlen=_KEPT)
+
+
+def block_mask(mask: MaskSpec, queries: int, keys: int, batch: int, device: torch.device) -> BlockMask:
+    """Return FlexAttention's form of a mask, [b or 1, 1, queries, keys] in blocks. It is built once for all layers that share the mask's tensors."""
+    _, build = compiled()
+    rows = batch if _by_row(mask) else None
+
+    def new() -> BlockMask:
+        return build(mask_mod(mask, queries, keys, device), rows, None, queries, keys, device=device)
+
+    tensors = (mask.documents, mask.padding, mask.query_places, mask.key_places, mask.query_documents)
+    given = [one for one in tensors if one is not None]
+    # A graph that is repeated has to build its own; a tensor of inference counts no changes.
+    if torch.compiler.is_compiling() or _is_captured(device) or any(one.is_inference() for one in given):
+        return new()
+    sizes = (build, mask.causal, mask.window, queries, keys, rows, device)
+    versions = tuple(one._version for one in given)
+    for one in _built():
+        if one.serves(sizes, tensors, versions):
+            return one.seen
+    seen = new()
+    _built().append(_Built(sizes, tensors, versions, seen))
+    return seen
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return not host_may_read() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def mask_mod(

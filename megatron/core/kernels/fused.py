@@ -9,6 +9,9 @@ A window much shorter than the sequence is a band. Queries are split into blocks
     block 1      [2 3 4 5 6 7]             the work grows with block + window, not with the sequence
     block 2              [6 7 8 9 ..]
 
+A query that sees no key would make NaN in some backends' backward passes, for the whole sequence. It is shown all keys, and its output is
+replaced by zeros.
+
 A sink of score z is an extra key whose value is zero. To make its score the same for every query, heads get extra elements: z in the queries, one in the
 sink's key, zero in all other keys.
 """
@@ -27,6 +30,7 @@ from megatron.core.kernels import chunked_attention, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 _CAPPED = 256  # queries whose scores are held at a time where they have a soft cap
+_PLANNED = 64  # tokens: lengths are rounded up to its multiples for cuDNN, which builds a plan for every new one
 _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more than they save
 
 
@@ -75,9 +79,13 @@ def _unbanded_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     plain = scores.bias is None and mask.is_plain and (not mask.causal or queries == keys)
     seen = None if plain else mask.visible(queries, keys, q.device)
+    blind = None if seen is None or mask.shows_each_query_its_key else ~seen.any(-1, keepdim=True)
+    if seen is not None and blind is not None:
+        seen = seen | blind
     if scores.bias is not None and seen is not None:
         seen = scores.bias.to(q.dtype).masked_fill(~seen, float("-inf"))
-    return _merge_heads(_sdpa(q, k, v, seen, plain and mask.causal, dropout, scores))
+    output = _sdpa(q, k, v, seen, plain and mask.causal, dropout, scores)
+    return _merge_heads(output if blind is None else output.masked_fill(blind, 0.0))
 
 
 def flash_attention(
@@ -92,12 +100,15 @@ def cudnn_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
 ) -> Tensor:
     """Compute `attention` (same shapes [s, b, n, d]) by torch's cuDNN backend only, which requires as many key heads as
-    query heads.
+    query heads. Causal sequences of any length become multiples of 64 tokens long, since it builds a plan for each new one.
     """
-    repeats = q.shape[2] // k.shape[2]
+    repeats, length = q.shape[2] // k.shape[2], len(q)
     k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
+    if mask.causal and mask.is_plain and length == len(k) and scores.bias is None:
+        # What is added stands behind all queries, so causality hides it.
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, -length % _PLANNED)) if length % _PLANNED else x for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return attention(q, k, v, mask, dropout, scores)
+        return attention(q, k, v, mask, dropout, scores)[:length]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -181,7 +192,9 @@ def _banded_attention(
         own = F.pad(mask.documents, (0, rest), value=-1).view(-1, count, block, 1)
         seen = seen & (own == slabs(mask.documents[:, None, :, None], -1).view(-1, count, 1, slab))
     seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
-    output = _sdpa(queries, slabs(heads[1]), slabs(heads[2]), seen, False, dropout, scores)
+    blind = ~seen.any(-1, keepdim=True)  # those of the padding behind the sequence are
+    output = _sdpa(queries, slabs(heads[1]), slabs(heads[2]), seen | blind, False, dropout, scores)
+    output = output.masked_fill(blind, 0.0)
     output = output.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
     return _merge_heads(output[:, :, :length])
 

@@ -35,6 +35,12 @@ class MaskSpec:
         """Whether the mask is causal and nothing else, so that kernels need no mask tensor."""
         return self.documents is None and self.padding is None and self.window is None and self.query_places is None
 
+    @property
+    def shows_each_query_its_key(self) -> bool:
+        """Whether no query can be left without a key, since the one at its own position is visible to it."""
+        places = (self.query_places, self.key_places, self.query_documents)
+        return self.padding is None and all(one is None for one in places)
+
     def within(self, window: tuple[int, int] | None) -> MaskSpec:
         """Return this mask for a layer with a window, or without one (None)."""
         return self if window is None or window == (-1, -1) else replace(self, window=window)
