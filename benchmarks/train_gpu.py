@@ -409,10 +409,10 @@ def main() -> None:
     while left:
         work, total = left[0], sum(one.share for one in left)
         least = LEAST[work.extra is not None] if device.type == "cuda" else 15.0
-        seconds = max(deadline.left() * work.share / total, least)
-        if seconds > deadline.left():
-            print(f"  {len(left)} runs are left out: {deadline.left():.0f} s remain. Call again to go on", flush=True)
+        if least > (remaining := deadline.left()):
+            print(f"  {len(left)} runs are left out: {remaining:.0f} s remain. Call again to go on", flush=True)
             break
+        seconds = max(remaining * work.share / total, least)
         left.pop(0)
         if work.extra is None:
             beside_plain(work.job, seconds)

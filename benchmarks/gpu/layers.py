@@ -116,6 +116,7 @@ def profiled(step: Any, name: str) -> tuple[int, float]:
     table = recorded.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90)
     file = results.path()
     if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with (file.parent / "profiles.txt").open("a") as stream:
             stream.write(f"===== {name}\n{table}\n")
     kernels = [one for one in recorded.events() if one.device_type == torch.autograd.DeviceType.CUDA]

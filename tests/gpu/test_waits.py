@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.saver import Saver, SaveRules
+from megatron.core.dist_checkpointing.store import Description
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.loop import Session
 from megatron.training.step import train_step
@@ -84,3 +86,14 @@ def test_an_iteration_of_the_loop_waits_for_nothing(monkeypatch: pytest.MonkeyPa
     assert os.environ.get("MEGATRON_DEVICE", "auto") != "cpu"
     trained(["--mock-data", "--seq-length", "64", "--train-iters", "6", "--log-interval", "100", "--bf16"])
     assert seen == [2, 3, 4, 5]
+
+
+def test_polling_a_save_waits_for_nothing(tmp_path: Path) -> None:
+    state = {"model.a": torch.full((100,), 1.0, device="cuda")}
+    saver = Saver(tmp_path, rules=SaveRules(asynchronous=True), device=torch.device("cuda"))
+    saver.start(state, 1, Description({}, 1))
+    outcome = None
+    with no_wait():
+        while outcome is None:
+            outcome = saver.poll()
+    assert not outcome.problems

@@ -3,7 +3,7 @@
     start              all ranks: agree on who writes what; copy that to host memory; let a thread write and hash it
     wait_for_staging   a rank whose copy runs beside its computation waits for it here, before it changes the tensors
     poll               all ranks, after every step while a save is in flight: has every rank written? then rank 0 commits, in its
-                       thread too; is that done? then all ranks learn of it
+                       thread too; is that done? then all ranks learn of it. Answers come a step late, so that no step waits
     finish             the same, blocking
 
 Collectives are called from the calling thread only, and every rank calls these functions at the same points, so there
@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import synchronize
+from megatron.core.parallel.late_reduction import LateReduction
 from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
@@ -179,6 +180,9 @@ class Saver:
         self._copies = rules.asynchronous
         self._in_flight: _InFlightSave | None = None
         self._notes: list[str] = []
+        # How many jobs of all saves each rank has ended: a late answer is about the job it was asked for, or an earlier one.
+        self._jobs = 0
+        self._ended_jobs = LateReduction(axis, device, "min", first=0)
 
     @property
     def is_busy(self) -> bool:
@@ -209,6 +213,7 @@ class Saver:
         copied = threading.Event()
         contents = self._contents_writer(sources, copied, later=until_staged)
         job = BackgroundJob(lambda: self._write_rank_file(iteration, save, share, contents), in_background=self._copies)
+        self._jobs += 1
         self._in_flight = _InFlightSave(
             iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied
         )
@@ -248,8 +253,8 @@ class Saver:
         """Advance the save in progress without waiting. Returns its outcome, once."""
         if self._in_flight is None:
             return None
-        done = torch.tensor(int(self._in_flight.job.done), device=self.device)
-        return self._next_stage() if bool(collectives.all_reduce(done, self.axis, "min")) else None
+        ended = self._jobs if self._in_flight.job.done else self._jobs - 1
+        return self._next_stage() if self._ended_jobs.late(ended) >= self._jobs else None
 
     def finish(self) -> SaveOutcome | None:
         """Wait for the save in progress. Returns its outcome; None if there was none."""
@@ -335,6 +340,7 @@ class Saver:
                 store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             return self._save_outcome(failures, [], 0)
         in_flight.commits = True
+        self._jobs += 1
         hashes = [written for _, written in results]
         action = (lambda: self._commit(in_flight, hashes)) if self.axis.is_first else (lambda: None)
         in_flight.job = BackgroundJob(action, in_background=self._copies and self.axis.is_first)

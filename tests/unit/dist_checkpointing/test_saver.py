@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.files import DISK
 from megatron.core.dist_checkpointing.load import load, open_valid
 from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules, save
 from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates, complete_iterations
+from megatron.core.parallel import collectives
 from tests.helpers.world import Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, FULL, READ_ONLY, Faulty
 from tests.unit.dist_checkpointing.held import Layout, mesh_of
@@ -230,6 +231,28 @@ def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
             outcome = saver.poll()
         result.append((outcome.iteration, outcome.problems, complete_iterations(folder)))
     return result
+
+
+def poll_to_the_end(folder: Path) -> list[int]:
+    """On every rank: two saves in which no poll may wait for the others; iterations that were saved."""
+    mesh, result = mesh_of(Layout(1, 1, False)), []
+    saver = Saver(folder, mesh.world, rules=BACKGROUND)
+    for iteration in (1, 2):
+        saver.start(state_of(float(iteration)), iteration, Description({}, 4))
+        outcome = None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "all_reduce", None)  # whose answer is waited for
+            while outcome is None:
+                outcome = saver.poll()
+        assert not outcome.problems and complete_iterations(folder)[-1] == iteration, "it has been committed"
+        result.append(outcome.iteration)
+    return result
+
+
+def test_no_poll_waits_for_other_ranks_and_none_takes_an_answer_for_that_of_another_save(
+    world: Worlds, tmp_path: Path
+) -> None:
+    assert world(4).run(poll_to_the_end, tmp_path) == [[1, 2]] * 4
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "background"])
