@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from megatron.core.kernels import paged, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.paged import BlockTables
+from tests.helpers.triton_interpreter import needs_triton
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 SINKS = Scores(sink=torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0, 0.3, 0.1]))
@@ -29,7 +29,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "latent": ([70, 333, 1], 1, 6, 1, 24, 16, 4, None, Scores(scale=0.3)),
     "latent of no power of two": ([70, 33, 1], 1, 20, 1, 12, 8, 1, None, Scores()),
 }
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
 
 
 @pytest.fixture(scope="module")

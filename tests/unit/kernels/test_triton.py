@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -23,12 +22,12 @@ from megatron.core.kernels.permute import permute
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, select
 from megatron.core.transformer.dispatch import permute_tokens, sort_by_expert, unpermute_tokens
+from tests.helpers.triton_interpreter import missing_interpreter, needs_triton
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("triton.norm", "triton.pointwise", "triton.loss", "triton.permute")
 GPU = Need(device="cuda", dtype=torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +248,9 @@ def test_the_names_that_the_command_line_knows_are_those_of_the_table() -> None:
     assert rest == {"attention", "cross_entropy", "moe_flex_dispatcher", "paged_attention"}, (
         "these have flags of their own"
     )
+
+
+def test_why_kernels_are_not_interpreted() -> None:
+    assert missing_interpreter("3.7.1", "2.4.6") == missing_interpreter("3.6.0", "2.3.9") == ""
+    assert "takes no numpy 2.4.6" in missing_interpreter("3.6.0", "2.4.6")
+    assert "pip install triton" in missing_interpreter("", "2.4.6")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from megatron.core.kernels import scans
 from megatron.core.kernels.external import state_space
+from tests.helpers.triton_interpreter import needs_triton
 
 FILES = ("triton.scans", "triton.conv")
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
 
 
 @pytest.fixture(scope="module")
