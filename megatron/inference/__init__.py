@@ -10,6 +10,7 @@ model_runner.py one forward pass of all ranks over new tokens of many sequences
 sequence.py     the state of one request
 speculative.py  speculative decoding: a draft network, or multi-token prediction
 engine.py       the scheduler: which requests take part in each step
+routes.py       which experts the tokens of a pass used
 liveness.py     which ranks are alive
 service.py      an engine in a thread of its own, for servers
 beam.py         beam search over an engine

@@ -24,11 +24,11 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.cache import Mix, StatefulMixer
-from megatron.inference.engine import ThroughputMeter
 from megatron.inference.requests import Event, Listener, Metrics, Reason, Reply, Request
 from megatron.inference.sampled_tokens import sample
 from megatron.inference.sequence import SequenceState
 from megatron.inference.step_input import SequenceInput
+from megatron.inference.throughput import ThroughputMeter
 
 
 class _Past:

@@ -12,7 +12,6 @@ the step. `submit` and `cancel` may be called from any thread, everything else f
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 import time
 from collections import Counter, deque
@@ -30,21 +29,23 @@ from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.model_runner import CachedNetwork, LaunchedStep, ModelRunner
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
+from megatron.inference.routes import RouteRecorder
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
 from megatron.inference.states import SlotAllocator, TextStates, state_bytes
 from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
+from megatron.inference.throughput import ThroughputMeter
 
 _SCORED = 256  # most prompt positions per step with log-probabilities, which bounds the logits
-_RATE_SECONDS = 10.0
 
 
 class Engine:
     """Continuous batching over the stages of a network.
 
     stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout, for
-    speculative decoding; without, the layers of multi-token prediction are used. The first rank of the mesh submits and steps; all others call
+    speculative decoding; without, the layers of multi-token prediction are used. records_routes: replies tell the experts of each token, all of
+    which are computed: no prefix is shared, and no step is captured as a graph. The first rank of the mesh submits and steps; all others call
     `follow`. Raises `ConfigError` for settings that do not fit together.
     """
 
@@ -55,8 +56,10 @@ class Engine:
         config: InferenceConfig = InferenceConfig(),
         *,
         draft: Sequence[GPTModel] = (),
+        records_routes: bool = False,
     ) -> None:
         build = stages[0].build
+        config = engine_setup.recording(config, records_routes)
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
         self.image_prompts: ImagePrompts | None = None  # of a network that reads images, set by who loads it
         refuse([*config.problems(), *engine_setup.problems(stages, config, draft)])
@@ -82,6 +85,7 @@ class Engine:
         if snapshots is not None:
             networks[0].keep_states(engine_setup.state_slots(snapshots, config))
         self.runner = ModelRunner(networks)
+        networks[0].recorder = RouteRecorder(stages) if records_routes else None
         self.adapters = ServedAdapters(self.runner, most=config.max_loras, rank=config.max_lora_rank)
         self.allocators = [
             BlockAllocator(count, size, sharing=config.inference_dynamic_batching_prefix_caching)
@@ -486,26 +490,6 @@ class _Pass:
     def matters(self) -> bool:
         """Whether anybody waits for its tokens."""
         return any(one.reason is None for shares in self.chosen for one, _ in shares)
-
-
-class ThroughputMeter:
-    """Tokens per second, exponentially averaged over the last seconds."""
-
-    def __init__(self) -> None:
-        self._begun = self._last = time.monotonic()
-        self._rate = 0.0
-
-    def add(self, count: int) -> None:
-        """Count new tokens."""
-        now = time.monotonic()
-        self._rate = self._rate * math.exp((self._last - now) / _RATE_SECONDS) + count / _RATE_SECONDS
-        self._last = now
-
-    def now(self) -> float:
-        """The rate at this moment."""
-        now = time.monotonic()
-        seen = 1.0 - math.exp((self._begun - now) / _RATE_SECONDS)  # of the time that counts, how much there has been
-        return self._rate * math.exp((self._last - now) / _RATE_SECONDS) / seen if seen > 0.0 else 0.0
 
 
 def _line_end(tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:

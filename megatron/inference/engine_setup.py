@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -150,3 +151,12 @@ def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Inferen
             f"{max_length}; give {longest * size * each / 10**9:.3g} or more, or a shorter --inference-max-seq-length"
         )
     return max(count, longest) + 1
+
+
+def recording(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
+    """The settings of an engine; of one that records the experts of every token, those with which all tokens pass its routers."""
+    if not records:
+        return config
+    return replace(
+        config, inference_dynamic_batching_prefix_caching=False, inference_dynamic_batching_num_cuda_graphs=0
+    )

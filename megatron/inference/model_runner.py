@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel.transfers import Script, script
 from megatron.inference.adapters import AdapterBank
 from megatron.inference.cache import KVCache, bytes_per_token, ordered, step_cache, tables_of
 from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, fill_in
+from megatron.inference.routes import RouteRecorder, Routes, with_routes
 from megatron.inference.sampled_tokens import SampledTokens, sample
 from megatron.inference.states import StatePool, StepSlots
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceOutput, StepInput
@@ -74,6 +75,8 @@ class CachedNetwork:
         captured_graphs: int = 0,
         paged: Callable[..., Tensor] | None = None,
     ) -> None:
+        self.recorder: RouteRecorder | None = None  # notes the experts of each token, where the caller wants them
+        self.routes: Routes = []  # of the rows of the last pass, by the layers of this rank
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
         self.build, self.mesh = build, build.mesh
@@ -158,10 +161,18 @@ class CachedNetwork:
                     forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
                 )
             run(self._scripts[parts], work=_Work(self, steps), axis=axis, backward_axis=self.mesh.pp_backward)
+            self._keep_routes(steps)
             sampled = [step.sampled for step in steps]
         if len(sampled) == 1:
             self.sampled_before = sampled[0].tokens
         return sampled
+
+    def _keep_routes(self, steps: Sequence[_Step]) -> None:
+        """Keep the experts of the tokens of a pass, of which each step has every len(steps)-th row."""
+        if self.recorder is not None:
+            self.routes = self.recorder.rows(
+                [(step.rows, [part + len(steps) * place for place in step.order]) for part, step in enumerate(steps)]
+            )
 
     def _graph_of(self, rows_of_all: Sequence[Sequence[SequenceInput]], on_demand: bool) -> GraphShape | None:
         """The captured shape that a pass over these rows is of, if it is of one. Replicas that exchange tokens agree on it."""
@@ -212,8 +223,8 @@ class _Step:
     def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
         spans = [row.span for row in rows]
         groups = ordered(spans)
-        self._order = [number for group in groups for number in group]
-        self.rows = [rows[number] for number in self._order]
+        self.order = [number for group in groups for number in group]
+        self.rows = [rows[number] for number in self.order]
         ids = [token for row in self.rows for token in row.ids]
         padding = [0] * (length - len(ids))
         logit_positions, awaited = _positions(self.rows)
@@ -251,12 +262,12 @@ class _Step:
             states=slots.groups(tables[2 * len(groups) :]),
         )
         self.positions = self.cache.positions[None]
-        self.sampled = SampledTokens(self.rows, self._order)
+        self.sampled = SampledTokens(self.rows, self.order)
 
     def sample(self, network: CachedNetwork, logits: Tensor) -> None:
         """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
         chosen = logits[self.logit_positions] if self._cut else logits
-        self.sampled = sample(self.rows, chosen, network.build, self._order)
+        self.sampled = sample(self.rows, chosen, network.build, self.order)
 
 
 def _adapters_of_tokens(rows: Sequence[SequenceInput]) -> list[int]:
@@ -300,7 +311,12 @@ class _Work:
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
         self.network.adapters.choose(step.of_token, step.adapters)
         ids = self.network.with_images(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
+        recorder = self.network.recorder
+        if recorder is not None:
+            recorder.start(chunk)
         output = chunk(ids=ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache)
+        if recorder is not None:
+            recorder.take(chunk, microbatch, step.length)
         if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
         if len(step.logit_positions):
@@ -360,6 +376,10 @@ class ModelRunner:
         if self.mesh.world.size == 1 and not step.depth:
             with self._grad_mode():
                 (sampled,) = self.networks[step.network].launch(step.rows, on_demand=step.on_demand)
+                network = self.networks[step.network]
+            if network.recorder is not None:
+                routes = network.routes
+                return LaunchedStep(sampled.places(), lambda: [with_routes(sampled.collect(), [routes])])
             return LaunchedStep(sampled.places(), lambda: [sampled.collect()])
         outputs = self._run_step(step)
         return LaunchedStep([], lambda: outputs)
@@ -417,4 +437,15 @@ class ModelRunner:
         speaks = network.stages[-1].stage.has_output and self.mesh.tp.is_first and self.mesh.cp.is_first
         everyone = collectives.gather_objects((self.mesh.dp.rank, outputs) if speaks else None, self.mesh.world)
         by_copy = dict(replies for replies in everyone if replies is not None)
-        return [by_copy[replica] for replica in range(len(step.rows))]
+        outputs_of_all = [by_copy[replica] for replica in range(len(step.rows))]
+        return outputs_of_all if network.recorder is None or step.depth else self._routed(network, outputs_of_all)
+
+    def _routed(self, network: CachedNetwork, outputs_of_all: list[list[SequenceOutput]]) -> list[list[SequenceOutput]]:
+        """The outputs with the experts of each token, on all ranks."""
+        first = self.mesh.tp.is_first and self.mesh.cp.is_first
+        recorded = collectives.gather_objects((self.mesh.dp.rank, network.routes) if first else None, self.mesh.world)
+        parts = [part for part in recorded if part is not None]
+        return [
+            with_routes(outputs, [routes for replica, routes in parts if replica == number])
+            for number, outputs in enumerate(outputs_of_all)
+        ]

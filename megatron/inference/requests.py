@@ -92,6 +92,7 @@ class Reply:
     tokens: new ones, without what ended them. text: the new text. prompt: the prompt's tokens, when their log-probabilities were
     asked for. cached_tokens: of the prompt, that were known from other requests. waited, first, total: seconds from the
     submission to admission, to the first token and to the end. problem: why, if the reason is error. end: the token that ended the text, which `tokens` lacks.
+    routes: of each id that was read, from the prompt's first on, the experts of all layers that have some, where they are recorded.
     """
 
     reason: Reason
@@ -105,6 +106,7 @@ class Reply:
     total: float = 0.0
     problem: str = ""
     end: Token | None = None
+    routes: tuple[Ids, ...] = ()
 
     @property
     def ids(self) -> Ids:

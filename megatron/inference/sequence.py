@@ -53,6 +53,7 @@ class SequenceState:
         self._tokens: list[Token] = []
         self._num_emitted, self._pending_text, self._problem = 0, "", ""
         self._end_token: Token | None = None
+        self._routes: list[tuple[int, ...]] = []
         self._submitted, self._cached = time.monotonic(), 0
         self._admitted: float | None = None
         self._first: float | None = None
@@ -200,6 +201,7 @@ class SequenceState:
         self.awaited = self.in_flight > 0 and self.awaited
         if self.states is not None and not drafts:
             self.states.taken(0)
+        self._routes[row.start :] = output.routes[:count]
         tokens = [Token(token, *_scores_at(output, place)) for place, token in enumerate(output.ids)]
         self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
@@ -270,6 +272,7 @@ class SequenceState:
             now - self._submitted,
             self._problem,
             self._end_token,
+            tuple(self._routes),
         )
 
 

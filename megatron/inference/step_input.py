@@ -83,11 +83,15 @@ class SequenceInput:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """Next tokens at the positions with logits of a sequence: ids (targets first), and log-probabilities if they were requested."""
+    """Next tokens at the positions with logits of a sequence: ids (targets first), and log-probabilities if they were requested.
+
+    routes: of each of its new tokens, the experts of all layers that have some, where the engine records them.
+    """
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    routes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ Row arrays are [rows, s]. Position t of a row holds token t, and everything else
     position_ids, document_ids  of packed rollouts    rl_generation   its log-probability by the generation engine
     rl_answer     number of the rollout in its row    rl_old, rl_reference  by the policy of this round, and by the reference
     rl_place      row * s + position: where values that are computed from the batch belong
+    rl_routes                     of rollouts with routing replay, the experts of token t in all layers, [rows, layers * k, s]
     rl_value, rl_return  of a critic's state before the token: its value in this round, and what it should have been
 """
 
@@ -95,6 +96,8 @@ def rows_of(
     rows |= {name: np.zeros((count, length), np.float64) for name in floats}
     rows["rl_place"] = np.arange(count * length, dtype=np.int64).reshape(count, length)
     rows["document_ids"][:] = -1
+    if (width := max((len(one.rollout.routes[0]) for one in rollouts if one.rollout.routes), default=0)) > 0:
+        rows["rl_routes"] = np.zeros((count, width, length), np.int64)
     weights = _token_weights([trained.rollout.num_sampled for trained in rollouts], average, limit)
     for trained, slot, weight in zip(rollouts, slots, weights, strict=True):
         rollout = trained.rollout
@@ -104,6 +107,8 @@ def rows_of(
         rows["position_ids"][here] = np.arange(size)
         rows["document_ids"][here] = rows["rl_answer"][here] = slot.number
         rows["loss_mask"][here] = rollout.sampled[1:]
+        if rollout.routes:
+            rows["rl_routes"][slot.row, :, slot.start : slot.start + size] = np.array(rollout.routes[:size]).T
         rows["rl_advantage"][here] = trained.advantages[1:] or trained.advantage
         rows["rl_weight"][here] = weight * np.asarray(rollout.sampled[1:], np.float64)
         rows["rl_generation"][here] = rollout.logprobs[1:]

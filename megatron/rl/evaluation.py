@@ -43,14 +43,19 @@ def evaluate_held_out(
     rollouts = play(tasks, limits)
     results: dict[str, dict[str, float]] = {}
     for index, one in enumerate(environments):
-        mine = [rollout for rollout in rollouts if rollout.group == index]
-        rewards = [rollout.reward for rollout in mine if not rollout.problem]
         name = one.name if one.name not in results else f"{one.name} {index + 1}"
-        results[name] = {"reward": sum(rewards) / len(rewards) if rewards else math.nan}
-        right = [sum(r.reward >= _SOLVED for r in mine[at : at + count]) for at in range(0, len(mine), count)]
-        for k in powers_of_two(count) if count > 1 else ():
-            results[name][f"pass@{k}"] = sum(pass_at(k, right=one, answers=count) for one in right) / len(right)
+        results[name] = _scores([rollout for rollout in rollouts if rollout.group == index], count)
     return results
+
+
+def _scores(rollouts: Sequence[Rollout], count: int) -> dict[str, float]:
+    """The scores of an environment. rollouts: `count` of each problem, one problem after the other."""
+    rewards = [rollout.reward for rollout in rollouts if not rollout.problem]
+    scores = {"reward": sum(rewards) / len(rewards) if rewards else math.nan}
+    right = [sum(r.reward >= _SOLVED for r in rollouts[at : at + count]) for at in range(0, len(rollouts), count)]
+    for k in powers_of_two(count) if count > 1 else ():
+        scores[f"pass@{k}"] = sum(pass_at(k, right=one, answers=count) for one in right) / len(right)
+    return scores
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatron.rl.batches import Arrays, TrainedRollout
 from megatron.rl.environments.config import read_environments
 from megatron.rl.evaluation import evaluate_held_out, text_of
 from megatron.rl.memory import offloaded
+from megatron.rl.planned_memory import memory_beside, memory_line
 from megatron.rl.policy_step import PolicyStep, score
 from megatron.rl.refit import Generator
 from megatron.rl.rollout_advantages import with_advantages, with_token_advantages
@@ -91,6 +92,8 @@ class PolicyData(StepHooks):
             )
         if trainer.samples is None and rl.rl_samples_per_round:
             trainer.samples = lambda stages: self._shown_answers()
+        beside = memory_beside(rl, self.run.config, self.run.mesh.world.size)
+        self.run.say(f"memory of a rank beside the policy in training: {memory_line(beside)}")
         trainer.add_hook(self)
 
     def __iter__(self) -> PolicyData:
@@ -170,23 +173,12 @@ class PolicyData(StepHooks):
         if self.rl.lag and number and self.queue.is_empty:
             self._restore(number - 1)
         begun = time.monotonic()
-        with self.run.timers("rollouts", 1), resting(self.trainer), ExitStack() as around:
-            if self.rl.rl_offload_optimizer_during_inference and has_separate_memory(self.run.mesh.device):
-                for hook in self.trainer.hooks:
-                    hook.before_update()  # a save on its way has copied the state
-                around.enter_context(offloaded(self.trainer.optimizer.memory()))
-                empty_cache(self.run.mesh.device)
-            if self._generator is not None:
-                self._generator.refit()
-            if (interval := self.run.config.train.eval_interval) and self.rl.rl_prompts_per_eval:
-                if first // interval != (first - self.step.steps) // interval or not first:
-                    self.evaluate()
+        with self.run.timers("rollouts", 1), resting(self.trainer), self._generating():
+            if self._evaluates_before(first):
+                self.evaluate()
             sampling = time.monotonic()
             rollouts, times = self.queue.take(number, self._play)
             sampled = time.monotonic()
-            if self._generator is not None and self.rl.rl_offload_inference_model_weights_when_idle:
-                self._generator.release()
-                empty_cache(self.run.mesh.device)
         with self.run.timers("rollouts", 1), resting(self.trainer):
             trained = self._with_logprobs(
                 with_advantages(
@@ -210,6 +202,30 @@ class PolicyData(StepHooks):
         collectives.barrier(self.run.mesh.world)
         return trained
 
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """While text is generated: the weights are those in training, and what only training needs is out of the way."""
+        device = self.run.mesh.device
+        with ExitStack() as around:
+            if self.rl.rl_offload_optimizer_during_inference and has_separate_memory(device):
+                for hook in self.trainer.hooks:
+                    hook.before_update()  # a save on its way has copied the state
+                around.enter_context(offloaded(self.trainer.optimizer.memory()))
+                empty_cache(device)
+            if self._generator is not None:
+                self._generator.refit()
+            yield
+            if self._generator is not None and self.rl.rl_offload_inference_model_weights_when_idle:
+                self._generator.release()
+                empty_cache(device)
+
+    def _evaluates_before(self, first: int) -> bool:
+        """Whether held-out problems are due before the round of an iteration."""
+        interval = self.run.config.train.eval_interval
+        if not interval or not self.rl.rl_prompts_per_eval:
+            return False
+        return not first or first // interval != (first - self.step.steps) // interval
+
     def _restore(self, number: int) -> None:
         """Read what was ahead of a round, which may have to be sampled anew."""
         if self.rl.lag and not self.queue.restore(number):
@@ -221,7 +237,13 @@ class PolicyData(StepHooks):
         """Play rollouts on all ranks, with the weights as they are."""
         version = self.run.progress.iteration
         return play(
-            self._generation_stages, self.run.tokenizer, tasks, self._generation_limits, version=version, until=until
+            self._generation_stages,
+            self.run.tokenizer,
+            tasks,
+            self._generation_limits,
+            version=version,
+            until=until,
+            records_routes=self.run.config.model.moe.moe_enable_routing_replay,
         )
 
     def _shown_answers(self) -> list[tuple[str, str]]:
@@ -251,15 +273,7 @@ class PolicyData(StepHooks):
         for start in range(0, len(trained), train.global_batch_size):
             chosen = trained[start : start + train.global_batch_size]
             rows = self._training_rows([one for one in chosen if one.rollout.num_sampled])
-            names: dict[str, np.ndarray] = {}
-            if self.step.has_old or self._has_critic:
-                scores = self._score_rows(self.trainer, rows)
-                names |= {"old": scores["logprobs"]} if self.step.has_old else {}
-                names |= {"values": scores["values"]} if self._has_critic else {}
-            if self.rl.grpo_kl_beta:
-                base = self._reference
-                with nullcontext() if base is not None else without_adapters(*self.trainer.stages):
-                    names["reference"] = self._score_rows(base or self.trainer, rows)["logprobs"]
+            names = self._tables(rows)
             kept = [place for place, one in enumerate(chosen) if one.rollout.num_sampled]
             for name, table in names.items():
                 packed = self.rl.rl_use_sequence_packing
@@ -269,6 +283,20 @@ class PolicyData(StepHooks):
                         trained[start + place], **dict[str, Any]({name: value})
                     )
         return with_token_advantages(trained, self.rl) if self._has_critic else trained
+
+    def _tables(self, rows: Arrays) -> dict[str, np.ndarray]:
+        """What a round needs of its tokens before its first step, over `rl_place`: old and reference log-probabilities, values."""
+        names: dict[str, np.ndarray] = {}
+        if self.step.has_old or self._has_critic:
+            scores = self._score_rows(self.trainer, rows)
+            names |= {"old": scores["logprobs"]} if self.step.has_old else {}
+            names |= {"values": scores["values"]} if self._has_critic else {}
+        if self.rl.grpo_kl_beta:
+            base = self._reference
+            own = {name: array for name, array in rows.items() if name != "rl_routes"}  # its routers choose themselves
+            with nullcontext() if base is not None else without_adapters(*self.trainer.stages):
+                names["reference"] = self._score_rows(base or self.trainer, own)["logprobs"]
+        return names
 
     @property
     def _has_critic(self) -> bool:

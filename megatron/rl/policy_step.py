@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan import StageSpec, layer_rows
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.executor import run as execute
@@ -47,6 +48,8 @@ class PolicyStep:
         if stage.output_layer is not None:
             stage.output_layer.temperature = self.rl.rl_default_temperature
             stage.output_layer.even = False
+        if (routes := batch.extras.get("rl_routes")) is not None and batch.microbatch_context is not None:
+            batch.microbatch_context.routes = routes_by_layer(routes, run.config.model)
         inputs: dict[str, Any] = {
             "ids": batch.tokens,
             "positions": batch.positions,
@@ -69,6 +72,13 @@ class PolicyStep:
             return zero, zero, {}
 
         return output, of_tokens
+
+
+def routes_by_layer(routes: Tensor, model: ModelConfig) -> Mapping[int, Tensor]:
+    """Return layer -> experts, int64 [s, b, k]. routes: [b, layers * k, s]; layers that have experts are counted."""
+    layers = [row.index for row in layer_rows(model) if row.mlp == "moe"]
+    by_layer = routes.unflatten(1, (len(layers), model.moe.moe_router_topk)).permute(1, 3, 0, 2)
+    return dict(zip(layers, by_layer, strict=True))
 
 
 def policy_model(rl: RLConfig) -> ModelProvider:

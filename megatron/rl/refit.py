@@ -83,9 +83,11 @@ class Generator:
         Raises `CheckpointError` when the two networks do not have the same parameters, or with verify when their weights differ afterwards.
         """
         world = self.trainer.run.mesh.world
+        trained_only = tuple(getattr(self.trainer.stages[0], "optional_weights", ()))  # a critic generates nothing
         source = {
             name.removeprefix("model."): placed
             for name, placed in Checkpoint(self.trainer).weights(rounded=True).items()
+            if not name.removeprefix("model.").startswith(trained_only)
         }
         target: Tree = {}
         for stage in self.stages:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from megatron.inference.engine import Engine
 from megatron.inference.requests import Busy, Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
 from megatron.rl.environments.base import Environment, Problem
+from megatron.rl.environments.threads import in_thread
 
 _TOGETHER = 64  # sequences decoded at once by each replica
 _IDLE_SECONDS = 0.01  # between looks at environments that wait for something else than the engine
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 class Answer:
     """One answer of a rollout. versions: of the weights that sampled each id; text: of a whole answer only.
 
-    ended: whether it ended by itself; whole: whether nothing of it is missing.
+    ended: whether it ended by itself; whole: whether nothing of it is missing. routes: see `Rollout`, of what was read since the answer before.
     """
 
     ids: tuple[int, ...]
@@ -45,6 +45,7 @@ class Answer:
     text: str = ""
     ended: bool = False
     whole: bool = True
+    routes: tuple[tuple[int, ...], ...] = ()
 
 
 Draft = tuple[Answer, ...]  # what a rollout that is not finished has said so far
@@ -69,6 +70,7 @@ class Rollout:
     ids: all tokens, prompts included. sampled: for each, whether the policy sampled it. logprobs: of the sampled ones as the engine knows them,
     after temperature; 0.0 for all others. reward: NaN if the environment failed. finished: the last answer ended by itself.
     problem: why it failed. versions: after how many iterations the weights were that sampled each token, -1 for the others.
+    routes: with routing replay, the experts of all layers that each id but the last used, [tokens - 1, layers * k].
     """
 
     name: str
@@ -83,6 +85,7 @@ class Rollout:
     answer: str = ""
     problem: str = ""
     versions: tuple[int, ...] = ()
+    routes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -138,6 +141,7 @@ class _Conversation:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    routes: list[tuple[int, ...]] = field(default_factory=list)
     is_finished: bool = False
 
     def add(self, text: str) -> None:
@@ -163,6 +167,7 @@ class _Conversation:
         self.sampled += [True] * len(answer.ids)
         self.logprobs += answer.logprobs
         self.versions += answer.versions
+        self.routes += answer.routes
         if not answer.whole:
             raise _Paused
         self.is_finished = answer.ended
@@ -203,31 +208,8 @@ class _Conversation:
             text,
             ended=reply.reason == "stop",
             whole=reply.reason != "cancelled",
+            routes=(*begun.routes, *reply.routes[len(self.routes) + len(begun.routes) :]),
         )
-
-
-async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives in a thread of its own, which nobody waits for when the caller gives up."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)
-
-    def work() -> None:
-        result, problem = None, None
-        try:
-            result = function(*args)
-        except Exception as error:  # noqa: BLE001 - it is raised again where it is awaited
-            problem = error
-        try:
-            loop.call_soon_threadsafe(settle, result, problem)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
-
-    threading.Thread(target=work, daemon=True, name="environment").start()
-    return await future
 
 
 def play(
@@ -238,16 +220,17 @@ def play(
     *,
     version: int = 0,
     until: int | None = None,
+    records_routes: bool = False,
 ) -> tuple[list[Rollout | Draft], PlayTimes]:
     """Play rollouts with the weights as they are; the same on every rank. stages: this rank's, in evaluation mode.
 
     version: iterations after which these weights are. until: only so many, the first ones, have to end; those that are not finished
-    then are paused. Environments that raise or exceed `limits.seconds` cost their rollout, whose reward is NaN.
+    then are paused. records_routes: note the experts of each token. Environments that raise or exceed `limits.seconds` cost their rollout, whose reward is NaN.
     """
     mesh = stages[0].build.mesh
     each = max(1, min(_TOGETHER, -(-len(tasks) // mesh.dp.size)))
     config = InferenceConfig(inference_max_requests=each, inference_max_seq_length=limits.length)
-    engine = Engine(stages, tokenizer, config)
+    engine = Engine(stages, tokenizer, config, records_routes=records_routes)
     if not mesh.world.is_first:
         engine.follow()
         return collectives.broadcast_object(None, mesh.world)
@@ -348,4 +331,5 @@ async def _play_one(task: Task, conversation: _Conversation, seconds: float) -> 
         "\n".join(answer.text for answer in conversation.answers),
         trouble,
         tuple(conversation.versions),
+        tuple(conversation.routes),
     )

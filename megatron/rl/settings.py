@@ -216,6 +216,8 @@ def _critic_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     bad += ["rl_critic_lr_ratio"] if rl.rl_critic_lr_ratio <= 0 else []
     if bad:
         yield f"{', '.join(f'{spelling(name)} {getattr(rl, name)}' for name in bad)} must be positive"
+    if run.model.moe.moe_enable_routing_replay:
+        yield "--moe-enable-routing-replay: the critic of --rl-algorithm ppo has routers of its own; leave it out"
     if run.model.adapter.has_adapters:
         yield "--rl-algorithm ppo trains a critic of its own and --lora-rank freezes all but adapters; choose another algorithm, or leave it out"
     if run.parallel.use_torch_fsdp2:
@@ -244,6 +246,9 @@ def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
             f"--rl-max-logprob-difference {rl.rl_max_logprob_difference}: with --rl-generation-lag {rl.lag} older weights sample, which differ by "
             "nature; leave it out"
         )
+    length = run.train.seq_length
+    if rl.rl_max_new_tokens is not None and length and not 0 < rl.rl_max_new_tokens < length:
+        yield f"--rl-max-new-tokens {rl.rl_max_new_tokens} must lie between 1 and --seq-length {length} - 1"
     counts = {"rl_max_inflight_requests": 1, "rl_eval_answers": 1, "rl_prompts_per_eval": 0, "rl_samples_per_round": 0}
     for name, least in counts.items():
         if (given := getattr(rl, name)) is not None and given < least:
@@ -274,6 +279,3 @@ def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
         yield "rollouts are not trained with --mtp-num-layers; leave it out"
     if rl.rl_use_sequence_packing and not (run.data.reset_attention_mask and run.data.reset_position_ids):
         yield "--rl-use-sequence-packing keeps rollouts apart; add --reset-attention-mask --reset-position-ids"
-    length = run.train.seq_length
-    if rl.rl_max_new_tokens is not None and length and not 0 < rl.rl_max_new_tokens < length:
-        yield f"--rl-max-new-tokens {rl.rl_max_new_tokens} must lie between 1 and --seq-length {length} - 1"

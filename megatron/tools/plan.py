@@ -24,6 +24,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import expected_vocab_size
+from megatron.rl.planned_memory import memory_line
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.preflight import examine
 from megatron.trust.flags.command import ENTRIES, read_command
@@ -167,8 +168,17 @@ def plan_one(
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(planned, command), encoding="utf-8")
         note(f"written: {options.html}")
-    sys.stdout.write(json.dumps(plain(planned), indent=2) + "\n" if options.json else text(planned))
-    return 0 if planned.fits and planned.ends else 1
+    read = read_command(command, ranks=options.world_size, entry=options.entry)
+    beside = read.beside(config, setting.world_size)
+    whole, budget = planned.run.worst.peak + sum(beside.values()), hardware.budget()
+    lines = [f"beside that a rank holds: {memory_line(beside)}; {whole / 2**30:.2f} of {budget / 2**30:.2f} GiB in all"]
+    facts = {**plain(planned), **({"beside": dict(beside)} if beside else {})}
+    sys.stdout.write(
+        json.dumps(facts, indent=2) + "\n"
+        if options.json
+        else "\n".join([text(planned).rstrip("\n"), *lines * bool(beside), ""])
+    )
+    return 0 if planned.fits and planned.ends and whole <= budget else 1
 
 
 def write_profile(path: Path) -> None:

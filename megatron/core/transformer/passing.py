@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,13 @@ class MicrobatchContext:
 
     weight: what a mean over this microbatch's tokens counts in the objective of the step, loss scale included. sample: number
     of the microbatch's first sample in the run. Layers keep a `MicrobatchContext` from their forward pass, so a recomputed pass finds the
-    one of its own microbatch. metrics: name -> [sum, count].
+    one of its own microbatch. metrics: name -> [sum, count]. routes: layer -> the experts that its tokens use, int64 [s, b, k], where they are given.
     """
 
     def __init__(self, weight: float | Tensor, *, training: bool, sample: int = 0) -> None:
         self.weight, self.training, self.sample = weight, training, sample
         self.metrics: dict[str, Tensor] = {}
+        self.routes: Mapping[int, Tensor] | None = None
         self._retained: dict[object, Any] = {}
 
     def add_loss(self, x: Tensor, loss: Tensor) -> Tensor:

@@ -84,17 +84,24 @@ class Router(nn.Module):
         self.chosen_so_far = self.tally[0, :-1].clone()
         self.recorded: dict[tuple[int, int], Tensor] = {}
         self.replayed: Mapping[tuple[int, int], Tensor] | None = None
+        self.observed: list[Tensor] | None = None  # takes the choices of each pass, where the caller wants them
 
     def forward(self, x: Tensor, context: ForwardContext) -> Routing:
         """x: [positions, b, h], this rank's tokens. Returns the routing of its t = positions * b tokens."""
         microbatch_context = context.microbatch_context
+        routes = None if microbatch_context is None or context.depth else microbatch_context.routes
         if microbatch_context is not None and not microbatch_context.training:
             microbatch_context = None
         scores = self.scores(x)
         if self.moe.moe_router_force_load_balancing:
             scores = self._at_random(scores, context)
         scores = scores.flatten(0, 1)
-        experts = self._choose_experts(scores, microbatch_context, context.depth)
+        if routes is None:
+            experts = self._choose_experts(scores, microbatch_context, context.depth)
+        else:
+            experts = self._local(routes[self.layer])
+        if self.observed is not None:
+            self.observed.append(experts)
         weights = weigh(scores, experts, self.moe)
         if microbatch_context is not None:
             weights = self._with_balancing_losses(weights, scores, context, x.shape[1])
@@ -107,6 +114,12 @@ class Router(nn.Module):
                 (self, context.depth, "tally"), lambda: self._count_routing(routing, context)
             )
         return routing
+
+    def _local(self, routes: Tensor) -> Tensor:
+        """The experts of this rank's tokens, [t, k]. routes: [s, b, k], of those of all tensor ranks."""
+        missing = -routes.shape[0] % self.build.mesh.tp.size
+        whole = torch.cat((routes, routes[:1].expand(missing, -1, -1))) if missing else routes
+        return collectives.local_chunk(whole, self.build.mesh.tp).flatten(0, 1)
 
     def served(self, context: ForwardContext) -> int:
         """Which of the depths that share this layer a pass is of, from 0."""

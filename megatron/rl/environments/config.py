@@ -1,6 +1,6 @@
 """--langrl-env-config: the environments of a run, and how often each is drawn.
 
-- agent_type: arithmetic             # or countdown, math, http, or FILE.py:CLASS for one's own, a path relative to this file
+- agent_type: arithmetic             # or countdown, math, http, openai, or FILE.py:CLASS for one's own, a path relative to this file
   agent_args: {largest: 9}           # arguments of the constructor
   weight: 1.0                        # share of the problems
 - agent_type: my_task.py:MyTask
@@ -23,6 +23,7 @@ from megatron.rl.environments.arithmetic import Arithmetic
 from megatron.rl.environments.base import Environment
 from megatron.rl.environments.countdown import Countdown
 from megatron.rl.environments.math_problems import MathProblems
+from megatron.rl.environments.openai_agent import OpenAIAgent
 from megatron.rl.environments.remote import Remote
 
 KINDS: Mapping[str, type[Environment]] = {
@@ -30,6 +31,7 @@ KINDS: Mapping[str, type[Environment]] = {
     "countdown": Countdown,
     "math": MathProblems,
     "http": Remote,
+    "openai": OpenAIAgent,
 }
 _KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 

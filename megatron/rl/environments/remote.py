@@ -9,16 +9,17 @@ A reply with `text` continues the conversation; one with `reward` ends it. Error
 
 from __future__ import annotations
 
-import asyncio
+import http.client
 import json
-import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.base import Conversation, Environment, Problem
+from megatron.rl.environments.threads import in_thread
 
-_MOST_BYTES = 1 << 22  # of a reply
+MOST_BYTES = 1 << 22  # of a reply
 
 
 class RemoteFailed(Exception):
@@ -65,21 +66,21 @@ class Remote(Environment):
         raise RemoteFailed(f"{self._url} gave no reward in {self._turns} turns")
 
     async def _post_json(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await asyncio.to_thread(self._request, what, body)
+        return await in_thread(posted, f"{self._url}/{what}", body, self._seconds)
 
-    def _request(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"{self._url}/{what}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=self._seconds) as response:
-                content = response.read(_MOST_BYTES + 1)
-            reply = json.loads(content) if len(content) <= _MOST_BYTES else None
-        except (urllib.error.URLError, TimeoutError, ConnectionError, ValueError) as error:
-            raise RemoteFailed(f"{self._url}/{what}: {error}") from None
-        if not isinstance(reply, dict):
-            raise RemoteFailed(f"{self._url}/{what} did not answer with a JSON object of at most {_MOST_BYTES} bytes")
-        return reply
+
+def posted(url: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """The JSON object that a server answers. Raises `RemoteFailed`."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as response:
+            content = response.read(MOST_BYTES + 1)
+        reply = json.loads(content) if len(content) <= MOST_BYTES else None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise RemoteFailed(f"{url}: {error}") from None
+    if not isinstance(reply, dict):
+        raise RemoteFailed(f"{url} did not answer with a JSON object of at most {MOST_BYTES} bytes")
+    return reply
 
 
 def _text_field(reply: dict[str, Any], key: str) -> str:

@@ -8,31 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError, from_namespace
-from megatron.core.config.settings.run import RequestedRun
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.preference.arguments import DEFAULTS as PREFERENCE_DEFAULTS
 from megatron.preference.arguments import preference_problems
 from megatron.preference.settings import PreferenceConfig
 from megatron.rl.arguments import defaults_of as rl_defaults
 from megatron.rl.arguments import rl_problems
+from megatron.rl.planned_memory import memory_beside
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
+
+MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
+
+
+def _nothing_beside(config: RunConfig, world_size: int) -> Mapping[str, float]:
+    """What most scripts hold beside the network in training."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
 class EntryScript:
     """A script that trains. defaults: values of flags that are not given, from the words of a command line; extra: its own flags.
 
-    problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each.
+    problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each. beside: of a
+    namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks.
     """
 
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
     extra: tuple[type, ...] = ()
     problems: Callable[[Any, int], Sequence[str]] = lambda args, ranks: ()
+    beside: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
 
 
 ENTRIES: Mapping[str, EntryScript] = {
@@ -46,7 +57,9 @@ ENTRIES: Mapping[str, EntryScript] = {
         lambda words: {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": "vit", "seq_length": 1}
     ),
     "finetune.py": EntryScript(lambda words: PREFERENCE_DEFAULTS, (PreferenceConfig,), preference_problems),
-    "train_rl.py": EntryScript(rl_defaults, (RLConfig,), rl_problems),
+    "train_rl.py": EntryScript(
+        rl_defaults, (RLConfig,), rl_problems, lambda args: partial(memory_beside, from_namespace(RLConfig, args))
+    ),
 }
 # Scripts of Megatron, and what does their work here.
 ELSEWHERE: Mapping[str, str] = {
@@ -71,6 +84,7 @@ class Command:
     setting: RequestedSetup | None
     unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
+    beside: MemoryBeside = _nothing_beside
 
 
 def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
@@ -103,6 +117,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
             *(BrokenRule(entry, problem) for problem in own),
         ),
         tuple(args.messages),
+        script.beside(args),
     )
 
 

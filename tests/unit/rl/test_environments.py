@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -18,7 +21,10 @@ from megatron.rl.environments.base import EVALUATION
 from megatron.rl.environments.config import environment_of, read_environments
 from megatron.rl.environments.countdown import Countdown, value_of
 from megatron.rl.environments.math_problems import MathProblems, same_answer
+from megatron.rl.environments.openai_agent import OpenAIAgent, prompt_of
 from megatron.rl.environments.remote import Remote, RemoteFailed
+from megatron.training.step import train_step
+from tests.helpers.policy import RL, trainer_of
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_an_environment_behind_http_answers_in_turns() -> None:
     [
         ("[]", "is no list of environments"),
         ("a: 1", "is no list of environments"),
-        ("- agent_type: chess\n", "chess is none of arithmetic, countdown, math, http"),
+        ("- agent_type: chess\n", "chess is none of arithmetic, countdown, math, http, openai"),
         ("- agent_type: nowhere.py:X\n", "nor FILE.py:CLASS"),
         ("- agent_type: arithmetic\n  agent_args: {size: 3}\n", "does not take these agent_args"),
         ("- agent_type: arithmetic\n  wieght: 3\n", "'wieght'"),
@@ -197,3 +203,56 @@ def test_a_file_that_says_nothing_usable_is_refused(tmp_path: Path, text: str, m
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_environments(str(tmp_path / "e.yaml"))
+
+
+class _Agent(BaseHTTPRequestHandler):
+    """Has the policy chat about even ids in two turns; asks for what is not served first."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+        def ask(path: str, **request: Any) -> tuple[int, Any]:
+            content = json.dumps({"model": body["model"], **request}).encode()
+            try:
+                with urlopen(Request(f"{body['base_url']}/{path}", content), timeout=30) as reply:
+                    return 200, json.loads(reply.read())
+            except HTTPError as error:
+                return error.code, json.loads(error.read())
+
+        statuses = [ask("completions", prompt="1", n=2)[0], ask("nothing", prompt="1")[0]]
+        _, first = ask("completions", prompt=f"{body['number'] % 40} ", max_tokens=3)
+        said = f"{body['number'] % 40} {first['choices'][0]['text']}"
+        statuses.append(ask("completions", prompt="not what was said", max_tokens=3)[0])
+        status, second = ask("completions", prompt=f"{said} 7", max_tokens=3)
+        ids = (said + second["choices"][0]["text"]).split() if status == 200 else []
+        reward = sum(int(one) % 2 == 0 for one in ids) / len(ids) if statuses == [400] * 3 and ids else "none"
+        content = json.dumps({"reward": reward}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_an_agent_that_speaks_openais_api_is_trained_with_what_the_policy_sampled() -> None:
+    trainer, data = trainer_of(dataclasses.replace(RL, grpo_prompts_per_step=2, grpo_group_size=4), global_batch_size=8)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Agent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        agent = OpenAIAgent(url=f"http://127.0.0.1:{server.server_port}/", seconds=60)
+        data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=agent),)
+        losses = train_step(trainer, data).losses
+        server.shutdown()
+    assert data.rollouts is not None and not any(one.rollout.problem for one in data.rollouts), data.rollouts
+    for one in data.rollouts:
+        sampled = one.rollout.sampled
+        assert not sampled[0] and 4 <= one.rollout.num_sampled + 2 <= 8 and 0 <= one.rollout.reward <= 1
+    total, count = losses["generation logprob difference"].tolist()
+    assert count == sum(one.rollout.num_sampled for one in data.rollouts) and total / count < 1e-12
+
+
+def test_messages_are_rendered_so_that_a_conversation_only_grows() -> None:
+    messages = [{"role": "user", "content": "2+2?"}]
+    first = prompt_of(messages) + "4<|im_end|>"
+    messages += [{"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}]
+    assert prompt_of(messages).startswith(first)

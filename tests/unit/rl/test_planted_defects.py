@@ -22,6 +22,7 @@ from megatron.rl import batches, policy_data, rollout_advantages, rollouts
 from megatron.rl import losses as losses_module
 from megatron.rl.environments.base import Environment
 from megatron.rl.policy_loss import PolicyLoss
+from megatron.rl.rollout_queue import RolloutQueue
 from megatron.training.evaluate import resting
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, EvenIds, trainer_of
@@ -111,8 +112,9 @@ def test_the_checks_find_nothing_wrong() -> None:
     assert problems() == [] and problems(twice=True) == []
 
 
-Patch = tuple[Any, str, Callable[..., Any]]
+Patch = tuple[Any, str, Any]
 _advantages, _rows, _play_one = advantages_module.advantages, batches.rows_of, rollouts._play_one
+_task = RolloutQueue._task
 
 
 def _over_the_batch(rewards: torch.Tensor, baseline: Any, **more: Any) -> torch.Tensor:
@@ -121,6 +123,11 @@ def _over_the_batch(rewards: torch.Tensor, baseline: Any, **more: Any) -> torch.
 
 def _of_other_groups(rewards: torch.Tensor, baseline: Any, **more: Any) -> torch.Tensor:
     return _advantages(rewards.t().contiguous().view_as(rewards), baseline, **more)
+
+
+def _split_groups(queue: RolloutQueue, number: int, place: int, draft: Any) -> Any:
+    size = RL.grpo_group_size  # a rank that takes every other answer, with groups of those next to each other
+    return _task(queue, number, place // size + place % size * RL.grpo_prompts_per_step, draft)
 
 
 def _shifted_masks(*args: Any, **more: Any) -> Any:
@@ -157,6 +164,8 @@ DEFECTS: dict[str, tuple[Patch, bool]] = {
     "the end token untrained": ((rollouts, "_play_one", _without_the_end(None)), False),
     "truncated answers rewarded": ((rollouts, "_play_one", _reward_of_a_cut), False),
     "old log-probabilities taken after the first update": ((PolicyLoss, "_importance_ratio", _ratio_of_now), True),
+    "a deviation of zero divides to infinity": ((advantages_module, "STD_EPSILON", 0.0), False),
+    "a group split over prompts": ((RolloutQueue, "_task", _split_groups), False),
     "every token weighs the same": (
         (batches, "_token_weights", lambda lengths, average, limit: [1.0] * len(lengths)),
         False,

@@ -50,6 +50,11 @@ def test_generation_in_another_layout_gives_the_same_training(world: Worlds, cas
     compare(serial, (*results[0][:2], [held for one in results for held in one[2]], results[0][3]))
 
 
+def test_a_critic_is_not_copied_into_the_network_that_generates() -> None:
+    rl = {"rl_algorithm": "ppo", "grpo_iterations": 2}
+    compare(train_policy_here(rl, LLAMA, 2), train_policy_here({**rl, **VERIFY, **TP1}, LLAMA, 2))
+
+
 def test_a_weight_that_is_left_out_is_found() -> None:
     trainer, _ = trainer_of(RL, **LLAMA)
     generator = refit.Generator(trainer, generation_config(trainer.run.config, (1, None, None, None)), verify=True)

@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config.settings.inference import InferenceConfig
+from megatron.inference.engine import Engine
 from megatron.inference.sampling import Sampling
 from megatron.rl.environments.base import Environment, Problem
 from megatron.rl.environments.config import WeightedEnvironment
 from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, text_of
+from megatron.rl.planned_memory import memory_beside
 from megatron.rl.rollouts import Limits, Rollout
 from megatron.rl.samples import SampleFiles, read_samples
 from megatron.training.step import train_step
+from megatron.trust.flags.command import read_command
+from megatron.trust.plan.analytic_estimate import with_vocabulary
 from tests.helpers.policy import RL, trainer_of
 
 
@@ -84,3 +89,26 @@ def test_a_run_shows_answers_with_their_rewards() -> None:
     assert trainer.samples is not None
     shown = trainer.samples(trainer.stages)
     assert len(shown) == 4 and all("[reward " in text for _, text in shown)
+
+
+def test_the_planned_memory_is_that_of_the_tensors() -> None:
+    rl = dataclasses.replace(RL, rl_inference_tensor_model_parallel_size=1, rl_algorithm="ppo")
+    trainer, data = trainer_of(rl)
+    data.begin(16)
+    parts = memory_beside(rl, trainer.run.config, 1)
+    assert data._generator is not None
+    held = sum(param.numel() * 8 for stage in data._generator.stages for param in stage.parameters())
+    assert parts["copy that generates"] == held and parts["critic"] > held and "reference" not in parts
+    engine = Engine(data._generator.stages, trainer.run.tokenizer, InferenceConfig(inference_max_requests=16))
+    assert parts["keys and values"] == 16 * trainer.run.config.train.seq_length * engine.metrics().bytes_per_token
+
+
+def test_the_planner_counts_what_reinforcement_learning_holds_beside_the_policy(tmp_path: Path) -> None:
+    words = (
+        "train_rl.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
+        "--lr 1e-3 --train-iters 1 --langrl-env-config x --pretrained-checkpoint base --rl-algorithm ppo --lr-decay-style constant"
+    )
+    command = read_command(words.split(), ranks=1)
+    assert not command.unread and command.setting is not None
+    config = with_vocabulary(command.setting.as_started().config.resolve(1), 1000)
+    assert {"reference", "critic", "keys and values"} == command.beside(config, 1).keys()

@@ -52,7 +52,9 @@ class MoEConfig:
     moe_input_jitter_eps: float | None = flag(None, "noise of the router's input, as a share of it", role="training")
     moe_router_force_load_balancing: bool = flag(False, "choose at random, for measurements", role="training")
     moe_enable_routing_replay: bool = flag(
-        False, "keep each choice of experts, so that a step can be run again with the same", role="free"
+        False,
+        "keep each choice of experts, so that a step can be run again with the same; in train_rl.py: train with those of generation",
+        role="free",
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
         "allgather",

@@ -1,0 +1,170 @@
+"""An agent that speaks to the policy as to any OpenAI-compatible server, and is rewarded for what comes of it.
+
+    POST URL  {"number": 7, "base_url": "http://127.0.0.1:PORT/ROLLOUT/v1", "model": "policy"}     -> {"reward": 0.5}
+
+Before it answers, the agent asks BASE_URL/completions or BASE_URL/chat/completions, as often as `turns` allows. What the policy samples is trained
+on, whatever else is in the conversation is not. A conversation only grows: each prompt begins with all that was said before, so that the ids that
+were sampled are kept. Sampling is what the flags of the run say; a request may set `max_tokens` and `stop`. Errors and time-outs cost the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.rl.environments.base import Conversation, Environment, Problem
+from megatron.rl.environments.remote import MOST_BYTES, RemoteFailed, posted
+from megatron.rl.environments.threads import in_thread
+
+_END = "<|im_end|>"  # of a message of ChatML
+
+
+class OpenAIAgent(Environment):
+    """An agent behind HTTP. url: that starts it; seconds: most for a rollout; turns: most requests to the policy in a rollout."""
+
+    def __init__(self, *, url: str, seconds: float = 120.0, turns: int = 32) -> None:
+        if not url.startswith(("http://", "https://")) or seconds <= 0 or turns < 1:
+            raise ConfigError(
+                f"environment openai: url {url!r} must begin with http:// or https://, seconds {seconds} be positive, and turns {turns} 1 or more"
+            )
+        self._url, self._seconds, self._turns = url, seconds, turns
+        self._server: ThreadingHTTPServer | None = None
+        self._rollouts: dict[str, _Rollout] = {}
+
+    def problem(self, number: int) -> Problem:
+        """As the base class says; the agent makes the prompt."""
+        return Problem("", {"number": number})
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Not used: the agent judges."""
+        raise RemoteFailed("an agent judges while it plays")
+
+    async def play(self, problem: Problem, conversation: Conversation) -> float:
+        """Start the agent, answer its requests, and return the reward that it gives."""
+        if self._server is None:
+            self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self._rollouts, self._seconds))
+            threading.Thread(target=self._server.serve_forever, daemon=True, name="policy server").start()
+        name = secrets.token_hex(16)
+        self._rollouts[name] = _Rollout(asyncio.get_running_loop(), conversation, self._turns)
+        base = f"http://127.0.0.1:{self._server.server_port}/{name}/v1"
+        body = {"number": problem.facts["number"], "base_url": base, "model": "policy"}
+        try:
+            reply = await in_thread(posted, self._url, body, self._seconds)
+        finally:
+            del self._rollouts[name]
+        reward = reply.get("reward")
+        if not isinstance(reward, int | float):
+            raise RemoteFailed(f"{self._url} gave no reward: {str(reply)[:200]}")
+        return float(reward)
+
+
+class _Refused(Exception):
+    """A request that is not served, with the reason."""
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """A conversation that requests go on with. turns: how many are left; text: all that was said."""
+
+    loop: asyncio.AbstractEventLoop
+    conversation: Conversation
+    turns: int
+    text: str = ""
+    is_busy: bool = False
+
+    async def answer(self, prompt: str, num_tokens: int | None, stop: tuple[str, ...]) -> tuple[str, bool]:
+        """(what the policy says after a prompt, whether it ended by itself)."""
+        if not prompt.startswith(self.text) or len(prompt) == len(self.text):
+            raise _Refused("the prompt does not begin with all that was said before, or says nothing new")
+        if self.turns < 1 or self.is_busy:
+            raise _Refused("the rollout has no turns left, or answers another request")
+        self.turns, self.is_busy = self.turns - 1, True
+        self.conversation.add(prompt[len(self.text) :])
+        answer = await self.conversation.generate(num_tokens=num_tokens, stop=stop)
+        self.text, self.is_busy = prompt + answer, False
+        return answer, self.conversation.is_finished
+
+
+def prompt_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages in ChatML, and what stands before an answer."""
+    texts = [f"<|im_start|>{one['role']}\n{one['content']}{_END}\n" for one in messages]
+    return "".join(texts) + "<|im_start|>assistant\n"
+
+
+def _answered(rollout: _Rollout, path: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """The reply to a request of OpenAI's API. Raises `_Refused`."""
+    chat = path == "chat/completions"
+    if not chat and path != "completions":
+        raise _Refused(f"{path} is not served; completions and chat/completions are")
+    if request.get("stream") or request.get("n", 1) != 1:
+        raise _Refused("a rollout has one answer at a time, which is not streamed")
+    try:
+        prompt = prompt_of(request["messages"]) if chat else request["prompt"]
+        stop = request.get("stop") or ()
+        words = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
+        most = request.get("max_tokens", request.get("max_completion_tokens"))
+        most = None if most is None else int(most)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _Refused(f"the request cannot be read: {type(error).__name__}: {error}") from None
+    if not isinstance(prompt, str):
+        raise _Refused("the prompt must be a text")
+    words = (*words, _END) if chat else words
+    coroutine = rollout.answer(prompt, most, words)
+    text, finished = asyncio.run_coroutine_threadsafe(coroutine, rollout.loop).result(seconds)
+    content = text.removesuffix(_END) if chat else text
+    choice = {"message": {"role": "assistant", "content": content}} if chat else {"text": content}
+    return {
+        "id": secrets.token_hex(8),
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": "policy",
+        "choices": [{"index": 0, "finish_reason": "stop" if finished else "length", **choice}],
+    }
+
+
+def _handler(rollouts: Mapping[str, _Rollout], seconds: float) -> type[BaseHTTPRequestHandler]:
+    """What serves the requests of agents."""
+
+    class Handler(BaseHTTPRequestHandler):
+        """One request."""
+
+        timeout = seconds
+
+        def do_POST(self) -> None:
+            """Answer a request; 404 for a rollout that has ended, 400 with the reason for one that is not served."""
+            _, name, _, path = (self.path.split("/", 3) + ["", "", "", ""])[:4]
+            length = int(self.headers.get("Content-Length") or 0)
+            rollout = rollouts.get(name)
+            if rollout is None or not 0 < length <= MOST_BYTES:
+                self._reply(
+                    404 if rollout is None else 413, {"error": {"message": "no such rollout, or too long a request"}}
+                )
+                return
+            try:
+                request = json.loads(self.rfile.read(length))
+                self._reply(200, _answered(rollout, path, dict(request), seconds))
+            except (_Refused, ValueError, TypeError) as error:
+                self._reply(400, {"error": {"message": str(error)}})
+            except BaseException as error:  # noqa: BLE001 - the rollout failed, ended or is paused, which the agent has to know
+                self._reply(503, {"error": {"message": f"the rollout cannot go on: {type(error).__name__} {error}"}})
+
+        def _reply(self, status: int, body: Mapping[str, Any]) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    return Handler

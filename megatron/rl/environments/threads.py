@@ -1,0 +1,32 @@
+"""Functions that may take long, beside the loop that generates."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives in a thread of its own, which nobody waits for when the caller gives up."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(result)
+
+    def work() -> None:
+        result, problem = None, None
+        try:
+            result = function(*args)
+        except Exception as error:  # noqa: BLE001 - it is raised again where it is awaited
+            problem = error
+        try:
+            loop.call_soon_threadsafe(settle, result, problem)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    threading.Thread(target=work, daemon=True, name="environment").start()
+    return await future
