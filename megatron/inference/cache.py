@@ -50,7 +50,7 @@ class Span:
 
 def entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
     """(heads, head size) of what a layer stores of a token on one rank: keys and values, or of latent attention one vector."""
-    if plan.mixer not in ("attention", "mla"):  # it has a state, or nothing
+    if not plan.attends:  # it has a state, or nothing
         return ()
     if plan.mixer == "mla":
         return ((1, model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.plan import LayerPlan, mtp_rows
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.vision import IdsWithImages, ImageInput
@@ -50,9 +50,7 @@ def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ..
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
         return plans, 0
-    return plans + tuple(
-        replace(layer_rows(model)[-1], index=model.num_layers + depth) for depth in range(depths)
-    ), depths
+    return plans + tuple(row for depth in range(depths) for row in mtp_rows(model, depth)), depths
 
 
 class CachedNetwork:

@@ -1,4 +1,4 @@
-"""The installed commands `megatron-pretrain-gpt`, `-bert`, `-t5`, `-vlm`, `-vision-classify`, `megatron-finetune` and `megatron-train-rl`: the entry scripts, run as `python -m` would."""
+"""The installed commands `megatron-pretrain-gpt`, `-hybrid`, `-bert`, `-t5`, `-vlm`, `-vision-classify`, `megatron-finetune` and `megatron-train-rl`: the entry scripts, run as `python -m` would."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import runpy
 def gpt() -> None:
     """Run pretrain_gpt.py."""
     runpy.run_module("pretrain_gpt", run_name="__main__", alter_sys=True)
+
+
+def hybrid() -> None:
+    """Run pretrain_hybrid.py."""
+    runpy.run_module("pretrain_hybrid", run_name="__main__", alter_sys=True)
 
 
 def bert() -> None:

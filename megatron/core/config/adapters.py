@@ -144,7 +144,7 @@ def _mamba(model: ModelConfig) -> dict[str, LinearShape]:
     heads = hybrid.mamba_num_heads or 0
     inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
     parts = (("z", inner), ("x", inner), ("B", shared), ("C", shared), ("dt", heads))
-    return _in_and_out(model, parts, inner)
+    return _in_and_out(model, "mixer", parts, inner)
 
 
 def _gated_delta_net(model: ModelConfig) -> dict[str, LinearShape]:
@@ -152,13 +152,15 @@ def _gated_delta_net(model: ModelConfig) -> dict[str, LinearShape]:
     keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
     values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
     parts = (("q", keys), ("k", keys), ("v", values), ("z", values), ("b", heads), ("a", heads))
-    return _in_and_out(model, parts, values)
+    return _in_and_out(model, "self_attention", parts, values)
 
 
-def _in_and_out(model: ModelConfig, parts: tuple[tuple[str, int], ...], width: int) -> dict[str, LinearShape]:
+def _in_and_out(
+    model: ModelConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
+) -> dict[str, LinearShape]:
     return {
-        "self_attention.in_proj": LinearShape(model.hidden_size, parts),
-        "self_attention.out_proj": LinearShape(width, (("", model.hidden_size),)),
+        f"{name}.in_proj": LinearShape(model.hidden_size, parts),
+        f"{name}.out_proj": LinearShape(width, (("", model.hidden_size),)),
     }
 
 

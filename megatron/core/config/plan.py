@@ -53,6 +53,11 @@ class LayerPlan:
     mlp: str = "dense"
     adapters: tuple[AdapterPlan, ...] = ()
 
+    @property
+    def attends(self) -> bool:
+        """Whether it looks at other positions by attention, whose keys and values decoding keeps."""
+        return self.mixer in ("attention", "mla")
+
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
@@ -117,6 +122,17 @@ def _symbol_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
             )
         )
     return tuple(rows)
+
+
+def mtp_rows(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
+    """The rows of one depth of multi-token prediction, counted from 0: those of its symbols, or one like the last."""
+    if not model.hybrid.depths:
+        return (replace(layer_rows(model)[-1], index=model.num_layers + depth, adapters=()),)
+    symbols = model.hybrid.depths[0]
+    return tuple(
+        LayerPlan(model.num_layers + depth * len(symbols) + place, mixer, mlp=mlp)
+        for place, (mixer, mlp) in enumerate(SYMBOLS.get(symbol, ("none", "none")) for symbol in symbols)
+    )
 
 
 def _mixers(model: ModelConfig) -> list[str]:

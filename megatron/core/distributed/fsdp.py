@@ -71,9 +71,7 @@ class FullySharded:
         unsharded: set[nn.Parameter] = set()
         for submodule in (*layers, module):
             fill(submodule)
-            unsharded |= {
-                p for p in submodule.parameters() if not (p.requires_grad and mesh.axis(spec_of(p).reduce_over).group)
-            }
+            unsharded |= {p for p in submodule.parameters() if self._stays_whole(p)} | _kept_in_fp32(submodule)
             fsdp_module = self._shard(
                 submodule, dense_mesh, expert_placement, unsharded, reshard=submodule is not module and not keep_layers
             )
@@ -91,6 +89,9 @@ class FullySharded:
             overlap_gather=False,
             average=average,
         )
+
+    def _stays_whole(self, param: nn.Parameter) -> bool:
+        return not (param.requires_grad and self._mesh.axis(spec_of(param).reduce_over).group)
 
     def _shard(
         self,
@@ -165,6 +166,16 @@ class FullySharded:
 
 
 Parallel = DataParallel | FullySharded
+
+
+def _kept_in_fp32(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are fp32 beside others of half precision, such as decays of states: gathered with them they would be
+    rounded.
+    """
+    whole = [param for param in module.parameters() if not isinstance(param, DTensor)]
+    if not any(param.dtype in _HALF for param in whole):
+        return set()
+    return {param for param in whole if param.dtype not in _HALF}
 
 
 def _row_placement(axis: Axis, mesh: Mesh) -> Any:

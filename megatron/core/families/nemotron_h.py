@@ -269,7 +269,7 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
         norm = "pre_mlp_layernorm" if plan.mixer == "none" else "input_layernorm"
         result.append(Row(f"{ours}{norm}.weight", (f"{theirs}norm.weight",), same))
         if plan.mixer == "mamba":
-            result += mamba_rows(f"{ours}self_attention.", f"{theirs}mixer.")
+            result += mamba_rows(f"{ours}mixer.", f"{theirs}mixer.")
         elif plan.mixer == "attention":
             result += attention_rows(model, f"{ours}self_attention.", f"{theirs}mixer.")
         if plan.mlp == "dense":

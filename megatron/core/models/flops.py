@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.core.config.adapters import linear_layers
-from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows
+from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows, mtp_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder
@@ -255,7 +255,8 @@ def _state_mixer_bytes(config: RunConfig, mixer: str) -> float:
         return 0.0
     plan = replace(layer_rows(model)[0], mixer=mixer, mlp="none")
     shapes = linear_layers(model, plan)
-    made, inner = shapes["self_attention.in_proj"].outputs, shapes["self_attention.out_proj"].inputs
+    first, last = shapes.values()
+    made, inner = first.outputs, last.inputs
     channels, state = _conv_and_state(model, mixer)
     return (size * (made + 2 * channels + 3 * inner) + 4 * state / 512) / config.parallel.tp
 
@@ -321,10 +322,9 @@ def _chunk_bytes(config: RunConfig, local_stages: Sequence[StageSpec]) -> tuple[
     if config.recompute.recompute_granularity != "full":
         return layers * layer_activation_bytes(config), 0.0
     group = config.recompute.recompute_num_layers or 1
-    mlp_kind = max((plan.mlp for plan in plans), default="dense")  # "moe" if any layer is
     input_bytes, full_layer = (
         layer_activation_bytes(config),
-        layer_activation_bytes(config, recomputes=False, mlp=mlp_kind),
+        max((layer_activation_bytes(config, recomputes=False, mlp=p.mlp, mixer=p.mixer) for p in plans), default=0.0),
     )
     if config.recompute.recompute_method == "block":
         recomputed_layers = min(group, layers)
@@ -370,9 +370,9 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
 
 
 def _rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """Return the plan of every layer, including multi-token prediction, whose layers are like the last."""
-    rows = layer_rows(model)
-    return rows + rows[-1:] * (model.mtp.mtp_num_layers or 0)
+    """Return the plan of every layer, including multi-token prediction."""
+    depths = range(model.mtp.mtp_num_layers or 0)
+    return layer_rows(model) + tuple(row for depth in depths for row in mtp_rows(model, depth))
 
 
 def _mixer_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:

@@ -4,7 +4,7 @@
     depth 1          t2 t3 t4 ..           state of i, after the final norm, and embedding of t_i+1    ->  predicts t_i+2
     depth 2          t3 t4 ..              state of i at depth 1, after its norm, and that of t_i+2    ->  predicts t_i+3
 
-    norm(embedding of the token), norm(state) -> concat -> eh_proj -> one layer like the last -> norm -> the network's output layer
+    norm(embedding of the token), norm(state) -> concat -> eh_proj -> one layer like the last, or those of a pattern -> norm -> the network's output layer
 
 The embedding is the network's, of which the stage holds a copy if it is not the first stage. The caller provides the
 tokens ahead, since a rank may hold only a shard of the sequence.
@@ -12,14 +12,14 @@ tokens ahead, since a rank may hold only a shard of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import LayerPlan, mtp_rows
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear
@@ -100,8 +100,22 @@ class MultiTokenPrediction(nn.Module):
         )
 
 
+class LayerList(nn.Module):
+    """Layers in order, under their places from 0 on: one depth of a hybrid."""
+
+    def __init__(self, plans: Sequence[LayerPlan], build: Build) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(plan, build) for plan in plans)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """x: [s or s/tp, b, h], as the result."""
+        for layer in self.layers:
+            x = layer(x, context)
+        return x
+
+
 class MTPLayer(nn.Module):
-    """The layer of one depth."""
+    """The layer, or of a hybrid the layers, of one depth."""
 
     def __init__(self, build: Build, depth: int) -> None:
         super().__init__()
@@ -117,7 +131,8 @@ class MTPLayer(nn.Module):
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        self.mtp_model_layer = Layer(replace(layer_rows(model)[-1], index=model.num_layers + depth, adapters=()), build)
+        rows = mtp_rows(model, depth)
+        self.mtp_model_layer = LayerList(rows, build) if model.is_hybrid else Layer(rows[0], build)
         self.final_layernorm = build.norm(size)
 
     def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:

@@ -101,7 +101,7 @@ class LinearAdapter(nn.Module):
         ranks = self.axis.size if self.dim == 0 else 1
         self.pairs, self.sizes = nn.ModuleDict(), []
         for place, name in enumerate(names):
-            rows = (segments[place],) if len(segments) > 1 else segments
+            rows = (segments[place],) if len(names) > 1 else segments  # one name: all of the matrix
             self.sizes.append(sum(part.local_size(ranks) for part in rows))
             for plan in plans:
                 if plan.part == name != "" or (plan.part == "" and place == 0):

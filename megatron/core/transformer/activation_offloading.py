@@ -1,6 +1,6 @@
 """Activation offloading: saved activations of whole layers, or of modules by Megatron's names, wait in CPU memory.
 
-    attn_norm    input of the norm before attention            core_attn    what attention itself saves: q, k, v and scores
+    attn_norm    input of the norm before attention            core_attn    what attention, or the mixer in its place, saves itself
     qkv_linear   input of queries, keys and values             attn_proj    input of the output projection
     mlp_norm     input of the norm before the MLP              expert_fc1   input of the experts' first matrix
     moe_act      input of the experts' activation
@@ -20,9 +20,7 @@ from torch import nn
 
 from megatron.core.config.settings.run import OffloadConfig
 from megatron.core.parallel.offload import ActivationOffload, without_offload, wrap_forward
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.layer import Layer
-from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.stack import Stack
 
@@ -53,19 +51,20 @@ def _begin_offload(offload: ActivationOffload) -> AbstractContextManager[None]:
 
 def _offloadable_modules(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a layer that have names, and those inside them whose activations are not theirs."""
-    mixer = layer.self_attention if isinstance(layer.self_attention, (SelfAttention, MultiLatentAttention)) else None
-    experts = layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
+    mixer, experts = layer.token_mixer, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
     result: list[tuple[str, nn.Module | None]] = [
         ("attn_norm", layer.input_layernorm),
         ("core_attn", mixer),
         ("mlp_norm", layer.pre_mlp_layernorm),
-        ("attn_proj", None if mixer is None else mixer.get_submodule("linear_proj")),
     ]
-    result += [
-        ("qkv_linear", part)
-        for name, part in (() if mixer is None else mixer.named_children())
-        if name.startswith("linear_") and name != "linear_proj"
-    ]
+    if mixer is not None:
+        last = "linear_proj" if layer.plan.attends else "out_proj"
+        result += [("attn_proj", mixer.get_submodule(last))]
+        result += [
+            ("qkv_linear", part)
+            for name, part in mixer.named_children()
+            if name.startswith(("linear_", "in_proj")) and name != last
+        ]
     if experts is not None:
         result += [("moe_act", experts), ("expert_fc1", experts.linear_fc1), ("", experts.linear_fc2)]
     yield from ((name, part) for name, part in result if part is not None)

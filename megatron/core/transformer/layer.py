@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,12 +32,19 @@ MIXERS: dict[str, Callable[[Build, LayerPlan], nn.Module]] = {
 }
 
 
+def _mlp_of(plan: LayerPlan, build: Build) -> MoELayer | MLP | None:
+    if plan.mlp == "none":
+        return None
+    return MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)
+
+
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout before the sum.
 
     A layer of a decoder with memory has x + cross_attention(norm(x), memory) between them. With norm_after_residual it is
     norm(x + attention(x)), then norm(x + mlp(x)); with sandwich_norm x + norm(attention(norm(x))), then x + norm(mlp(norm(x)));
-    with norm_after_sublayer x + norm(attention(x)), then x + norm(mlp(x)). A layer of a hybrid has one of the two alone.
+    with norm_after_sublayer x + norm(attention(x)), then x + norm(mlp(x)). Another mixer may stand for attention, and a layer of a
+    hybrid has one of the two halves only.
     """
 
     def __init__(self, plan: LayerPlan, build: Build) -> None:
@@ -47,18 +55,27 @@ class Layer(nn.Module):
         self.norms_updates = model.sandwich_norm or model.norm_after_sublayer
         before, behind = not (after_sum or model.norm_after_sublayer), after_sum or self.norms_updates
         mixes, has_mlp = plan.mixer != "none", plan.mlp != "none"
-        self.input_layernorm = _norm(build, before and mixes)
-        self.self_attention = MIXERS[plan.mixer](build.over_context(plan.index), plan) if mixes else None
-        self.post_attention_layernorm = _norm(build, behind and mixes)
-        self.pre_cross_attn_layernorm = _norm(build, plan.cross)
+        self.input_layernorm = self._norm_if(before and mixes)
+        mixer = MIXERS[plan.mixer](build.over_context(plan.index), plan) if mixes else None
+        self.mixer = mixer if plan.mixer == "mamba" else None  # Megatron's names
+        self.self_attention = None if plan.mixer == "mamba" else mixer
+        self.post_attention_layernorm = self._norm_if(behind and mixes)
+        self.pre_cross_attn_layernorm = self._norm_if(plan.cross)
         self.cross_attention = CrossAttention(build) if plan.cross else None
-        self.pre_mlp_layernorm = _norm(build, before and has_mlp)
-        self.mlp = (MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)) if has_mlp else None
-        self.post_mlp_layernorm = _norm(build, behind and has_mlp)
-        self.attention_scale = LayerScale(build, model.layer_scale) if model.layer_scale is not None else None
-        self.mlp_scale = LayerScale(build, model.layer_scale) if model.layer_scale is not None else None
+        self.pre_mlp_layernorm = self._norm_if(before and has_mlp)
+        self.mlp = _mlp_of(plan, build)
+        self.post_mlp_layernorm = self._norm_if(behind and has_mlp)
+        self.attention_scale = self._scale_if(mixes)
+        self.mlp_scale = self._scale_if(has_mlp)
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
         add_adapters(self, plan, build)
+
+    def _norm_if(self, requested: bool) -> Norm | None:
+        return self.build.norm(self.build.model.hidden_size) if requested else None
+
+    def _scale_if(self, requested: bool) -> LayerScale | None:
+        first = self.build.model.layer_scale
+        return LayerScale(self.build, first) if requested and first is not None else None
 
     def forward(
         self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None
@@ -67,13 +84,18 @@ class Layer(nn.Module):
 
         bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
         """
-        if self.self_attention is None or self.mlp is None:
-            return self._half(x, context, bias)
-        if self.build.sums_in_norms and self.pre_mlp_layernorm is not None:
-            update, _ = self.self_attention(x, self.input_layernorm, context, bias)
+        mixer = self.token_mixer
+        if (
+            self.build.sums_in_norms
+            and self.pre_mlp_layernorm is not None
+            and self.mlp is not None
+            and mixer is not None
+        ):
+            update, _ = mixer(x, self.input_layernorm, context, bias)
             x, normed = self.pre_mlp_layernorm.of_sum(x, self.dropout(update))
             return x + self.dropout(self.mlp(normed, None, context)[0])
-        x = self.attention_block(x, context, bias)
+        if mixer is not None:
+            x = self.attention_block(x, context, bias)
         if self.cross_attention is not None:
             assert memory is not None and context.memory_mask is not None, (
                 "a layer with cross attention has something to look at"
@@ -82,17 +104,16 @@ class Layer(nn.Module):
                 x, self.pre_cross_attn_layernorm, memory, context.memory_mask, context.cache
             )
             x = self._add_residual(x, normed, update, None)
+        if self.mlp is None:
+            return x
         if self.recomputes_mlp:
             return recompute(partial(self.mlp_block, context=context), self.build.streams, x)
         return self.mlp_block(x, context=context)
 
-    def _half(self, x: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
-        """A layer with one half alone."""
-        if self.self_attention is not None:
-            return self.attention_block(x, context, bias)
-        if self.recomputes_mlp:
-            return recompute(partial(self.mlp_block, context=context), self.build.streams, x)
-        return self.mlp_block(x, context=context)
+    @property
+    def token_mixer(self) -> Any:
+        """What brings positions together: attention, or what stands in its place; None in a layer of an MLP only."""
+        return self.mixer if self.mixer is not None else self.self_attention
 
     @property
     def recomputes_mlp(self) -> bool:
@@ -101,14 +122,13 @@ class Layer(nn.Module):
 
     def attention_block(self, x: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
         """Return x plus what attention adds to it, [s or s/tp, b, h]: the first half of a layer."""
-        assert self.self_attention is not None, "a layer whose mixer is called has one"
-        mixed, normed = self.self_attention(x, self.input_layernorm, context, bias)
+        mixed, normed = self.token_mixer(x, self.input_layernorm, context, bias)
         mixed = mixed if self.attention_scale is None else self.attention_scale(mixed)
         return self._add_residual(x, normed, mixed, self.post_attention_layernorm)
 
     def mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         """Return x plus what the MLP or the experts add to it, [s or s/tp, b, h]: the second half of a layer."""
-        assert self.mlp is not None, "a layer whose MLP is called has one"
+        assert self.mlp is not None, "this layer has an MLP"
         thought, normed = self.mlp(x, self.pre_mlp_layernorm, context)
         thought = thought if self.mlp_scale is None else self.mlp_scale(thought)
         return self._add_residual(x, normed, thought, self.post_mlp_layernorm)
@@ -119,7 +139,3 @@ class Layer(nn.Module):
             update, norm = norm(update), None
         total = (normed.to(x.dtype) if self.after_norm else x) + self.dropout(update)
         return total if norm is None else norm(total)
-
-
-def _norm(build: Build, has_one: bool) -> Norm | None:
-    return build.norm(build.model.hidden_size) if has_one else None

@@ -60,9 +60,17 @@ def obstacles(layer: Layer) -> dict[str, str]:
         "its scores are watched": model.qk_clip,
     }
     return {
-        "attention_block": "; ".join(why for why, holds in {**both, **attention}.items() if holds),
+        "attention_block": "; ".join(
+            why for why, holds in {**both, **attention, "there is none": layer.token_mixer is None}.items() if holds
+        ),
         "mlp_block": "; ".join(
-            why for why, holds in {**both, "tokens choose experts": layer.plan.mlp == "moe"}.items() if holds
+            why
+            for why, holds in {
+                **both,
+                "tokens choose experts": layer.plan.mlp == "moe",
+                "there is none": layer.mlp is None,
+            }.items()
+            if holds
         ),
     }
 

@@ -212,7 +212,10 @@ class CapturedGraphs:
 def _methods_of(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
     """What of a layer is recorded. Which rows experts get is known only as they are computed, so these never are."""
     whole = layer.cross_attention is not None  # its halves have something between them
-    methods = {"attn": "attention_block", "mlp": "" if layer.plan.mlp == "moe" else "mlp_block"}
+    methods = {
+        "attn": "" if layer.token_mixer is None else "attention_block",
+        "mlp": "mlp_block" if layer.plan.mlp == "dense" else "",
+    }
     chosen = tuple(filter(None, (methods[name] for name in modules)))
     return ("forward",) if (len(chosen) == len(methods) or (whole and len(modules) == len(methods))) else chosen
 

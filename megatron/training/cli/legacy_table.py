@@ -86,6 +86,7 @@ REPLACED = (
 
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
+    ("--experimental-attention-variant", "dsa dsv4_hybrid gdn2 gated_delta_product", "this kind of attention is not built yet; choose gated_delta_net"),
     ("--optimizer", "adaptive_muon soap", "this optimizer is not built yet; choose adam, muon, lion, adafactor or sgd"),
     ("--transformer-impl", "inference_optimized", "generation chooses its own kernels; choose local or transformer_engine"),
     ("--cuda-graph-impl", "full_iteration", "layers are recorded one by one; choose local"),
@@ -223,12 +224,14 @@ LATER = (
                  "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor "
                  "expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
                  "moe-routing-trace-max-training-iters"),
-    FlagGroup("later", "this part of multi-token prediction is not built yet",
-          switches="mtp-standalone mtp-hsm", values="mtp-hybrid-override-pattern"),
-    FlagGroup("later", "this part of Mamba, hybrid and linear-attention layers is not built yet",
-          switches="is-hybrid-model disable-mamba-mem-eff-path gdp-cutedsl-kernel",
-          values="hybrid-attention-ratio=0 hybrid-mlp-ratio=0 mamba-training-ssm-states-dtype gdp-num-householder "
-                 "gdp-num-chunk-states-to-recompute"),
+    FlagGroup("later", "this part of multi-token prediction is not built yet", switches="mtp-standalone mtp-hsm"),
+    FlagGroup("refused", "layers of multi-token prediction stand in --hybrid-layer-pattern, behind a / for each depth",
+          values="mtp-hybrid-override-pattern"),
+    FlagGroup("ignored", "the layers are those of --hybrid-layer-pattern, and scans are computed by the kernel that suits the machine",
+          switches="is-hybrid-model disable-mamba-mem-eff-path"),
+    FlagGroup("refused", "states of scans are kept in fp32", values="mamba-training-ssm-states-dtype=fp32"),
+    FlagGroup("later", "gated delta products are not built yet", switches="gdp-cutedsl-kernel",
+          values="gdp-num-householder gdp-num-chunk-states-to-recompute"),
     FlagGroup("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
                    "weights, gradients and the optimizer's state",
           switches="use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "

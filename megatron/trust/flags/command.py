@@ -48,6 +48,8 @@ class EntryScript:
 
 ENTRIES: Mapping[str, EntryScript] = {
     "pretrain_gpt.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
+    "pretrain_hybrid.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
+    "pretrain_mamba.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
     "pretrain_bert.py": EntryScript(lambda words: {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
     "pretrain_t5.py": EntryScript(lambda words: {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"}),
     "pretrain_vlm.py": EntryScript(
@@ -67,9 +69,7 @@ ELSEWHERE: Mapping[str, str] = {
     "gpt_dynamic_inference.py": "tools/generate.py continues texts",
     "gpt_dynamic_inference_with_coordinator.py": "tools/run_text_generation_server.py serves a network on many ranks",
     "run_text_generation_server.py": "its own --help lists the flags of the server",
-    "pretrain_hybrid.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
-    "pretrain_mamba.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
-    "pretrain_hybrid_flex.py": "Mamba, hybrid, sparse-attention and linear-attention layers are not built yet; pretrain_gpt.py trains transformers",
+    "pretrain_hybrid_flex.py": "pretrain_hybrid.py trains networks of a --hybrid-layer-pattern",
     "main.py": "flags of tasks are looked at when tasks/main.py starts",
 }
 

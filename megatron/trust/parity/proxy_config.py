@@ -18,8 +18,9 @@ from itertools import product
 from typing import Any
 
 from megatron.core.config.flags import ConfigError, spelling, to_values
-from megatron.core.config.plan import layer_rows, read_layout
+from megatron.core.config.plan import LayerPlan, layer_rows, read_layout
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
+from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
@@ -206,6 +207,7 @@ def _proxy_values(
     }
     values |= _proxy_depth(config, degrees.pp, proxy_chunks)
     values |= _proxy_widths(config, degrees, head)
+    values |= _proxy_states(config, degrees)
     values |= _proxy_lengths(config, degrees)
     values |= _proxy_experts(config, degrees)
     values |= _proxy_batch(config, world_size, degrees, chunks, proxy_chunks)
@@ -298,15 +300,59 @@ def _layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) 
     values: Values = {"num_layers": count}
     picked = _representative_layers(rows, count)
     small = [layer_rows(model)[place] for place in picked]
+    return values | (_proxy_pattern(config, small) if model.is_hybrid else {}) | _layer_lists(config, picked, small)
+
+
+def _layer_lists(config: RunConfig, picked: list[int], small: list[LayerPlan]) -> Values:
+    """What says of each layer whether it has a property. small: the rows of the layers at the places `picked`."""
+    model, values = config.model, dict[str, Any]()
     if model.window_attn_skip_freq is not None:
         values["window_attn_skip_freq"] = _list_text([row.window is not None for row in small])
     if model.rope.no_rope_freq is not None:
         values["no_rope_freq"] = _list_text([not row.rope for row in small])
-    if model.moe.num_experts:
+    if model.hybrid.experimental_attention_variant is not None:
+        values["linear_attention_freq"] = _list_text([row.mixer == "gated_delta_net" for row in small])
+    if model.moe.num_experts and not model.is_hybrid:
         every = all(row.mlp == "moe" for row in small)
         values["moe_layer_freq"] = "1" if every else _list_text([row.mlp == "moe" for row in small])
     if len(config.parallel.cp_comm_type) > 1:
         values["cp_comm_type"] = tuple(config.parallel.cp_comm_type[place] for place in picked)
+    return values
+
+
+def _proxy_pattern(config: RunConfig, rows: list[LayerPlan]) -> Values:
+    """The pattern of these layers, with as many depths of multi-token prediction as are kept. Stages are those of the layout."""
+    model = config.model
+    symbols = {parts: symbol for symbol, parts in SYMBOLS.items()}
+    depths = model.hybrid.depths[:2]
+    pattern = "/".join(("".join(symbols[row.mixer, row.mlp] for row in rows), *depths))
+    return {"hybrid_layer_pattern": pattern, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}
+
+
+def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
+    """Small states. Groups are fewer than ranks share a sequence, or more, as they were."""
+    model, values = config.model, dict[str, Any]()
+    hybrid, parallel, mixers = model.hybrid, config.parallel, {row.mixer for row in layer_rows(model)}
+    away = degrees.dp if parallel.hybrid_context_parallel else degrees.cp
+
+    def shared(groups: int) -> int:
+        """Groups of the small network."""
+        few = groups // parallel.tp < parallel.context_parallel_size
+        return degrees.tp * (1 if few else away) * (1 if groups == parallel.tp else 2 if few and away > 2 else 1)
+
+    if "mamba" in mixers:
+        groups = shared(hybrid.mamba_num_groups)
+        heads = 2 * degrees.tp * away * max(1, groups // (degrees.tp * away))
+        values |= {"mamba_num_groups": groups, "mamba_num_heads": heads, "mamba_head_dim": 4, "mamba_state_dim": 6}
+    if "gated_delta_net" in mixers:
+        keys = shared(hybrid.linear_num_key_heads)
+        ratio = 1 if hybrid.linear_num_key_heads == hybrid.linear_num_value_heads else 2
+        values |= {
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": ratio * degrees.tp * away * max(1, keys // (degrees.tp * away)),
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 4,
+        }
     return values
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import layer_rows, mtp_rows
 from megatron.core.config.rules.engine import broken
 from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import layer_parameters
@@ -59,7 +59,10 @@ def test_flops_are_those_of_the_matrices_the_taps_and_the_state() -> None:
     "changes, message",
     [
         ({"hybrid_layer_pattern": "MX"}, "X means no layer"),
-        ({"hybrid_layer_pattern": "M/M"}, "begins layers of multi-token prediction"),
+        ({"hybrid_layer_pattern": "M/M/*"}, "the same for all"),
+        ({"hybrid_layer_pattern": "M/M", "mtp_num_layers": 2}, "the 1 depths of --hybrid-layer-pattern"),
+        ({"hybrid_layer_pattern": "MD"}, "D is sparse attention"),
+        ({"hybrid_attention_ratio": 0.6, "hybrid_mlp_ratio": 0.6, "num_layers": 4}, "together at most 1"),
         ({"hybrid_layer_pattern": "M--", "num_layers": 2}, "the 3 symbols of --hybrid-layer-pattern are two numbers"),
         ({"hybrid_layer_pattern": "ME"}, "go together"),
         ({"hybrid_layer_pattern": "M+"}, r"\+ in --hybrid-layer-pattern and --multi-latent-attention go together"),
@@ -79,3 +82,31 @@ def test_ranks_divide_heads_and_groups() -> None:
         4, tensor_model_parallel_size=4, **changes
     )
     assert not problems(4, context_parallel_size=4, **changes)
+
+
+@pytest.mark.parametrize(
+    "layers, ratios, pattern",
+    [(8, (0.25, 0.0), "MM*MM*MM"), (8, (0.125, 0.5), "M-M-*-M-"), (5, (0.0, 0.4), "MM-M-"), (4, (1.0, 0.0), "****")],
+)
+def test_ratios_stand_for_a_pattern(layers: int, ratios: tuple[float, float], pattern: str) -> None:
+    changes = {**SMALL, "num_layers": layers, "hybrid_attention_ratio": ratios[0], "hybrid_mlp_ratio": ratios[1]}
+    model = tiny.config(**changes).model
+    counts = (model.hybrid.symbols.count("*"), model.hybrid.symbols.count("-"))
+    assert counts == tuple(round(layers * ratio) for ratio in ratios)
+    assert model.hybrid.symbols == pattern
+
+
+def test_a_slash_begins_the_layers_of_each_depth_of_multi_token_prediction() -> None:
+    config = tiny.config(2, hybrid_layer_pattern="M-|*/M-/M-", pipeline_model_parallel_size=2, **SMALL)
+    model = config.model
+    assert model.mtp.mtp_num_layers == 2 and not problems(
+        2, hybrid_layer_pattern="M-|*/M-/M-", pipeline_model_parallel_size=2, **SMALL
+    )
+    assert [[(row.index, row.mixer, row.mlp) for row in mtp_rows(model, depth)] for depth in (0, 1)] == [
+        [(3, "mamba", "none"), (4, "none", "dense")], [(5, "mamba", "none"), (6, "none", "dense")],
+    ]  # fmt: skip
+    assert [(len(stage.layers), stage.has_mtp) for stage in stages_of(config)] == [(2, False), (1, True)]
+
+
+def test_bars_mean_nothing_on_one_pipeline_rank() -> None:
+    assert len(stages_of(tiny.config(hybrid_layer_pattern="M|M-*|-M|M", **SMALL))) == 1

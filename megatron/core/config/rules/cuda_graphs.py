@@ -28,9 +28,13 @@ def graphs(s: Setting) -> str:
             f"--cuda-graph-warmup-steps {config.cuda_graph_warmup_steps}: libraries make their plans in a step that is not recorded; "
             "give at least 1"
         )
-    if config.modules == ("mlp",) and run.model.num_layers and all(plan.mlp == "moe" for plan in layer_rows(run.model)):
+    if (
+        config.modules == ("mlp",)
+        and run.model.num_layers
+        and all(plan.mlp != "dense" for plan in layer_rows(run.model))
+    ):
         problems.append(
-            "--cuda-graph-modules mlp: every layer has experts, whose rows are known only as they are computed; choose attn"
+            "--cuda-graph-modules mlp: no layer has an MLP without experts, whose rows are known only as they are computed; choose attn"
         )
     return "\n  ".join(problems)
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from megatron.core.config.plan import read_layout
 from megatron.core.config.rules.rule import Rule, Setting
 
 
 def _pattern(s: Setting) -> str:
-    model, parallel = s.run.model, s.run.parallel
+    model = s.run.model
     hybrid, problems = model.hybrid, list(model.hybrid.problems())
+    if not (min(hybrid.ratios) >= 0 and sum(hybrid.ratios) <= 1):
+        problems.append(
+            f"--hybrid-attention-ratio {hybrid.ratios[0]:g} and --hybrid-mlp-ratio {hybrid.ratios[1]:g} are shares of --num-layers, from 0 on and "
+            "together at most 1; write --hybrid-layer-pattern"
+        )
     if hybrid.hybrid_layer_pattern is None:
-        return ""
+        return "\n  ".join(problems)
+    symbols = hybrid.symbols + "".join(hybrid.depths)
     if model.architecture != "gpt":
         problems.append("--hybrid-layer-pattern is for language models of one decoder; leave it out")
     if model.num_layers != len(hybrid.symbols):
@@ -20,17 +29,30 @@ def _pattern(s: Setting) -> str:
         problems.append(
             "--hybrid-layer-pattern says what every layer is; leave out --experimental-attention-variant and --moe-layer-freq"
         )
-    if ("E" in hybrid.symbols) != bool(model.moe.num_experts):
+    if ("E" in symbols) != bool(model.moe.num_experts):
         problems.append("E in --hybrid-layer-pattern and --num-experts go together; give both or neither")
-    if ("+" in hybrid.symbols) != model.mla.multi_latent_attention:
+    if ("+" in symbols) != model.mla.multi_latent_attention:
         problems.append("+ in --hybrid-layer-pattern and --multi-latent-attention go together; give both or neither")
-    if model.mtp.mtp_num_layers:
-        problems.append("--mtp-num-layers: layers of multi-token prediction of hybrids are not built; leave it out")
-    if hybrid.layout is not None and parallel.pipeline_model_parallel_layout is not None:
-        problems.append(
-            "| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one"
+    return "\n  ".join([*problems, *_cuts(s)])
+
+
+def _cuts(s: Setting) -> Iterator[str]:
+    """What is wrong with the marks of a pattern, / and |."""
+    hybrid, parallel = s.run.model.hybrid, s.run.parallel
+    depths = s.run.model.mtp.mtp_num_layers or 0
+    if depths != len(hybrid.depths):
+        yield (
+            f"--mtp-num-layers {depths} and the {len(hybrid.depths)} depths of --hybrid-layer-pattern are two numbers; write a / with the layers of a "
+            "depth for each, and leave --mtp-num-layers out"
         )
-    return "\n  ".join(problems)
+    stages = len(read_layout(hybrid.layout)) if hybrid.layout is not None else parallel.pp
+    if parallel.pp > 1 and stages % parallel.pp:
+        yield (
+            f"--hybrid-layer-pattern has {stages} stages, no multiple of --pipeline-model-parallel-size {parallel.pp}; write {parallel.pp} or "
+            f"{2 * parallel.pp}, or no | for stages of one length"
+        )
+    if parallel.pp > 1 and hybrid.layout not in (None, parallel.pipeline_model_parallel_layout):
+        yield ("| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one")
 
 
 def _sizes(s: Setting) -> str:
@@ -59,7 +81,14 @@ def _sizes(s: Setting) -> str:
 
 def _undivided(s: Setting, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
     """Why heads and their groups cannot be divided."""
-    tp, cp = s.run.parallel.tp, s.run.parallel.context_parallel_size
+    parallel = s.run.parallel
+    tp, regrouped = parallel.tp, parallel.hybrid_context_parallel
+    cp = parallel.data_parallel_size(s.world_size) if regrouped else parallel.context_parallel_size
+    axis = (
+        f"--context-parallel-size {cp}"
+        if not regrouped
+        else f"the {cp} ranks that --hybrid-context-parallel may give a sequence,"
+    )
     named = f"{heads_flag} {heads} and {groups_flag} {groups}"
     if heads < 1 or groups < 1 or heads % groups:
         return f"{named}: each group serves as many heads; choose a multiple, of at least 1"
@@ -67,7 +96,7 @@ def _undivided(s: Setting, heads: int, groups: int, heads_flag: str, groups_flag
         return f"{named} cannot be divided over --tensor-model-parallel-size {tp}; choose a size that divides both"
     if heads // tp % cp or (groups // tp % cp and cp % (groups // tp)):
         return (
-            f"{named} cannot be divided over --context-parallel-size {cp} of each tensor rank; choose a size that divides the heads, "
+            f"{named} cannot be divided over {axis} of each tensor rank; choose a size that divides the heads, "
             "and divides the groups or is divided by them"
         )
     return ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from megatron.core.config.adapters import linear_layers
 from megatron.core.config.flags import spelling
+from megatron.core.config.plan import LayerPlan
 from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.run import RunConfig
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+_STATES = {"mamba": "Mamba-2", "gated_delta_net": "a gated delta net"}
 _ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
@@ -119,6 +122,10 @@ def _matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     else:
         yield "the width of all queries", model.query_size, tp
         yield "the width of all keys", model.key_size, min(tp, model.num_query_groups)
+    for mixer in sorted(model.state_mixers):
+        first, last = linear_layers(model, LayerPlan(0, mixer, mlp="none")).values()
+        yield f"the first projection of {_STATES[mixer]}", first.outputs, tp
+        yield f"the width of all heads of {_STATES[mixer]}", last.inputs, tp
     yield f"--ffn-hidden-size {model.ffn_hidden_size}", model.ffn_hidden_size, tp
     if moe.num_experts:
         yield (

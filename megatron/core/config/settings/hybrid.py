@@ -29,9 +29,19 @@ class HybridConfig:
     hybrid_layer_pattern: str | None = flag(
         None,
         "layers by symbol, of one residual sum each: M Mamba-2, G gated delta net, * attention, + latent attention, - MLP, E experts; | begins the "
-        "next pipeline stage",
+        "next pipeline stage, / the layers of a depth of multi-token prediction",
         role="network",
         also=("--hybrid-override-pattern",),
+    )
+    hybrid_attention_ratio: float = flag(
+        0.0,
+        "share of --num-layers that is attention, spread evenly; without --hybrid-layer-pattern, which says more",
+        role="free",
+    )
+    hybrid_mlp_ratio: float = flag(
+        0.0,
+        "share of --num-layers that is MLPs, spread evenly; without --hybrid-layer-pattern, which says more",
+        role="free",
     )
     mamba_state_dim: int = flag(128, "Mamba-2: size of the state of each channel", role="network")
     mamba_head_dim: int = flag(64, "Mamba-2: channels of a head", role="network")
@@ -59,23 +69,41 @@ class HybridConfig:
     @property
     def symbols(self) -> str:
         """The symbols of all layers, without the ends of stages; empty without a pattern."""
-        return (self.hybrid_layer_pattern or "").replace("|", "")
+        return self._main.replace("|", "")
+
+    @property
+    def _main(self) -> str:
+        """The pattern before multi-token prediction."""
+        return (self.hybrid_layer_pattern or "").partition("/")[0]
+
+    @property
+    def depths(self) -> tuple[str, ...]:
+        """The symbols of each depth of multi-token prediction."""
+        return tuple((self.hybrid_layer_pattern or "").split("/")[1:])
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """The shares of attention and of MLPs that Megatron's old flags give."""
+        return self.hybrid_attention_ratio, self.hybrid_mlp_ratio
 
     @property
     def layout(self) -> str | None:
         """The cut into pipeline stages as --pipeline-model-parallel-layout says it, if the pattern has one."""
-        if "|" not in (self.hybrid_layer_pattern or ""):
+        if "|" not in self._main:
             return None
-        return "E" + "|".join("t" * len(stage) for stage in (self.hybrid_layer_pattern or "").split("|")) + "L"
+        stages = "|".join("t" * len(stage) for stage in self._main.split("|"))
+        return f"E{stages}{'m' * len(self.depths)}L"
 
     def problems(self) -> Iterator[str]:
         """What cannot be read in the pattern."""
-        unknown = sorted(set(self.symbols) - set(SYMBOLS))
+        unknown = sorted(set(self.symbols + "".join(self.depths)) - set(SYMBOLS))
         if self.hybrid_layer_pattern is not None and not self.symbols:
             yield f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r} has no layers; give symbols of {' '.join(SYMBOLS)}"
-        if "/" in unknown:
-            yield "--hybrid-layer-pattern: / begins layers of multi-token prediction, which hybrids have none of yet; leave it and what follows out"
+        if len(set(self.depths)) > 1 or "" in self.depths:
+            yield "--hybrid-layer-pattern: each / begins the layers of one depth of multi-token prediction, which are the same for all; repeat them"
+        if "D" in unknown:
+            yield "--hybrid-layer-pattern: D is sparse attention, which is not built; choose * or +"
         elif unknown:
             yield f"--hybrid-layer-pattern: {' '.join(unknown)} means no layer; use {' '.join(SYMBOLS)} and |"
-        if "*" in self.symbols and "+" in self.symbols:
+        if {"*", "+"} <= set(self.symbols + "".join(self.depths)):
             yield "--hybrid-layer-pattern: * and + are two kinds of attention; keep one"

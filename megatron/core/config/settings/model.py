@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError, flag, plain
+from megatron.core.config.hybrid_pattern import pattern_of_ratios
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.kernels import KernelConfig
@@ -323,14 +324,24 @@ class RequestedModel:
         return {"moe": dataclasses.replace(self.moe, moe_ffn_hidden_size=width)}
 
     def _hybrid_sizes(self) -> dict[str, Any]:
-        """The number of layers that symbols give, and of Mamba-2's heads."""
-        values: dict[str, Any] = {}
-        if self.hybrid.symbols and self.num_layers is None:
-            values["num_layers"] = len(self.hybrid.symbols)
-        if self.hidden_size and self.hybrid.mamba_num_heads is None and self.hybrid.mamba_head_dim > 0:
-            heads = 2 * self.hidden_size // self.hybrid.mamba_head_dim
-            values["hybrid"] = dataclasses.replace(self.hybrid, mamba_num_heads=heads)
-        return values
+        """The symbols that ratios stand for, the numbers of layers that symbols give, and of Mamba-2's heads."""
+        hybrid, values = self.hybrid, dict[str, Any]()
+        if (
+            hybrid.hybrid_layer_pattern is None
+            and self.num_layers
+            and 0 < sum(hybrid.ratios) <= 1
+            and min(hybrid.ratios) >= 0
+        ):
+            pattern = pattern_of_ratios(self.num_layers, *hybrid.ratios)
+            hybrid = dataclasses.replace(hybrid, hybrid_layer_pattern=pattern)
+        if hybrid.symbols and self.num_layers is None:
+            values["num_layers"] = len(hybrid.symbols)
+        if hybrid.depths and self.mtp.mtp_num_layers is None:
+            values["mtp"] = dataclasses.replace(self.mtp, mtp_num_layers=len(hybrid.depths))
+        if self.hidden_size and hybrid.mamba_num_heads is None and hybrid.mamba_head_dim > 0:
+            heads = 2 * self.hidden_size // hybrid.mamba_head_dim
+            hybrid = dataclasses.replace(hybrid, mamba_num_heads=heads)
+        return values | {"hybrid": hybrid}
 
     def _encoder_decoder_depths(self) -> dict[str, int | None]:
         """Layers of a T5's halves, and of the network where its encoder's were given."""
@@ -444,8 +455,14 @@ class ModelConfig(RequestedModel):
     def state_mixers(self) -> frozenset[str]:
         """Kinds of mixers with a state that some layers may have."""
         named = {"M": "mamba", "G": "gated_delta_net"}
-        mixers = {named[symbol] for symbol in self.hybrid.symbols if symbol in named}
+        symbols = self.hybrid.symbols + "".join(self.hybrid.depths)
+        mixers = {named[symbol] for symbol in symbols if symbol in named}
         return frozenset(mixers | ({"gated_delta_net"} if self.hybrid.experimental_attention_variant else set()))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each layer has one part, which a symbol of a pattern names."""
+        return bool(self.hybrid.symbols)
 
     @property
     def ties_embeddings(self) -> bool:

@@ -79,6 +79,7 @@ def unused(model: ModelConfig) -> frozenset[str]:
         _LATENT: not latent,
         ("kv_channels", "num_query_groups", "rotary_interleaved"): latent,
         _ATTENTION: not mixers & {"attention", "mla"},
+        ("moe_layer_freq", "num_layers"): model.is_hybrid,  # as the pattern says
         _MAMBA: "mamba" not in mixers,
         _DELTA_NET: "gated_delta_net" not in mixers,
         ("linear_attention_freq",): model.hybrid.experimental_attention_variant is None,
@@ -124,7 +125,7 @@ def _canonical_values(model: ModelConfig) -> dict[str, Any]:
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     values["moe_layer_freq"] = [plan.mlp for plan in rows]
     values["linear_attention_freq"] = [plan.mixer for plan in rows]
-    values["hybrid_layer_pattern"] = model.hybrid.symbols
+    values["hybrid_layer_pattern"] = (model.hybrid.symbols, model.hybrid.depths)
     variant = values["experimental_attention_variant"]
     values["experimental_attention_variant"] = "gated_delta_net" if variant == "gdn" else variant
     values["mamba_time_step_limit"] = values["mamba_time_step_limit"] or (0.0, math.inf)

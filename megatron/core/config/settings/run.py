@@ -302,6 +302,7 @@ class RequestedRun:
     def resolve(self, world_size: int) -> RunConfig:
         """Fill in what depends on other settings; nothing that was given changes.
 
+        The marks `|` of a hybrid pattern become the layout of a pipeline; in one pipeline rank they mean nothing.
         Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut; so is the tensor size of
         experts without experts. What must be given and is not stays None: the rule `required` refuses it before anything reads it.
         """
@@ -312,6 +313,8 @@ class RequestedRun:
             longest = max(train.seq_length, train.decoder_seq_length or 0)
             model = dataclasses.replace(model, max_position_embeddings=longest)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if parallel.pp > 1 and parallel.pipeline_model_parallel_layout is None:
+            parallel = dataclasses.replace(parallel, pipeline_model_parallel_layout=model.hybrid.layout)
         groups = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
         return RunConfig(**given | groups | {"recompute": self.recompute.resolve()})
 

@@ -1,0 +1,29 @@
+"""The pattern that Megatron's old ratios of attention and MLPs stand for."""
+
+from __future__ import annotations
+
+
+def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
+    """Attention spread evenly over the layers, and MLPs over what is left of Mamba-2, a symbol a layer. Ratios: shares of all layers."""
+    symbols, attending, dense = ["M"] * layers, round(layers * attention), round(layers * mlp)
+    if attending:
+        step = (layers - attending) / (attending + 1)
+        _place(symbols, "*", step, step)
+    states = symbols.count("M")
+    if dense and states:
+        step = (states - dense) / dense
+        _place(symbols, "-", step, step)
+    return "".join(symbols)
+
+
+def _place(symbols: list[str], symbol: str, first: float, step: float) -> None:
+    """Put a symbol in the place of an M after every `step` that stay, `first` before the first one."""
+    left = first
+    for index in range(len(symbols)):
+        if symbols[index] != "M":
+            continue
+        if left < 0.5:
+            symbols[index] = symbol
+            left += step
+        else:
+            left -= 1
