@@ -410,8 +410,7 @@ def _mlp_elements_of(model: ModelConfig, mlp: str) -> int:
 
 def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
-    windows = [plan.window for plan in layer_rows(model)]
-    windows += windows[-1:] * (model.mtp.mtp_num_layers or 0)
+    windows = [plan.window for plan in _rows(model)]
     if count == "square" or model.architecture != "gpt":
         return [float(length)] * len(windows)
     lefts = [length if window is None or window[0] < 0 else window[0] for window in windows]
