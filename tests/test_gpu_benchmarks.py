@@ -209,7 +209,7 @@ def test_every_triton_kernel_compiles_for_a_hopper_and_spills_nothing(problem: s
     pytest.importorskip("triton")
     spoiled = {
         "": "pass",
-        "spills": "m.SPILLS = -1; sys.argv.append('--only=_turn')",
+        "spills": "m.SPILLS = -1; sys.argv.append('--only=_rotate')",
         "no case": "del m.CASES['rotary']",
         "not launched": "m.CASES['rotary'] = {}",
         "does not compile": "m.CASES['rotary'] = {'odd': lambda op: op(m.draw(2, 2, 2, 6), None, None, False)}",
@@ -219,9 +219,9 @@ def test_every_triton_kernel_compiles_for_a_hopper_and_spills_nothing(problem: s
     assert (done.returncode == 0) == (problem == ""), done.stdout[-3000:] + done.stderr[-3000:]
     expected = {
         "": "none spills",
-        "spills": "_turn (rotary 64) spills 0 bytes; -1 are allowed",
+        "spills": "pointwise._rotate (rotary 64) spills 0 bytes; -1 are allowed",
         "no case": "rotary has a Triton kernel and no case",
-        "not launched": "pointwise._turn of megatron/core/kernels/triton/pointwise.py was launched by no case",
+        "not launched": "pointwise._rotate of megatron/core/kernels/triton/pointwise.py was launched by no case",
         "does not compile": "rotary (odd): AttributeError",
     }[problem]
     assert expected in done.stdout, done.stdout[-3000:]
