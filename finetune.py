@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a GPT on pairs of answers (DPO and its variants): `torchrun --nproc_per_node N finetune.py <flags>`; see docs/finetuning.md."""
+"""Finetune a GPT: `torchrun --nproc_per_node N finetune.py --finetune-task {sft,dpo,kto,reward} <flags>`; see docs/finetuning.md."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = launcher_place()
     ARGS, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
-from megatron.preference.data import data_source, datasets_of
+from megatron.preference.data import data_source, kind_of, with_epochs
 from megatron.preference.step import PreferenceStep
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
+from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from pretrain_gpt import model, samples
+from megatron.training.run import Run
+from pretrain_gpt import forward_step, model, samples
+
+
+def datasets(run: Run, counts: tuple[int, int | None, int]) -> Datasets:
+    """None: the data come from `data_source`."""
+    return None, None, None
 
 
 @entry
 def main() -> None:
     """Initialize and train."""
-    pretrain(
-        initialize_megatron(ARGS),
-        datasets_of(PREFERENCE),
-        model,
-        PreferenceStep(PREFERENCE),
-        samples,
-        data_of=data_source(PREFERENCE),
-    )
+    run = initialize_megatron(ARGS)
+    kind = kind_of(run, PREFERENCE)
+    step = forward_step if PREFERENCE.finetune_task == "sft" else PreferenceStep(PREFERENCE)
+    pretrain(with_epochs(run, PREFERENCE, kind), datasets, model, step, samples, data_of=data_source(PREFERENCE, kind))
 
 
 if __name__ == "__main__":

@@ -133,8 +133,8 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
         )
 
     with _progress_bar(loaded, mine, "loglikelihoods") as bar:
-        _forward_batches(loaded, mine, keep, bar)
-    gathered = _gather_results(loaded, results)
+        forward_batches(loaded, mine, keep, bar)
+    gathered = on_all_ranks(loaded, results)
     return [gathered[number] for number in range(len(requests))]
 
 
@@ -206,7 +206,7 @@ def continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: Ba
     mine = places[axis.rank :: axis.size]
     for batch in _progress_bar(loaded, mine, "continuations"):
         texts.update(zip(batch, _generate_batch(loaded, [prompts[number] for number in batch])))
-    gathered = _gather_results(loaded, texts)
+    gathered = on_all_ranks(loaded, texts)
     return [gathered[number] for number in range(len(prompts))]
 
 
@@ -225,7 +225,7 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[Prompt]) -> list[l
             for place, row in enumerate(active):
                 tokens[place] = draw(last[place : place + 1], prompts[row].sampling, draws[row])[0]
 
-        _forward_batches(loaded, [texts], keep)
+        forward_batches(loaded, [texts], keep)
         collectives.broadcast(tokens, loaded.mesh.pp, stages_of(loaded.config)[-1].rank)
         for row, token in zip(active, tokens.tolist()):
             new[row].append(token)
@@ -289,10 +289,13 @@ class _Pass:
         """Never asked."""
 
 
-def _forward_batches(
+def forward_batches(
     loaded: Network, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None
 ) -> None:
-    """Run all batches through all stages."""
+    """Run all batches through all stages. keep: takes the number of a batch and its logits [s, b, v/tp] (or scores [b, s]), on the last stage.
+
+    Inputs are lists of ids, the longest of a batch first.
+    """
     axis = loaded.mesh.pp
     if batches:
         plan = script(
@@ -306,7 +309,7 @@ def _progress_bar(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 
 
-def _gather_results(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
+def on_all_ranks(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
     """What the ranks found, of all data ranks, on all ranks."""
     speaks = loaded.stages[-1].stage.has_output and loaded.mesh.tp.is_first
     everyone = collectives.gather_objects(local if speaks else {}, loaded.mesh.world)

@@ -1,17 +1,21 @@
-"""Pairs as samples: both answers of a pair stand in one sample as two documents, and several short pairs share it.
+"""Rows as samples: all answers of a row stand in one sample as documents of their own, and several short rows share it.
 
     ids           <prompt> chosen . | <prompt> rejected . | <prompt> ...     of the first pair and the second
     document_ids  0 0 0 0 0         | 1 1 1 1 1           | 2 ...            no attention from one to another
-    preference    0 0 0 0 0         | 1 1 1 1 1           | 2 ...            2 x pair in the sample, + 1 for the rejected answer
+    preference    0 0 0 0 0         | 1 1 1 1 1           | 2 ...            number of the answer: 2 x pair, + 1 for the rejected one
+    answer_mask   0 0 1 1 1         | 0 0 1 1 1           | 0 ...            labels that are an answer's; of a reward model the last token
+    loss_mask     0 0 0 0 1         | 0 0 0 0 0           | 0 ...            once for each pair: what the loss is the mean over
 
-A pair that does not fit into a sample is left out and counted.
+For kto a row is one answer, and a sample has beside its rows the same prompts with answers to others, as kl_tokens, kl_labels, ...: what
+the policy's divergence from the reference is estimated from. A row that does not fit into a sample is left out and counted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,62 +25,87 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.packing import plan_packs
 from megatron.core.datasets.samples import Sample, Span
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.preference.rows import Pair, PairReader, read_pairs
+from megatron.preference.rows import Judged, Pair, Row, RowReader, read_rows
+from megatron.preference.settings import PreferenceConfig, Task
 
+FURTHEST = 100  # rows behind a row, among which one with another prompt is looked for
 MOST_NAMED = 5  # lines that are left out, by number and reason
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PairSource:
-    """The pairs of a JSONL file. prefix: its path."""
+class RowSource:
+    """The rows of a JSONL file. prefix: its path.
+
+    reference: what the reference gives each answer of each row, if that is known: [rows, documents], the mismatched ones last.
+    """
 
     prefix: str
-    pairs: tuple[Pair, ...]
+    rows: tuple[Row, ...]
+    reference: np.ndarray | None = None
 
 
 class PreferenceDataset:
-    """The pairs [start, stop) of a source, as shuffled samples of `length` tokens.
+    """The rows [start, stop) of a source, as shuffled samples of `length` tokens.
 
-    num_samples: at least so many, in whole epochs; None: one epoch. A sample holds tokens, labels, position_ids, document_ids,
-    preference (int64 [length]) and loss_mask (float32 [length]).
+    num_samples: at least so many, in whole epochs; None: one epoch. packing: several rows may share a sample. A sample holds int64
+    [length] each but loss_mask, reference and margin, which are floats; see the top of this file.
     """
 
     def __init__(
-        self, source: PairSource, part: range, *, length: int, num_samples: int | None, seed: int, split: str
+        self,
+        source: RowSource,
+        part: range,
+        *,
+        length: int,
+        num_samples: int | None,
+        seed: int,
+        split: str,
+        task: Task = "dpo",
+        packing: bool = True,
     ) -> None:
-        self.prefix, self._length = source.prefix, length
-        pairs = source.pairs[part.start : part.stop]
-        sizes = np.array([len(one.chosen) + len(one.rejected) - 2 for one in pairs], np.int64)
+        self.prefix, self._length, self._task, self._source = source.prefix, length, task, source
+        rows = source.rows[part.start : part.stop]
+        self._documents = [_documents(source.rows, place, task) for place in part]
+        count = len(rows[0].answers) if rows else 0  # the rest is mismatched, and stands beside
+        sizes = np.array(
+            [
+                max(sum(len(ids) - 1 for ids in part) for part in (documents[:count], documents[count:]))
+                for documents in self._documents
+            ],
+            np.int64,
+        )
         fitting = np.flatnonzero(sizes <= length)
-        if len(fitting) < len(pairs):
+        if len(fitting) < len(rows):
             logger.warning(
-                "%s (%s): %d of %d pairs are left out: both answers with their prompts do not fit into --seq-length %d",
-                self.prefix, split, len(pairs) - len(fitting), len(pairs), length,
+                "%s (%s): %d of %d rows are left out: their answers with their prompts do not fit into --seq-length %d",
+                self.prefix, split, len(rows) - len(fitting), len(rows), length,
             )  # fmt: skip
         if len(fitting) == 0:
             raise DataError(
-                f"the {split} split of {self.prefix} holds {len(pairs)} pairs, none of which fits into --seq-length {length}; give a larger one"
+                f"the {split} split of {self.prefix} holds {len(rows)} rows, none of which fits into --seq-length {length}; give a larger one"
             )
-        self._pairs, self._numbers = [pairs[place] for place in fitting], part.start + fitting
-        order, last = plan_packs(sizes[fitting], length, seed)
-        self._planned = order
-        self._packs = np.concatenate([[0], np.flatnonzero(last) + 1])
-        count = len(self._packs) - 1
-        epochs = max(1, -(-(num_samples or 0) // count))
+        self._rows, self._first = rows, part.start
+        order, last = plan_packs(sizes[fitting], length if packing else int(sizes.max()) + 1, seed)
+        self._planned = fitting[order]
+        self._packs = np.concatenate([[0], np.flatnonzero(last) + 1 if packing else np.arange(1, len(order) + 1)])
+        packs = len(self._packs) - 1
+        epochs = max(1, -(-(num_samples or 0) // packs))
         self._order = np.concatenate(
-            [np.random.default_rng((seed, epoch, count)).permutation(count) for epoch in range(epochs)]
+            [np.random.default_rng((seed, epoch, packs)).permutation(packs) for epoch in range(epochs)]
         )
-        self.tokens_per_epoch, self.samples_per_epoch = int(sizes[fitting].sum()), float(count)
+        self.tokens_per_epoch, self.samples_per_epoch = int(sizes[fitting].sum()), float(packs)
         self.description = {
             "class": type(self).__name__,
             "prefix": self.prefix,
-            "pairs": [part.start, part.stop],
+            "rows": [part.start, part.stop],
             "sizes": hashlib.sha256(sizes.tobytes()).hexdigest(),
             "seed": seed,
             "split": split,
             "sequence_length": length,
+            "task": task,
+            "packing": packing,
         }
 
     def __len__(self) -> int:
@@ -84,64 +113,132 @@ class PreferenceDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample in shuffled order, [length] each."""
-        size = self._length
-        rows = {
-            name: np.zeros(size, np.int64)
-            for name in ("tokens", "labels", "position_ids", "document_ids", "preference")
-        }
-        mask, at = np.zeros(size, np.float32), 0
-        for document, ids in enumerate(self._pair_documents(index)):
-            end = at + len(ids) - 1
-            rows["tokens"][at:end], rows["labels"][at:end] = ids[:-1], ids[1:]
-            rows["position_ids"][at:end] = np.arange(len(ids) - 1)
-            rows["document_ids"][at:end] = rows["preference"][at:end] = document
-            mask[at:end] = ids[1:] >= 0
-            at = end
-        rows["position_ids"][at:] = np.arange(size - at)
-        rows["document_ids"][at:] = rows["document_ids"][at - 1] + 1
-        for name in ("tokens", "labels"):  # an id of a prompt is kept as ~id
-            rows[name] = rows[name] ^ (rows[name] >> 63)
-        return {**rows, "loss_mask": mask}
+        places = self._places(index)
+        count = len(self._rows[places[0]].answers)
+        sample = _sample([ids for place in places for ids in self._documents[place][:count]], self._length)
+        values = {name: np.zeros(self._length) for name in ("reference", "margin", "desirable")}
+        ends = np.flatnonzero(sample["loss_mask"])
+        for number, place in enumerate(places):
+            end, row = ends[number * count], self._rows[place]
+            values["margin"][end] = row.margin if isinstance(row, Pair) else 0.0
+            values["desirable"][end] = isinstance(row, Judged) and row.desirable
+        self._put_reference(values["reference"], ends, places, slice(0, count))
+        sample["loss_mask"][:] = 0
+        sample["loss_mask"][ends[::count]] = 1
+        if self._task == "kto":
+            other = _sample([self._documents[place][1] for place in places], self._length)
+            known = np.zeros(self._length)
+            self._put_reference(known, np.flatnonzero(other["loss_mask"]), places, slice(1, 2))
+            # One longer, so that documents stay whole where context ranks cut what is as long as a sample.
+            other["document_ids"] = np.append(other["document_ids"], 0)
+            sample |= {f"kl_{name}": array for name, array in other.items()} | {"kl_reference": known}
+        return {**sample, **values}
 
-    def _pair_documents(self, index: int) -> list[np.ndarray]:
+    def _put_reference(self, values: np.ndarray, ends: np.ndarray, places: Sequence[int], which: slice) -> None:
+        """What is known of the reference, where each answer ends."""
+        if self._source.reference is not None:
+            values[ends] = self._source.reference[self._first + np.array(places), which].flatten()
+
+    def _places(self, index: int) -> list[int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         pack = self._order[index]
-        chosen = self._planned[self._packs[pack] : self._packs[pack + 1]]
-        return [ids for place in chosen for ids in (self._pairs[place].chosen, self._pairs[place].rejected)]
+        return self._planned[self._packs[pack] : self._packs[pack + 1]].tolist()
 
     def sources(self, index: int) -> list[Span]:
-        """Which pairs stand in the index-th sample: a span for each answer."""
+        """Which rows stand in the index-th sample: a span for each answer."""
         spans, at = [], 0
-        pack = self._order[index]
-        for place in self._planned[self._packs[pack] : self._packs[pack + 1]].tolist():
-            for ids in (self._pairs[place].chosen, self._pairs[place].rejected):
-                number = int(self._numbers[place])
+        for place in self._places(index):
+            for ids in self._documents[place][: len(self._rows[place].answers)]:
+                number = self._first + place
                 spans.append(Span(self.prefix, number, number, 0, len(ids) - 1, at))
                 at += len(ids) - 1
         return spans
 
+    def documents(self, index: int) -> list[tuple[int, int]]:
+        """(row, which of its answers) of each document of the index-th sample."""
+        return [
+            (self._first + place, which)
+            for place in self._places(index)
+            for which in range(len(self._rows[place].answers))
+        ]
+
     def holding(self, document: int) -> np.ndarray:
-        """The samples with this pair, in rising order, int64 [samples]."""
-        places = np.flatnonzero(self._numbers[self._planned] == document)
+        """The samples with this row, in rising order, int64 [samples]."""
+        places = np.flatnonzero(self._first + self._planned == document)
         return np.flatnonzero(np.isin(self._order, np.searchsorted(self._packs, places, side="right") - 1))
+
+
+def _documents(rows: Sequence[Row], place: int, task: Task) -> list[np.ndarray]:
+    """The documents of a row: its answers, for kto also its prompt with the answer to another."""
+    answers = list(rows[place].answers)
+    if task == "reward":  # a text is read to its end, where its score is: one more label, and the only one that counts
+        return [np.append(np.where(ids < 0, ids, ~ids), np.int32(0)) for ids in answers]
+    return [*answers, _mismatched(rows, place)] if task == "kto" else answers
+
+
+def _mismatched(rows: Sequence[Row], place: int) -> np.ndarray:
+    """The prompt of a row with the answer of the next one that has another prompt; of the next one if none has.
+
+    It does not depend on --split, so that what a reference says of it can be kept.
+    """
+    prompt, _ = _parted(rows[place].answers[0])
+    others = [(place + step) % len(rows) for step in range(1, min(len(rows), FURTHEST))] or [place]
+    for other in others:
+        theirs, answer = _parted(rows[other].answers[0])
+        if not np.array_equal(theirs, prompt):
+            return np.concatenate([prompt, answer])
+    return np.concatenate([prompt, _parted(rows[others[0]].answers[0])[1]])
+
+
+def _parted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(prompt, answer) of a document."""
+    first = int(np.flatnonzero(ids >= 0)[0])
+    return ids[:first], ids[first:]
+
+
+def _sample(documents: Sequence[np.ndarray], size: int) -> Sample:
+    """Documents end to end. loss_mask: where each answer has its last label."""
+    names = ("tokens", "labels", "position_ids", "document_ids", "preference", "answer_mask")
+    sample: Sample = {name: np.zeros(size, np.int64) for name in names}
+    sample["loss_mask"], at = np.zeros(size, np.float32), 0
+    for document, ids in enumerate(documents):
+        end = at + len(ids) - 1
+        sample["tokens"][at:end], sample["labels"][at:end] = ids[:-1], ids[1:]
+        sample["position_ids"][at:end] = np.arange(len(ids) - 1)
+        sample["document_ids"][at:end] = sample["preference"][at:end] = document
+        sample["answer_mask"][at:end] = ids[1:] >= 0
+        sample["loss_mask"][at + np.flatnonzero(ids[1:] >= 0)[-1]] = 1
+        at = end
+    sample["position_ids"][at:] = np.arange(size - at)
+    sample["document_ids"][at:] = len(documents)
+    for name in ("tokens", "labels"):  # an id of a prompt is kept as ~id
+        sample[name] = sample[name] ^ (sample[name] >> 63)
+    return sample
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceKind:
-    """Pairs of answers; --split counts pairs."""
+    """Rows of answers; --split counts rows. opened: files that were read before, by their paths."""
 
     tokenizer: Tokenizer
     template: str
     sequence_length: int
     seed: int
+    config: PreferenceConfig = PreferenceConfig()
     name: str = PreferenceDataset.__name__
+    opened: dict[str, RowSource] = field(default_factory=dict)
 
-    def open(self, prefix: str) -> PairSource:
-        """The pairs of a JSONL file. Lines that cannot be compared are named and left out; `DataError` if none is left."""
+    def open(self, prefix: str) -> RowSource:
+        """The rows of a JSONL file. Lines that cannot be used are named and left out; `DataError` if none is left."""
+        if prefix not in self.opened:
+            self.opened[prefix] = self._read(prefix)
+        return self.opened[prefix]
+
+    def _read(self, prefix: str) -> RowSource:
         try:
             with Path(prefix).open("rb") as lines:
-                pairs, dropped = read_pairs(lines, PairReader(self.tokenizer, self.template))
+                rows, dropped = read_rows(lines, RowReader(self.tokenizer, self.template, self.config.finetune_task))
         except OSError as error:
             raise DataError(
                 f"{prefix} cannot be read: {error.strerror}; give JSONL files by their whole names"
@@ -150,22 +247,29 @@ class PreferenceKind:
             named = "; ".join(f"line {number}: {reason}" for number, reason in dropped[:MOST_NAMED])
             more = f"; and {len(dropped) - MOST_NAMED} more" if len(dropped) > MOST_NAMED else ""
             logger.warning("%s: %d lines are left out: %s%s", prefix, len(dropped), named, more)
-        if not pairs:
-            raise DataError(f"{prefix} holds no pair of answers")
-        return PairSource(prefix, tuple(pairs))
+        if not rows:
+            raise DataError(f"{prefix} holds no row of answers")
+        return RowSource(prefix, tuple(rows))
 
-    def count(self, source: PairSource) -> int:
-        """The number of pairs."""
-        return len(source.pairs)
+    def count(self, source: RowSource) -> int:
+        """The number of rows."""
+        return len(source.rows)
 
-    def fits(self, source: PairSource, part: range) -> bool:
-        """Whether there is a pair."""
+    def fits(self, source: RowSource, part: range) -> bool:
+        """Whether there is a row."""
         return len(part) > 0
 
     def build(
-        self, source: PairSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+        self, source: RowSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
     ) -> PreferenceDataset:
-        """Samples of these pairs."""
+        """Samples of these rows."""
         return PreferenceDataset(
-            source, part, length=self.sequence_length, num_samples=num_samples, seed=self.seed, split=split
+            source,
+            part,
+            length=self.sequence_length,
+            num_samples=num_samples,
+            seed=self.seed,
+            split=split,
+            task=self.config.finetune_task,
+            packing=self.config.finetune_packing,
         )

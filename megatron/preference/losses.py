@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, from the log-probabilities that the policy and the reference give them.
+"""Losses of answers, from the log-probabilities that the policy and the reference give them, or from scores.
 
 Everything has shape [pairs]. With x the policy's log-probability of an answer less the reference's, and
 delta = x(chosen) - x(rejected):
@@ -10,6 +10,10 @@ delta = x(chosen) - x(rejected):
     apo_zero   1 - s(beta x(chosen)) + s(beta x(rejected))                                              D'Oosterlinck et al., 2024
     simpo      -log s(beta (difference of means over tokens) - gamma), no reference                     Meng et al., 2024
     orpo       -log p(chosen), mean over tokens, - beta log s(difference of log odds), no reference     Hong et al., 2024
+
+    kto        w (1 - s(beta (x - z))) of a desirable answer, w (1 - s(beta (z - x))) of another,        Ethayarajh et al., 2024
+               z = the policy's divergence from the reference, estimated from mismatched answers
+    reward     -log s(r(chosen) - r(rejected) - margin) + c (r(chosen) + r(rejected))^2                  Bradley and Terry, 1952
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.preference.options import LossOptions
+from megatron.preference.options import KTOOptions, LossOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,18 @@ class AnswerScores:
     def mean(self) -> Tensor:
         """The mean log-probability of a token, [pairs]."""
         return self.logprob / self.tokens.clamp(min=1.0)
+
+
+def kto_loss(answers: AnswerScores, desirable: Tensor, divergence: Tensor, options: KTOOptions) -> Tensor:
+    """Return the loss of each answer, [answers]. desirable: [answers], 1 or 0. divergence: z, a scalar without a gradient."""
+    against = options.beta * (answers.ratio - divergence)
+    good, bad = (weight * (1.0 - signed.sigmoid()) for weight, signed in zip(options.weights, (against, -against)))
+    return torch.where(desirable > 0, good, bad)
+
+
+def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, centre: float) -> Tensor:
+    """Return the loss of each pair, [pairs]. chosen, rejected: scores; margin: by how much more the chosen one is to have."""
+    return -F.logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected).square()
 
 
 def _label_smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:

@@ -16,3 +16,11 @@ class LossOptions:
     beta: float = 0.1
     smoothing: float = 0.0
     gamma: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KTOOptions:
+    """beta: strength of the tie to the reference. weights: of desirable answers and of the others."""
+
+    beta: float = 0.1
+    weights: tuple[float, float] = (1.0, 1.0)

@@ -1,16 +1,18 @@
-"""Lines of JSON to pairs of ids.
+"""Lines of JSON to answers as ids, in TRL's forms.
 
-    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}                    text
+    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}                    dpo and reward: text
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}       conversations; prompts may be left out, and are then what
-    {"chosen": [messages], "rejected": [messages]}                             both answers begin with
+    {"chosen": [messages], "rejected": [messages], "margin": 0.5}              both answers begin with; margins are of reward models
+    {"prompt": "2 + 2 =", "completion": " 4", "label": true}                   kto: text or conversations, one answer a line
 
-Conversations are written by the tokenizer's chat template, as with --sft; the last answer is the one that is compared. Text is
-written as it stands, with the end of document after each answer. Lines that cannot be compared are left out, counted and named.
+Conversations are written by the tokenizer's chat template, as with --sft; the last answer is the one that is judged. Text is
+written as it stands, with the end of document after each answer. Lines that cannot be used are left out, counted and named.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,83 +23,147 @@ from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import frame
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.preference.settings import Task
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, prompt included: int32 [tokens] each, ids of the prompt as ~id."""
+    """Two answers to one prompt, prompt included: int32 [tokens] each, ids of the prompt as ~id. margin: of the chosen one (reward)."""
 
     chosen: np.ndarray
     rejected: np.ndarray
+    margin: float = 0.0
+
+    @property
+    def answers(self) -> tuple[np.ndarray, ...]:
+        """Both, [tokens] each."""
+        return (self.chosen, self.rejected)
 
 
-class PairReader:
-    """Turns lines into pairs. template: of conversations, as `Encoder` takes it."""
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer to a prompt, prompt included, and whether it is desirable (kto): int32 [tokens], ids of the prompt as ~id."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        self.tokenizer, self._template = tokenizer, template
+    answer: np.ndarray
+    desirable: bool
+
+    @property
+    def answers(self) -> tuple[np.ndarray, ...]:
+        """The one, [tokens]."""
+        return (self.answer,)
+
+
+Row = Pair | Judged
+
+
+class RowReader:
+    """Turns lines into rows. template: of conversations, as `Encoder` takes it. task: what the rows are for."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, task: Task = "dpo") -> None:
+        self.tokenizer, self.task, self._template = tokenizer, task, template
         self._encoder: Encoder | None = None
+        self._frame: tuple[int, int] | None = None
 
-    def read(self, line: bytes) -> Pair | None:
-        """The pair of a line; None for a blank one. Raises `DataError` that says why a line cannot be compared."""
+    def read(self, line: bytes) -> Row | None:
+        """The row of a line; None for a blank one. Raises `DataError` that says why a line cannot be used."""
         if not line.strip():
             return None
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}") from error
+        if self.task == "kto":
+            return self._judged(row)
+        return self._pair(row)
+
+    def _pair(self, row: Any) -> Pair:
         if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
             raise DataError('no "chosen" and "rejected"')
-        prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+        chosen, rejected, margin = row["chosen"], row["rejected"], row.get("margin", 0.0)
         if chosen == rejected:
             raise DataError("both answers are the same")
-        if isinstance(chosen, str) and isinstance(rejected, str):
-            pair = self._of_text("" if prompt is None else prompt, chosen, rejected)
-        elif isinstance(chosen, list) and isinstance(rejected, list):
-            pair = self._of_messages(prompt or [], chosen, rejected)
+        if not isinstance(margin, (int, float)) or isinstance(margin, bool):
+            raise DataError('"margin" is no number')
+        first, second = self._answers(row.get("prompt"), {"chosen": chosen, "rejected": rejected})
+        if np.array_equal(first, second):
+            raise DataError("both answers are the same ids")
+        return Pair(first, second, float(margin))
+
+    def _judged(self, row: Any) -> Judged:
+        if not isinstance(row, dict) or not {"prompt", "completion", "label"} <= row.keys():
+            raise DataError('no "prompt", "completion" and "label"')
+        if not isinstance(row["label"], bool):
+            raise DataError('"label" is neither true nor false')
+        (answer,) = self._answers(row["prompt"], {"completion": row["completion"]})
+        return Judged(answer, row["label"])
+
+    def _answers(self, prompt: Any, answers: dict[str, Any]) -> list[np.ndarray]:
+        """The ids of each answer behind the prompt; all are text, or all are lists of messages."""
+        kinds = {type(answer) for answer in answers.values()}
+        if kinds == {str}:
+            encoded = self._of_text(prompt, list(answers.values()))
+        elif kinds == {list}:
+            encoded = self._of_messages(prompt or [], list(answers.values()))
         else:
-            raise DataError('"chosen" and "rejected" are both text, or both lists of messages')
-        for name, ids in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            raise DataError(
+                f"{' and '.join(json.dumps(name) for name in answers)} are both text, or both lists of messages"
+            )
+        for name, ids in zip(answers, encoded, strict=True):
             if not (ids[1:] >= 0).any():
                 raise DataError(f"the {name} answer has no tokens")
-        if np.array_equal(pair.chosen, pair.rejected):
-            raise DataError("both answers are the same ids")
-        return pair
+        return encoded
 
-    def _of_text(self, prompt: Any, chosen: str, rejected: str) -> Pair:
+    def _of_text(self, prompt: Any, answers: list[str]) -> list[np.ndarray]:
+        if prompt is None:
+            prompt = _common_start(answers) if self.task == "dpo" else ""
+            answers = [answer[len(prompt) :] for answer in answers]
         if not isinstance(prompt, str):
             raise DataError('"prompt" is text where the answers are')
-        if not chosen or not rejected:
+        if not all(answers):
             raise DataError("an answer is empty")
-        before, after = frame(self.tokenizer)  # what some tokenizers put around every text belongs around the whole
-        ids = self.tokenizer.tokenize(prompt)
-        start = np.array(ids[: len(ids) - after], np.int32)
-        if len(start) == 0:
-            start = np.array([self.tokenizer.eod], np.int32)
+        try:
+            return [self._joined(prompt, answer) for answer in answers]
+        except ValueError as error:
+            raise DataError(f"text that the tokenizer does not take: {error}") from error
 
-        def whole(answer: str) -> np.ndarray:
-            ids = self.tokenizer.tokenize(answer)
-            bare = np.array([*ids[before : len(ids) - after], self.tokenizer.eod], np.int32)
-            return np.concatenate([~start, bare])
+    def _joined(self, prompt: str, answer: str) -> np.ndarray:
+        """Prompt and answer as one text where that leaves the ids of the prompt as they are; else each by itself."""
+        if self._frame is None:
+            self._frame = frame(self.tokenizer)
+        before, after = self._frame
 
-        return Pair(whole(chosen), whole(rejected))
+        def ids_of(text: str) -> list[int]:
+            ids = list(self.tokenizer.tokenize(text))
+            return ids[: len(ids) - after]
 
-    def _of_messages(self, prompt: Any, chosen: list[Any], rejected: list[Any]) -> Pair:
+        start, whole = ids_of(prompt), ids_of(prompt + answer)
+        rest = whole[len(start) :] if whole[: len(start)] == start else ids_of(answer)[before:]
+        if not start and self.task != "reward":  # something that the first id of the answer is predicted from
+            start = [self.tokenizer.eod]
+        return np.concatenate([~np.array(start, np.int32), np.array([*rest, self.tokenizer.eod], np.int32)])
+
+    def _of_messages(self, prompt: Any, answers: list[list[Any]]) -> list[np.ndarray]:
         if not isinstance(prompt, list):
             raise DataError('"prompt" is a list of messages where the answers are')
         if self._encoder is None:
             self._encoder = Encoder(self.tokenizer, self._template)
-        both = [[*prompt, *answer] for answer in (chosen, rejected)]
-        for messages in both:
+        whole = [[*prompt, *answer] for answer in answers]
+        for messages in whole:
             if any(not isinstance(one, dict) or not isinstance(one.get("role"), str) for one in messages):
                 raise DataError('a message has no "role"')
             if not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content"):
                 raise DataError("the last message is no answer of the assistant's")
         try:
-            ids = self._encoder.encode([self._encoder.template.pieces(messages) for messages in both])
+            ids = self._encoder.encode([self._encoder.template.pieces(messages) for messages in whole])
         except ValueError as error:
             raise DataError(f"text that the tokenizer does not take: {error}") from error
-        return Pair(*map(_last_answer, ids))
+        return list(map(_last_answer, ids))
+
+
+def _common_start(answers: Sequence[str]) -> str:
+    """What all answers begin with, up to the blank before the word in which they part, as TRL finds it."""
+    common = os.path.commonprefix(list(answers))
+    return common[:-1] if common.endswith(" ") else common
 
 
 def _last_answer(ids: np.ndarray) -> np.ndarray:
@@ -110,17 +176,15 @@ def _last_answer(ids: np.ndarray) -> np.ndarray:
     return np.concatenate([np.where(ids[:start] < 0, ids[:start], ~ids[:start]), ids[start:]])
 
 
-def read_pairs(
-    lines: Sequence[bytes] | Iterator[bytes], reader: PairReader
-) -> tuple[list[Pair], list[tuple[int, str]]]:
-    """All pairs of a file, and (line, reason) of each line that is left out."""
-    pairs, dropped = [], []
+def read_rows(lines: Sequence[bytes] | Iterator[bytes], reader: RowReader) -> tuple[list[Row], list[tuple[int, str]]]:
+    """All rows of a file, and (line, reason) of each line that is left out."""
+    rows, dropped = [], []
     for number, line in enumerate(lines, 1):
         try:
-            pair = reader.read(line)
+            row = reader.read(line)
         except DataError as error:
             dropped.append((number, str(error)))
             continue
-        if pair is not None:
-            pairs.append(pair)
-    return pairs, dropped
+        if row is not None:
+            rows.append(row)
+    return rows, dropped

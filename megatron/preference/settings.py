@@ -1,23 +1,49 @@
-"""The flags of preference optimization, and what is wrong with them."""
+"""The flags of finetune.py, and what is wrong with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.adapters import is_trained
+from megatron.core.config.flags import flag, flag_fields, spelling
 from megatron.core.config.settings.run import RunConfig
-from megatron.preference.options import WITHOUT_REFERENCE, LossOptions, PreferenceLoss
+from megatron.preference.options import WITHOUT_REFERENCE, PreferenceLoss
+
+Task = Literal["sft", "dpo", "kto", "reward"]
+_ALL = ("sft", "dpo", "kto", "reward")
+_DURATION = ("train_iters", "train_samples")
+# Flag -> tasks that read it; the others are read by all.
+_TASKS_OF = {
+    **dict.fromkeys(
+        ("preference_loss", "preference_label_smoothing", "preference_margin", "preference_sft_weight"), ("dpo",)
+    ),
+    **dict.fromkeys(("preference_beta", "preference_reference", "preference_reference_cache"), ("dpo", "kto")),
+    **dict.fromkeys(("kto_desirable_weight", "kto_undesirable_weight"), ("kto",)),
+    "reward_centre": ("reward",),
+    **dict.fromkeys(("finetune_packing", "preference_prompt_format"), ("dpo", "kto", "reward")),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceConfig:
-    """Preference optimization.
+    """Finetuning by answers.
 
-    --data-path names JSONL files with a prompt and a chosen and a rejected answer a line; docs/finetuning.md has the forms.
+    --data-path names JSONL files of conversations (sft), of pairs of answers (dpo, reward) or of judged answers (kto); docs/finetuning.md
+    has the forms.
     """
 
+    finetune_task: Task = flag(
+        "dpo",
+        "sft: learn answers; dpo: prefer the chosen of two answers, by --preference-loss; kto: prefer answers judged desirable; reward: a "
+        "model that scores texts",
+        role="training",
+    )
+    finetune_epochs: float | None = flag(
+        None, "times that the training data are gone through, in the place of --train-iters", role="training"
+    )
     preference_loss: PreferenceLoss = flag("sigmoid", "loss of a pair of answers; sigmoid is DPO", role="training")
     preference_beta: float = flag(0.1, "how strongly the policy is tied to the reference (beta)", role="training")
     preference_label_smoothing: float = flag(
@@ -36,20 +62,28 @@ class PreferenceConfig:
         "checkpoint of the reference network; left out: the base under adapters, else --pretrained-checkpoint",
         role="training",
     )
-
     preference_prompt_format: Literal["tokenizer", "chatml", "llama2", "llama3", "mistral", "plain"] = flag(
         "tokenizer", "how a conversation is written, as with --sft-tokenizer-prompt-format", role="training"
     )
-
-    @property
-    def options(self) -> LossOptions:
-        """What the loss of a pair is given."""
-        return LossOptions(self.preference_beta, self.preference_label_smoothing, self.preference_margin)
+    preference_reference_cache: str | None = flag(
+        None,
+        "folder for the reference's log-probabilities of all answers, computed once before training, which then needs no reference network",
+        role="free",
+        metavar="FOLDER",
+    )
+    kto_desirable_weight: float = flag(1.0, "with kto: weight of desirable answers", role="training")
+    kto_undesirable_weight: float = flag(1.0, "with kto: weight of the others", role="training")
+    reward_centre: float = flag(
+        0.0, "with reward: weight of the square of both scores' sum, which keeps scores around 0", role="training"
+    )
+    finetune_packing: bool = flag(True, "a sample holds a single pair, or a single judged answer", role="training")
 
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares with a reference."""
-        return self.preference_loss not in WITHOUT_REFERENCE
+        return (
+            self.finetune_task == "kto" or self.finetune_task == "dpo" and self.preference_loss not in WITHOUT_REFERENCE
+        )
 
 
 def reference_folder(config: PreferenceConfig, run: RunConfig) -> str | None:
@@ -59,11 +93,57 @@ def reference_folder(config: PreferenceConfig, run: RunConfig) -> str | None:
     return config.preference_reference or run.checkpoint.pretrained_checkpoint
 
 
-def problems(config: PreferenceConfig, run: RunConfig) -> Iterator[str]:
-    """What is wrong between these settings and those of the run, a line each."""
-    smoothing = config.preference_label_smoothing
+def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = ()) -> Iterator[str]:
+    """What is wrong between these settings and those of the run, a line each. given: settings that are on the command line."""
+    task = config.finetune_task
+    yield from _epoch_problems(config, given)
+    strangers = [
+        spelling(field.name)
+        for field, _ in flag_fields(PreferenceConfig)
+        if getattr(config, field.name) != field.default and task not in _TASKS_OF.get(field.name, _ALL)
+    ]
+    if strangers:
+        yield f"{', '.join(strangers)}: not for --finetune-task {task}; leave {'it' if len(strangers) == 1 else 'them'} out"
+    else:
+        yield from _number_problems(config)
+    yield from _reference_problems(config, run)
+    if task == "sft":
+        if not run.data.chat.sft:
+            yield "--finetune-task sft learns conversations; leave out --no-sft"
+        return
+    if run.model.reward_head and run.model.adapter.has_adapters and not is_trained("score.weight", run.model.adapter):
+        yield "--lora-rank freezes the head that scores; add --lora-modules-to-save score.weight"
+    if run.train.eval_generate and task == "reward":
+        yield "--eval-generate: a reward model writes no texts; leave it out"
+    yield from _run_problems(run)
+
+
+def _epoch_problems(config: PreferenceConfig, given: Collection[str]) -> Iterator[str]:
+    """What is wrong with --finetune-epochs."""
+    if config.finetune_epochs is not None and not (
+        math.isfinite(config.finetune_epochs) and config.finetune_epochs > 0
+    ):
+        yield f"--finetune-epochs {config.finetune_epochs} is not a positive number"
+    if config.finetune_epochs is not None and (both := [name for name in _DURATION if name in given]):
+        yield f"--finetune-epochs and {spelling(both[0])} both say how long the run is; keep one"
+
+
+def _number_problems(config: PreferenceConfig) -> Iterator[str]:
+    """What is wrong with the numbers of a task's loss."""
+    task = config.finetune_task
     if config.preference_beta <= 0:
         yield f"--preference-beta {config.preference_beta} must be positive"
+    if task == "dpo":
+        yield from _pair_problems(config)
+    elif task == "kto" and min(config.kto_desirable_weight, config.kto_undesirable_weight) < 0:
+        yield "--kto-desirable-weight and --kto-undesirable-weight must not be negative"
+    elif task == "reward" and config.reward_centre < 0:
+        yield f"--reward-centre {config.reward_centre} must not be negative"
+
+
+def _pair_problems(config: PreferenceConfig) -> Iterator[str]:
+    """What is wrong with the loss of pairs."""
+    smoothing = config.preference_label_smoothing
     if not 0 <= smoothing < 0.5:
         yield f"--preference-label-smoothing {smoothing} is a share of wrong labels; give 0 or more, and less than 0.5"
     if smoothing and config.preference_loss not in ("sigmoid", "robust", "simpo"):
@@ -74,26 +154,38 @@ def problems(config: PreferenceConfig, run: RunConfig) -> Iterator[str]:
         yield f"--preference-margin is SimPO's; leave it out with --preference-loss {config.preference_loss}"
     if config.preference_sft_weight < 0:
         yield f"--preference-sft-weight {config.preference_sft_weight} must not be negative"
-    if config.preference_reference and not config.has_reference:
-        yield f"--preference-loss {config.preference_loss} has no reference; leave out --preference-reference"
-    if config.has_reference and not run.model.adapter.has_adapters and reference_folder(config, run) is None:
+
+
+def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[str]:
+    """What is wrong with where the reference comes from."""
+    loss = f"--preference-loss {config.preference_loss}" if config.finetune_task == "dpo" else "--finetune-task kto"
+    if config.finetune_task not in ("dpo", "kto"):
+        return
+    if not config.has_reference:
+        needless = [name for name in ("preference_reference", "preference_reference_cache") if getattr(config, name)]
+        if needless:
+            yield f"{loss} has no reference; leave out {', '.join(map(spelling, needless))}"
+    elif not run.model.adapter.has_adapters and reference_folder(config, run) is None:
         yield (
-            f"--preference-loss {config.preference_loss} compares with a reference; give --pretrained-checkpoint, which is also where "
+            f"{loss} compares with a reference; give --pretrained-checkpoint, which is also where "
             "the policy starts, or --preference-reference, or --lora-rank, whose base is the reference"
         )
-    yield from _run_problems(run)
+    elif config.preference_reference_cache and not (
+        config.preference_reference or run.checkpoint.pretrained_checkpoint
+    ):
+        yield "--preference-reference-cache keeps what a checkpoint says; give that with --pretrained-checkpoint"
 
 
 def _run_problems(run: RunConfig) -> Iterator[str]:
-    """What training on pairs needs of the settings of every run."""
+    """What training on answers needs of the settings of every run."""
     if run.data.chat.sft or run.data.mock_data:
-        yield "pairs of answers are read from the files of --data-path; leave out --sft and --mock-data"
+        yield "answers are read from the files of --data-path; leave out --sft and --mock-data"
     if run.model.hidden_dropout or run.model.attention_dropout:
         yield "with dropout, answers would be compared by different networks; give --hidden-dropout 0 --attention-dropout 0"
     if not run.train.calculate_per_token_loss:
-        yield "losses are means over the pairs of a step; leave out --no-calculate-per-token-loss"
+        yield "losses are means over the pairs or answers of a step; leave out --no-calculate-per-token-loss"
     if run.model.mtp.mtp_num_layers:
-        yield "pairs are not trained with --mtp-num-layers; leave it out"
+        yield "answers are not compared with --mtp-num-layers; leave it out"
     if run.parallel.hybrid_context_parallel:
         yield "--hybrid-context-parallel spreads documents, and the answers of a pair belong together; leave it out"
     if not (run.data.reset_attention_mask and run.data.reset_position_ids):

@@ -1,4 +1,4 @@
-"""One forward pass over pairs of answers: their loss, or the log-probabilities of their tokens by a reference."""
+"""One forward pass over answers: their loss, or the log-probabilities of their tokens by a network as it is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.preference.losses import PAIR_LOSSES, AnswerScores
+from megatron.preference.losses import PAIR_LOSSES, AnswerScores, kto_loss, reward_loss
+from megatron.preference.options import KTOOptions, LossOptions
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.run import Run
 
 
 class PreferenceStep:
-    """The forward step of preference optimization. collected: while a reference is asked, its log-probabilities so far, [b, s] each."""
+    """The forward step of preference optimization. collected: while a network is asked, its log-probabilities so far, [b, s] each."""
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
@@ -29,67 +30,117 @@ class PreferenceStep:
         batch = next(batches)
         if stage.output_layer is not None:
             stage.output_layer.even = False
+        labels = batch.labels
         output = stage(
             ids=batch.tokens,
             hidden=batch.hidden,
-            labels=batch.targets,
+            labels=None if labels is None else labels.masked_fill(batch.extras["answer_mask"] == 0, -1),
             positions=batch.positions,
             documents=batch.documents,
             microbatch_context=batch.microbatch_context,
         )
 
-        def loss(token_losses: Tensor) -> Loss:
+        def loss(values: Tensor) -> Loss:
             if self.collected is None:
-                return pair_loss(self.config, token_losses, batch, run.mesh.cp)
-            self.collected.append(-token_losses.detach())
-            zero = torch.zeros((), device=token_losses.device)
+                return LOSSES[self.config.finetune_task](self.config, values, batch, run.mesh.cp)
+            self.collected.append(-values.detach() * batch.extras["answer_mask"])
+            zero = torch.zeros((), device=values.device)
             return zero, zero, {}
 
         return output, loss
 
 
-def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
-    """Return (sum over pairs, number of pairs, figures to log). token_losses: [b, s], minus the log-probabilities of the labels.
+class Answers:
+    """The answers of a microbatch: sums over the tokens of each, over all context ranks, which have parts of the same ones.
 
-    Context ranks have parts of the same answers: each counts its share of every pair.
+    each: documents of a row, 2 of a pair. This rank has the n rows whose first answer has its last token here: each row is had once.
     """
-    assert batch.loss_mask is not None, "the stage of the loss has the mask"
-    mask, answers = batch.loss_mask.to(token_losses.dtype), batch.extras["preference"]
-    reference = batch.extras["reference"].to(token_losses.dtype) if config.has_reference else torch.zeros_like(mask)
-    width = int(answers.max()) + 1
-    if context.group is not None:
-        width = int(collectives.all_reduce(torch.tensor(width, device=mask.device), context, "max"))
-    width += width % 2
 
-    def sums(values: Tensor) -> Tensor:
-        """[b, answers]: over the tokens of each, on all context ranks."""
-        local = values.new_zeros(len(values), width).scatter_add(1, answers, values * mask)
-        return collectives.identity_then_reduce(collectives.reduce_then_identity(local, context), context)
+    def __init__(self, batch: Batch, context: Axis, dtype: torch.dtype, *, each: int) -> None:
+        assert batch.loss_mask is not None, "the stage of the loss has the mask"
+        self._numbers, self._context, self._each = batch.extras["preference"], context, each
+        self._mask, self._dtype, self._extras = batch.extras["answer_mask"].to(dtype), dtype, batch.extras
+        width = int(self._numbers.max()) + 1
+        if context.group is not None:
+            width = int(collectives.all_reduce(torch.tensor(width, device=self._mask.device), context, "max"))
+        self._width = -(-width // each) * each
+        self._here = self._scattered(batch.loss_mask.to(dtype))[:, ::each] > 0
 
-    scores = [sums(values) for values in (-token_losses, reference, torch.ones_like(mask))]
-    exists = scores[2][:, ::2] > 0
-    chosen, rejected = (AnswerScores(*(one[:, which::2][exists] for one in scores)) for which in (0, 1))
-    losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, config.options)
+    def sums(self, values: Tensor) -> tuple[Tensor, ...]:
+        """The sum over the labels of each answer, [n] for each document of a row. values: [b, s]."""
+        local = self._scattered(values * self._mask)
+        whole = collectives.identity_then_reduce(collectives.reduce_then_identity(local, self._context), self._context)
+        return tuple(whole[:, which :: self._each][self._here] for which in range(self._each))
+
+    def given(self, name: str) -> tuple[Tensor, ...]:
+        """The same of what the samples hold by this name, [n] for each document of a row."""
+        return self.sums(self._extras[name].to(self._dtype))
+
+    def scores(self, token_losses: Tensor, *, reference: bool) -> tuple[AnswerScores, ...]:
+        """What a loss is made of, for each document of a row. token_losses: [b, s], minus the log-probabilities of the labels."""
+        logprobs, tokens = self.sums(-token_losses), self.sums(torch.ones_like(self._mask))
+        references = self.given("reference") if reference else tuple(map(torch.zeros_like, logprobs))
+        return tuple(map(AnswerScores, logprobs, references, tokens))
+
+    def loss(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
+        """Return (sum over rows, number of rows, figures to log). losses, figures: [n]."""
+        count = self._here.sum().to(self._dtype)
+        report = {name: torch.stack((values.detach().to(self._dtype).sum(), count)) for name, values in figures.items()}
+        return losses.sum(), count, report
+
+    def _scattered(self, values: Tensor) -> Tensor:
+        """The sum over each answer of this context rank's tokens, [b, answers]. values: [b, s]."""
+        return values.new_zeros(len(values), self._width).scatter_add(1, self._numbers, values)
+
+
+def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
+    """Return (sum over pairs, number of pairs, figures to log). token_losses: [b, s], minus the log-probabilities of the labels."""
+    answers = Answers(batch, context, token_losses.dtype, each=2)
+    chosen, rejected = answers.scores(token_losses, reference=config.has_reference)
+    options = LossOptions(config.preference_beta, config.preference_label_smoothing, config.preference_margin)
+    losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, options)
     if config.preference_sft_weight:
         losses = losses - config.preference_sft_weight * chosen.mean
-    share = 1.0 / context.size
-    count = losses.new_full((), len(losses) * share)
-    total = losses.sum() * share
-
-    def mean(values: Tensor) -> Tensor:
-        return torch.stack((values.detach().sum().to(losses.dtype) * share, count))
-
     rewards = [config.preference_beta * one.ratio for one in (chosen, rejected)]
     margin = rewards[0] - rewards[1]
-    return (
-        total,
-        count,
-        {
-            "preference loss": mean(losses),
-            "preference accuracy": mean((margin > 0).to(losses.dtype)),
-            "reward margin": mean(margin),
-            "chosen reward": mean(rewards[0]),
-            "rejected reward": mean(rewards[1]),
-            "chosen logprob": mean(chosen.mean),
-        },
-    )
+    figures = {
+        "preference loss": losses,
+        "preference accuracy": margin > 0,
+        "reward margin": margin,
+        "chosen reward": rewards[0],
+        "rejected reward": rewards[1],
+        "chosen logprob": chosen.mean,
+    }
+    return answers.loss(losses, figures)
+
+
+def judged_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
+    """Return (sum over answers, number of answers, figures to log) of KTO. token_losses: [b, s], as of `pair_loss`."""
+    answers = Answers(batch, context, token_losses.dtype, each=1)
+    (scores,), (desirable,) = answers.scores(token_losses, reference=True), answers.given("desirable")
+    options = KTOOptions(config.preference_beta, (config.kto_desirable_weight, config.kto_undesirable_weight))
+    losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), options)
+    total, count, report = answers.loss(losses, {"preference loss": losses})
+    reward = config.preference_beta * scores.ratio.detach()
+    for name, which in (("chosen reward", desirable > 0), ("rejected reward", desirable <= 0)):
+        report[name] = torch.stack((reward[which].sum(), which.sum().to(reward.dtype)))
+    report["divergence"] = torch.stack((batch.extras["divergence"].to(count.dtype) * count, count))
+    return total, count, report
+
+
+def score_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: Axis) -> Loss:
+    """Return (sum over pairs, number of pairs, figures to log) of a reward model. values: [b, s], the score at every position."""
+    answers = Answers(batch, context, values.dtype, each=2)
+    (chosen, rejected), (margin, _) = answers.sums(values), answers.given("margin")
+    losses = reward_loss(chosen, rejected, margin, config.reward_centre)
+    figures = {
+        "preference loss": losses,
+        "preference accuracy": chosen > rejected,
+        "reward margin": chosen - rejected,
+        "chosen reward": chosen,
+        "rejected reward": rejected,
+    }
+    return answers.loss(losses, figures)
+
+
+LOSSES = {"dpo": pair_loss, "kto": judged_loss, "reward": score_loss}

@@ -17,9 +17,8 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel import collectives
+from megatron.core.models.output_heads import ScalarHead
 from megatron.core.parallel.spec import constant, name_all, spec_of
-from megatron.core.tensor_parallel.linear import Linear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.rope import rotary_of
@@ -34,18 +33,7 @@ class Critic(nn.Module):
         self.build = build
         self.embedding = Embedding(build, tied=False) if stage.has_embedding else None
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_output)
-        self.value_head = (
-            Linear(
-                build.model.hidden_size,
-                1,
-                init=constant(0.0),
-                mesh=build.mesh,
-                dtype=build.dtype,
-                sum_over=build.region.outside_sums,
-            )
-            if stage.has_output
-            else None
-        )
+        self.value_head = ScalarHead(build, init=constant(0.0), bias=True) if stage.has_output else None
 
     def forward(
         self,
@@ -69,10 +57,7 @@ class Critic(nn.Module):
         x = self.decoder(hidden, context)
         if self.value_head is None:
             return x
-        values = self.value_head(x.to(self.build.dtype))
-        if self.build.region.sequence_parallel:
-            values = collectives.gather_then_split(values, self.build.mesh.tp)
-        return values[..., 0].t()
+        return self.value_head(x)
 
 
 class ActorCritic(GPTModel):

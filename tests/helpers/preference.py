@@ -10,8 +10,8 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.preference.data import ReferencedBatches
-from megatron.preference.dataset import PairSource, PreferenceDataset
-from megatron.preference.rows import Pair
+from megatron.preference.dataset import PreferenceDataset, RowSource
+from megatron.preference.rows import Judged, Pair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.loader import microbatches
@@ -47,9 +47,18 @@ def random_pairs(number: int) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
+def random_rows(task: str, number: int) -> tuple[Row, ...]:
+    """Rows of a task: pairs, of reward models with margins, or of kto one of the answers of each and whether it is desirable."""
+    pairs = random_pairs(number)
+    if task == "kto":
+        return tuple(Judged(pair.answers[place % 2], place % 3 > 0) for place, pair in enumerate(pairs))
+    return tuple(dataclasses.replace(pair, margin=0.25 * (place % 3)) for place, pair in enumerate(pairs))
+
+
 def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, ReferencedBatches]:
     """A tiny GPT in preference optimization on this process's ranks, and its data. The reference has other random weights."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    changes = {"reward_head": config.finetune_task == "reward", **changes}
     run = tiny.run_of(tiny.config(world_size, **{**BASE, **changes}))
     trainer = build_trainer(run, tiny.gpt, PreferenceStep(config))
     reference = None
@@ -59,9 +68,15 @@ def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, Refer
         for stage in stages:
             stage.eval()
         reference = dataclasses.replace(trainer, stages=stages, parallels=[], hooks=[], scripts={})
-    source = PairSource("pairs", random_pairs(40))
     dataset = PreferenceDataset(
-        source, range(40), length=run.config.train.seq_length, num_samples=200, seed=1, split="train"
+        RowSource("rows", random_rows(config.finetune_task, 40)),
+        range(40),
+        length=run.config.train.seq_length,
+        num_samples=200,
+        seed=1,
+        split="train",
+        task=config.finetune_task,
+        packing=config.finetune_packing,
     )
     inner = microbatches(run, dataset, consumed_samples=0, reads=True)
     return trainer, ReferencedBatches(trainer, inner, reference, config)

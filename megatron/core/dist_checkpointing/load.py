@@ -18,6 +18,7 @@ from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
 OPTIONAL = "run.optional_weights"  # value of a checkpoint: prefixes of weights that only a run of the same kind needs
+_OUTPUT, _SCORE = "model.output_layer.", "model.score.weight"  # a language model's, which a reward model does not need; and its own
 
 
 def load(
@@ -52,6 +53,8 @@ def _not_requested(state: Tree, source: Source, axis: Axis, complete: tuple[str,
     if not complete:
         return []
     optional = tuple(source.values.get(OPTIONAL, ()))
+    if any(collectives.gather_objects(_SCORE in state, axis)):
+        optional = (*optional, _OUTPUT)
     expected = sorted(
         name
         for name in (*source.formats, *source.values)

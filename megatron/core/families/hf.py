@@ -207,7 +207,7 @@ def export(
         **ids,
         **_config_json(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
         "architectures": [variant.architecture],
-    }
+    } | _of_score(model, {**ids, **earlier})
     made = folder.with_name(f".{folder.name}.unfinished")
     try:
         shutil.rmtree(made, ignore_errors=True)
@@ -233,6 +233,8 @@ def _settings_of_config(
     settings, problems = family.config_in(
         {name: value for name, value in config.items() if name != "quantization_config"}
     )
+    if family.scorer in classes_of(config):
+        settings["reward_head"] = True
     packed = why_not(config.get("quantization_config"))
     problems = [packed, *problems] if packed else problems
     return {"architecture": "gpt", **family.seen(settings, names)}, [f"{_CONFIG}: {problem}" for problem in problems]
@@ -349,7 +351,7 @@ def _present_rows(
     family: Family, model: ModelConfig, files: Mapping[str, Readable], required: Variant | None
 ) -> tuple[Row, ...]:
     """The rows of a network without those of heads that the files lack."""
-    rows = expanded(family.rows(model), layers=model.num_layers)
+    rows = expanded(family.network_rows(model), layers=model.num_layers)
     lacking = family.without_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
     return tuple(row for row in rows if not row.ours.startswith(lacking))
 
@@ -411,7 +413,7 @@ def _export_plan(
     base = family.base if variant.bare else ""
     rows = tuple(
         Row(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
-        for row in expanded(family.rows(model), layers=model.num_layers)
+        for row in expanded(family.network_rows(model), layers=model.num_layers)
         if not row.ours.startswith(lacking)
     )
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
@@ -448,6 +450,20 @@ def _config_json(
     config = {**family.config_out(model, like), "model_type": like.get("model_type", family.model_type)}
     config["dtype" if "dtype" in like else "torch_dtype"] = word
     return config
+
+
+def _of_score(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a reward model: one score, at the last token that is not padding, which must then be no token of texts.
+
+    ids: of special tokens, by their keys in config.json.
+    """
+    if not model.reward_head:
+        return {}
+    ends = ids.get("eos_token_id")
+    others = [ids.get(name) for name in ("pad_token_id", "bos_token_id")]
+    known = ends if isinstance(ends, list) else [ends]
+    padding = next((one for one in others if one is not None and one not in known), None)
+    return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
 
 
 def _split_into_files(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:

@@ -66,7 +66,15 @@ FAMILIES: dict[str, Family] = {
 
 # What is told by rows of layers, by the words of a tokenizer and by the tensors' names instead.
 _ELSEWHERE = frozenset(
-    ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "true_vocab_size", "bert_binary_head")
+    (
+        "window_size",
+        "window_attn_skip_freq",
+        "no_rope_freq",
+        "moe_layer_freq",
+        "true_vocab_size",
+        "bert_binary_head",
+        "reward_head",
+    )
 )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.models.names import OUTPUT, SCORE
 
 Shape = tuple[int, ...]
 
@@ -95,13 +96,28 @@ class Family:
     unused: Callable[[ModelConfig, str], bool] = lambda model, name: False
     constants: Callable[[ModelConfig], dict[str, tuple[Shape, float]]] = lambda model: {}
 
+    @property
+    def scorer(self) -> str | None:
+        """The class with a head that scores texts in the place of the output layer (reward models); None for other than decoders."""
+        stem = re.fullmatch(r"(\w+?)(ForCausalLM|LMHeadModel)", self.architecture)
+        return f"{stem[1]}ForSequenceClassification" if stem else None
+
+    def network_rows(self, model: ModelConfig) -> tuple[Row, ...]:
+        """The rows of a network; those of a reward model have its head instead of the output layer."""
+        rows = self.rows(model)
+        if not model.reward_head:
+            return rows
+        return (*(row for row in rows if row.ours != OUTPUT), Row(SCORE, (SCORE,), same))
+
     def variant(self, named: Collection[str]) -> Variant | None:
         """The class of this family's that is among those named."""
-        known = self.variants or (Variant(self.architecture),)
+        known = self.variants or (Variant(self.architecture), *([Variant(self.scorer)] if self.scorer else []))
         return next((variant for variant in known if variant.architecture in named), None)
 
     def fitting(self, names: Collection[str]) -> Variant:
         """The class that holds a network with these parameters (our names): the first whose heads are all there."""
+        if self.scorer and SCORE in names:
+            return Variant(self.scorer)
         return next(
             (
                 variant

@@ -63,7 +63,8 @@ class RankMemory:
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
     """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
-    h, v, depths = model.hidden_size, model.padded_vocab_size, model.mtp.mtp_num_layers or 0
+    h, depths = model.hidden_size, model.mtp.mtp_num_layers or 0
+    v = 1 if model.reward_head else model.padded_vocab_size
     transform = h * h if model.architecture == "bert" else 0
     layers = sum(
         _mixer_flops(model, plan, keys) + 6 * _mlp_elements_of(model, plan.mlp)
@@ -338,7 +339,7 @@ def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
     """Return the bytes per token of the fp32 logits; with the linear loss, of a block of logits and the weight
     gradients.
     """
-    words = model.padded_vocab_size / t
+    words = 1 if model.reward_head else model.padded_vocab_size / t
     if model.kernels.cross_entropy_fusion_impl != "linear":
         return 4 * heads * words
     return 4 * words * (min(1.0, max(512 / tokens, 1 / 8)) + heads * model.hidden_size / tokens)

@@ -18,10 +18,10 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.core.models.output_heads import LanguageModelHead, output_matrix
+from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_matrix
 from megatron.core.models.vision import IdsWithImages, ImageInput
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import name_all, spec_of
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
@@ -38,7 +38,8 @@ class GPTModel(nn.Module):
         # With several stages a tied matrix has two copies, in the embedding and in the output layer; the embedding has another
         # copy on the stage with multi-token prediction.
         spans_stages = not (stage.has_embedding and stage.has_output)
-        tied, self.depths = build.model.ties_embeddings, build.model.mtp.mtp_num_layers or 0
+        tied = build.model.ties_embeddings and not build.model.reward_head
+        self.depths = build.model.mtp.mtp_num_layers or 0
         has_mtp = stage.has_mtp and self.depths > 0
         has_mtp_copy = self.depths > 0 and not (stage.has_embedding and stage.has_mtp)
         self.embedding = (
@@ -49,13 +50,15 @@ class GPTModel(nn.Module):
         self.image_input = ImageInput(build) if stage.has_embedding and build.model.has_vision else None
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if has_mtp else None
-        self.output_layer = None
-        if stage.has_output:
-            shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
-            self.output_layer = LanguageModelHead(
-                build, shared=shared, tied_name=WORD_EMBEDDING if tied and spans_stages else ""
-            )
+        self.score = _score_head(build) if stage.has_output and build.model.reward_head else None
+        has_logits = stage.has_output and self.score is None
+        self.output_layer = self._language_model_head(tied=tied, spans_stages=spans_stages) if has_logits else None
         name_all(self)
+
+    def _language_model_head(self, *, tied: bool, spans_stages: bool) -> LanguageModelHead:
+        """Return the output layer, whose matrix is the embedding's where both are tied and in this stage."""
+        shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
+        return LanguageModelHead(self.build, shared=shared, tied_name=WORD_EMBEDDING if tied and spans_stages else "")
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> GPTModel:
         """Allocate the parameters and set their initial values. Returns the model."""
@@ -98,15 +101,11 @@ class GPTModel(nn.Module):
         new tokens of several sequences, concatenated as [1, t], and logits are those of the positions that the cache
         asks for. ahead: ids and labels for multi-token prediction; None: predict only the next token. Returns the input
         of the next stage; on the last stage, the loss of every token [b, s], with those of multi-token prediction if
-        any, or logits [s, b, v/tp] without labels.
+        any, or logits [s, b, v/tp] without labels; of a reward model, the score of every position [b, s].
         """
         if self.stage.has_embedding:
-            assert self.embedding is not None and ids is not None, "the first stage reads ids"
-            text = ids.ids if isinstance(ids, IdsWithImages) else ids
-            hidden = self.embedding(text, self.build.places(text.shape[1])[None] if positions is None else positions)
-            if isinstance(ids, IdsWithImages):
-                assert self.image_input is not None, "a network that is given images reads them"
-                hidden = self.image_input(hidden, ids.images, ids.slots)
+            assert ids is not None, "the first stage reads ids"
+            hidden = self._embed(ids, positions)
         assert hidden is not None, "a later stage receives the output of the previous stage"
         context = ForwardContext(
             self.build.causal_mask(hidden, documents),
@@ -116,6 +115,8 @@ class GPTModel(nn.Module):
         )
         x = self.decoder(hidden, context)
         ahead = None if ahead is None or self.depths == 0 else self._run_mtp(x, positions, ahead, context)
+        if self.score is not None:
+            return self.score(x)
         if self.output_layer is None:
             return x if self.mtp is None else self._with_mtp_states(x, ahead)
         x = (x if cache is None else cache.for_logits(x)).to(self.build.dtype)
@@ -130,6 +131,16 @@ class GPTModel(nn.Module):
                 for state, own in zip(ahead.states, ahead.labels, strict=True)
             ),
         )
+
+    def _embed(self, ids: Tensor | IdsWithImages, positions: Tensor | None) -> Tensor:
+        """Return the hidden states [s or s/tp, b, h] of ids [b, s], with the features of images in their places."""
+        assert self.embedding is not None, "the first stage has the embedding"
+        text = ids.ids if isinstance(ids, IdsWithImages) else ids
+        hidden = self.embedding(text, self.build.places(text.shape[1])[None] if positions is None else positions)
+        if not isinstance(ids, IdsWithImages):
+            return hidden
+        assert self.image_input is not None, "a network that is given images reads them"
+        return self.image_input(hidden, ids.images, ids.slots)
 
     def _run_mtp(self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext) -> MTPInputs:
         """Return `ahead` with the states of all depths, if this stage has the layers. x: [s or s/tp, b, h], after the
@@ -165,3 +176,10 @@ class GPTModel(nn.Module):
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_matrix(self.output_layer, self.embedding)
+
+
+def _score_head(build: Build) -> ScalarHead:
+    """Return the head of a reward model. A language model's checkpoint lacks it, so that its weights may start from their initial values."""
+    head = ScalarHead(build, init=build.initial(), bias=False)
+    head.weight.spec = replace(spec_of(head.weight), starts_from="")  # type: ignore[attr-defined]
+    return head

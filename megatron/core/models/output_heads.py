@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.embedding import Embedding
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
+from megatron.core.parallel import collectives
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
 from megatron.core.tensor_parallel.linear import Linear, enter_linear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
@@ -84,6 +85,29 @@ class LanguageModelHead(nn.Module):
             softcap=build.model.final_logit_softcap,
             true_vocab_size=build.model.true_vocab_size,
         ).t()
+
+
+class ScalarHead(Linear):
+    """One number for each token, from hidden states that may be cut over the sequence: a value, or the score of a text that ends there."""
+
+    def __init__(self, build: Build, *, init: Initial, bias: bool) -> None:
+        super().__init__(
+            build.model.hidden_size,
+            1,
+            init=init,
+            mesh=build.mesh,
+            dtype=build.dtype,
+            sum_over=build.region.outside_sums,
+            bias=bias,
+        )
+        self.region = build.region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [s or s/tp, b, h]. Returns [b, s], the same on all tensor ranks."""
+        values = super().forward(x.to(self.weight.dtype))
+        if self.region.sequence_parallel:
+            values = collectives.gather_then_split(values, self.region.axis)
+        return values[..., 0].t()
 
 
 class MaskedWordTransform(nn.Module):

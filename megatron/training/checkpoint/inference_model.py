@@ -58,14 +58,19 @@ _SEED = 1234  # of initial values, which the checkpoint's replace
 
 @dataclass(frozen=True, slots=True)
 class ModelKind(Generic[AnyStage]):
-    """What is loaded. parts: beginnings of the names (`model.<parameter>`) that are filled; all others stay random."""
+    """What is loaded. parts: beginnings of the names (`model.<parameter>`) that are filled; all others stay random.
+
+    scores: a reward model, whose head gives texts a score.
+    """
 
     architecture: str
     model: Callable[[StageSpec, Build], AnyStage]
     parts: tuple[str, ...] = ("model.",)
+    scores: bool = False
 
 
 GPT = ModelKind("gpt", GPTModel)
+REWARD = ModelKind("gpt", GPTModel, scores=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,13 @@ def load_network(
         raise CheckpointError(
             f"{source.where} holds {_NAMES[architecture]}; what is asked for is {_NAMES[kind.architecture]}"
         )
+    if model_of(source.settings).reward_head != kind.scores:
+        holds, way = (
+            ("a language model, which gives no scores", "train one with finetune.py --finetune-task reward")
+            if kind.scores
+            else ("a reward model, which scores texts and writes none", "tools/score.py asks it")
+        )
+        raise CheckpointError(f"{source.where} holds {holds}; {way}")
     settings = tokenizer_settings(source, tokenizer or {})
     made = build_tokenizer(settings)
     _demand_same_tokenizer(source, made)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.preference.arguments import DEFAULTS as PREFERENCE_DEFAULTS
+from megatron.preference.arguments import defaults_of as preference_defaults
 from megatron.preference.arguments import preference_problems
 from megatron.preference.settings import PreferenceConfig
 from megatron.rl.arguments import defaults_of as rl_defaults
@@ -58,7 +58,7 @@ ENTRIES: Mapping[str, EntryScript] = {
     "pretrain_vision_classify.py": EntryScript(
         lambda words: {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": "vit", "seq_length": 1}
     ),
-    "finetune.py": EntryScript(lambda words: PREFERENCE_DEFAULTS, (PreferenceConfig,), preference_problems),
+    "finetune.py": EntryScript(preference_defaults, (PreferenceConfig,), preference_problems),
     "train_rl.py": EntryScript(
         rl_defaults, (RLConfig,), rl_problems, lambda args: partial(memory_beside, from_namespace(RLConfig, args))
     ),

@@ -205,7 +205,7 @@ def test_all_that_is_wrong_is_listed_at_once() -> None:
 
 @pytest.mark.parametrize("config, complaint", [
     ({"architectures": ["FalconForCausalLM"]}, "architectures: FalconForCausalLM, which is not known here; known are GPT2LMHeadModel"),
-    ({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}, "LlamaForSequenceClassification"),
+    ({"architectures": ["LlamaForTokenClassification"], "model_type": "llama"}, "LlamaForTokenClassification"),
     ({"model_type": "mamba"}, "model_type: mamba"), ({}, "model_type: None"), ({"architectures": 3}, "model_type: None")])
 def test_an_unknown_architecture_is_named_with_those_known(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CheckpointError, match=complaint):

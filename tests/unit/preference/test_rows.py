@@ -13,7 +13,7 @@ import pytest
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.preference.dataset import PreferenceKind
-from megatron.preference.rows import PairReader, read_pairs
+from megatron.preference.rows import RowReader, read_rows
 
 USER, GOOD, BAD = (
     {"role": role, "content": content}
@@ -22,9 +22,9 @@ USER, GOOD, BAD = (
 
 
 @pytest.fixture
-def reader() -> PairReader:
+def reader() -> RowReader:
     """Bytes, and ChatML."""
-    return PairReader(ByteTokenizer(), "chatml")
+    return RowReader(ByteTokenizer(), "chatml")
 
 
 def text_of(ids: np.ndarray) -> tuple[str, str]:
@@ -34,7 +34,7 @@ def text_of(ids: np.ndarray) -> tuple[str, str]:
     return tuple(bytes(one for one in part if one != end).decode() for part in parts)  # type: ignore[return-value]
 
 
-def test_text_is_prompt_and_answer_and_ends(reader: PairReader) -> None:
+def test_text_is_prompt_and_answer_and_ends(reader: RowReader) -> None:
     pair = reader.read(json.dumps({"prompt": "2+2=", "chosen": "4", "rejected": "5"}).encode())
     assert pair is not None and (text_of(pair.chosen), text_of(pair.rejected)) == (("2+2=", "4"), ("2+2=", "5"))
     assert pair.chosen[-1] == ByteTokenizer().eod
@@ -49,12 +49,12 @@ class Framed(ByteTokenizer):
 
 
 def test_what_a_tokenizer_puts_around_every_text_stands_around_the_whole() -> None:
-    pair = PairReader(Framed(), "chatml").read(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}).encode())
+    pair = RowReader(Framed(), "chatml").read(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}).encode())
     assert pair is not None and pair.chosen.tolist() == [~1, ~ord("p"), ord("a"), Framed().eod]
 
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["prompt", "no prompt"])
-def test_conversations_compare_their_last_answers(reader: PairReader, explicit: bool) -> None:
+def test_conversations_compare_their_last_answers(reader: RowReader, explicit: bool) -> None:
     before = [USER, GOOD, USER]
     row = (
         {"prompt": before, "chosen": [GOOD], "rejected": [BAD]}
@@ -82,10 +82,10 @@ BROKEN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("row, reason", BROKEN)
-def test_a_line_that_cannot_be_compared_says_why(reader: PairReader, row: Any, reason: str) -> None:
+def test_a_line_that_cannot_be_compared_says_why(reader: RowReader, row: Any, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         reader.read(json.dumps(row).encode())
-    assert read_pairs([b"{", b"", json.dumps(row).encode()], reader)[1][0][1].startswith("not JSON")
+    assert read_rows([b"{", b"", json.dumps(row).encode()], reader)[1][0][1].startswith("not JSON")
 
 
 def test_lines_that_are_left_out_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,6 +97,6 @@ def test_lines_that_are_left_out_are_counted_and_named(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         source = kind.open(str(file))
         made = kind.build(source, range(3), num_samples=None, split="train", cache=None)  # type: ignore[arg-type]
-    assert "1 lines are left out: line 2: no" in caplog.text and "1 of 3 pairs are left out" in caplog.text
+    assert "1 lines are left out: line 2: no" in caplog.text and "1 of 3 rows are left out" in caplog.text
     assert len(made) == 1 and sorted(span.document for span in made.sources(0)) == [0, 0, 2, 2]
     assert made.holding(1).tolist() == [] and made.holding(2).tolist() == [0]

@@ -44,6 +44,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 zero": (2, LLAMA, {"use_distributed_optimizer": True}),
     "dp2 fsdp": (2, LLAMA, {"use_torch_fsdp2": True, "ckpt_format": "torch_dist"}),
     "ep2 dp2": (2, MOE, {"expert_model_parallel_size": 2}),
+    "ep2 etp2 tp2": (
+        4,
+        MOE,
+        {
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+    ),
+    "tp2": (2, LLAMA, {"tensor_model_parallel_size": 2}),
+    "pp2 frozen": (
+        2,
+        {**LLAMA, "freeze": ("embedding.*", "*.layers.0.*", "*.layers.1.*")},
+        {"pipeline_model_parallel_size": 2},
+    ),
 }
 ROBUST = {"preference_loss": "robust", "preference_label_smoothing": 0.1, "preference_sft_weight": 0.3}
 
@@ -109,7 +125,7 @@ def _logit(p: Tensor) -> Tensor:
 def _samples(data: ReferencedBatches, number: int) -> list[list[int]]:
     """Numbers of the pairs in the first samples."""
     made = dataset_module.PreferenceDataset(
-        dataset_module.PairSource("pairs", random_pairs(40)),
+        dataset_module.RowSource("pairs", random_pairs(40)),
         range(40),
         length=32,
         num_samples=200,
@@ -148,14 +164,14 @@ def test_under_adapters_the_base_is_the_reference() -> None:
 
 @pytest.mark.parametrize("loss", WITHOUT_REFERENCE)
 def test_losses_without_a_reference_ask_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferencedBatches, "_label_logprobs", lambda *_: pytest.fail("a reference was asked"))
+    monkeypatch.setattr(ReferencedBatches, "_reference_logprobs", lambda *_: pytest.fail("a reference was asked"))
     train_pairs_here({"preference_loss": loss}, LLAMA, 1)
 
 
 def _prompts_counted(sample: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(self: Any, index: int) -> Any:
         rows = sample(self, index)
-        return rows | {"loss_mask": (rows["labels"] * 0 + 1).astype("float32")}
+        return rows | {"answer_mask": rows["labels"] * 0 + 1}
 
     return wrong
 
@@ -207,7 +223,7 @@ def _with_local_count(config: dict[str, Any], changes: dict[str, Any], steps: in
         return total / count, count / count / 2, report
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "pair_loss", local)
+        patch.setitem(step_module.LOSSES, "dpo", local)
         return train_pairs_here(config, changes, steps)
 
 

@@ -14,8 +14,8 @@ import torch
 
 from megatron.core.datasets.samplers import collate
 from megatron.preference.data import ReferencedBatches
-from megatron.preference.dataset import PairSource, PreferenceDataset
-from megatron.preference.rows import PairReader, read_pairs
+from megatron.preference.dataset import PreferenceDataset, RowSource
+from megatron.preference.rows import RowReader, read_rows
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.data.batch import Batch
@@ -71,9 +71,9 @@ def rows(number: int) -> list[dict[str, str]]:
 
 def our_batches(given: list[dict[str, str]]) -> Iterator[Batch]:
     """Global batches of 4 pairs in their order, a pair a row."""
-    pairs, dropped = read_pairs([json.dumps(row).encode() for row in given], PairReader(Words(), "chatml"))  # type: ignore[arg-type]
+    pairs, dropped = read_rows([json.dumps(row).encode() for row in given], RowReader(Words(), "chatml"))  # type: ignore[arg-type]
     assert not dropped
-    source = PairSource("rows", tuple(pairs))
+    source = RowSource("rows", tuple(pairs))
     samples = [
         PreferenceDataset(source, range(place, place + 1), length=32, num_samples=None, seed=0, split="train")[0]
         for place in range(len(given))

@@ -275,7 +275,11 @@ class RequestedModel:
         None, role="network"
     )  # initial factor of what a sublayer adds, learned by channel
     qkv_without_bias: bool = plain(False, role="network")
-    architecture: Literal["gpt", "bert", "t5", "vit"] = plain("gpt", role="network")  # said by the entry script
+    architecture: Literal["gpt", "bert", "t5", "vit"] = plain(
+        "gpt", role="network"
+    )  # said by the entry script, as is the next
+    # A head that gives a text one number at its last token, in the place of the output layer (reward models).
+    reward_head: bool = plain(False, role="adaptable")
 
     def resolve(self) -> ModelConfig:
         """Fill in the sizes that follow from others; fields already given stay as they are.

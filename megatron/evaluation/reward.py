@@ -1,0 +1,92 @@
+"""What a reward model says of texts: one number for each, at its last token.
+
+    model = RewardModel.load("runs/reward/checkpoints")        a checkpoint of finetune.py --finetune-task reward, or a folder of
+    model.score(["2 + 2 = 4", "2 + 2 = 5"])                    Hugging Face's with an ...ForSequenceClassification of one label
+    model.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])
+
+Texts end with the end of document, and conversations as the chat template ends them, as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.datasets.conversations import Encoder
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.evaluation.likelihood import BatchSize, Ids, forward_batches, on_all_ranks
+from megatron.training.checkpoint.inference_model import REWARD, InferenceModel, load_network
+
+Message = Mapping[str, Any]
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text with its end, as reward models read it: [tokens]."""
+    ids = list(tokenizer.tokenize(text))
+    return ids if ids and ids[-1] == tokenizer.eod else [*ids, tokenizer.eod]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A loaded reward model. template: of conversations, as --sft-tokenizer-prompt-format names it."""
+
+    loaded: InferenceModel[GPTModel]
+    template: str = "tokenizer"
+
+    @staticmethod
+    def load(
+        path: str,
+        *,
+        template: str = "tokenizer",
+        parallel: ParallelConfig = ParallelConfig(),
+        dtype: str = "auto",
+        tokenizer: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
+    ) -> RewardModel:
+        """Load a checkpoint, or a folder of Hugging Face's; all ranks together. The arguments are those of `load_network`."""
+        return RewardModel(
+            load_network(path, REWARD, parallel=parallel, dtype=dtype, tokenizer=tokenizer, device=device), template
+        )
+
+    def score(self, texts: Sequence[str | Sequence[Message]], *, size: BatchSize = BatchSize(32)) -> list[float]:
+        """The score of each text or conversation, in their order; the same on all ranks, which are all asked the same."""
+        inputs = self._ids(texts)
+        longest = self.loaded.config.model.max_position_embeddings
+        if too_long := [number for number, ids in enumerate(inputs) if len(ids) > longest]:
+            raise ConfigError(
+                f"{len(too_long)} texts (the first is number {too_long[0]}) are longer than the {longest} positions of "
+                f"{self.loaded.source.where}; shorten them"
+            )
+        numbers: dict[Ids, list[int]] = {}
+        for number, ids in enumerate(inputs):
+            numbers.setdefault(ids, []).append(number)
+        batches, scores = size.cut(list(numbers)), dict[int, float]()
+
+        def keep(place: int, values: Tensor) -> None:
+            """values: [b, s], at every position."""
+            for row, ids in enumerate(batches[place]):
+                scores.update(dict.fromkeys(numbers[ids], float(values[row, len(ids) - 1])))
+
+        forward_batches(self.loaded, batches, keep)
+        gathered = on_all_ranks(self.loaded, scores)
+        return [gathered[number] for number in range(len(inputs))]
+
+    def _ids(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
+        tokenizer = self.loaded.tokenizer
+        encoder = Encoder(tokenizer, self.template) if any(not isinstance(text, str) for text in texts) else None
+        inputs: list[Ids] = []
+        for text in texts:
+            if isinstance(text, str):
+                inputs.append(tuple(text_ids(tokenizer, text)))
+                continue
+            assert encoder is not None, "conversations are written by a template"
+            (ids,) = encoder.encode([encoder.template.pieces(text)])
+            inputs.append(tuple((ids ^ (ids >> 31)).tolist()))  # an id that is not learnt is kept as ~id
+        return inputs

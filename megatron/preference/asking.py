@@ -1,0 +1,55 @@
+"""Passes without gradients, in which a network says how likely it finds answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.core.pipeline_parallel.executor import run as execute
+from megatron.preference.step import PreferenceStep
+from megatron.training.data.batch import Batch
+from megatron.training.evaluate import resting
+from megatron.training.step import StepWork
+from megatron.training.trainer import Trainer
+
+
+def logprobs(trainer: Trainer, network: Trainer, batches: Sequence[Batch]) -> list[Tensor]:
+    """Log-probabilities of the answers' labels, [b, s] for each microbatch, on ranks of the last stage; nothing elsewhere.
+
+    network: the trainer with the stages that are asked, which have no dropout in this pass. All ranks call this together.
+    """
+    mesh, step = trainer.run.mesh, trainer.forward_step
+    assert isinstance(step, PreferenceStep), "answers are trained by a preference step"
+    step.collected = []
+    names, network.loss_names = network.loss_names, ()
+    try:
+        with resting(trainer) if trainer.stages[0].training else nullcontext():
+            work = StepWork(network, iter(batches), len(batches), training=False)
+            execute(
+                trainer.script(len(batches), training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward
+            )
+        return step.collected
+    finally:
+        step.collected, network.loss_names = None, names
+
+
+def mismatched(batch: Batch, context: Axis) -> Batch:
+    """The microbatch of mismatched answers that belongs to one of kto. A sample that only fills up an evaluation has none."""
+    if batch.tokens is None or batch.loss_mask is None:
+        return batch
+    counts = collectives.all_reduce(batch.loss_mask.sum(dim=1, keepdim=True), context) > 0
+    extras = {name.removeprefix("kl_"): value for name, value in batch.extras.items() if name.startswith("kl_")}
+    return dataclasses.replace(
+        batch,
+        tokens=extras.pop("tokens"),
+        labels=extras.pop("labels"),
+        loss_mask=extras.pop("loss_mask") * counts,
+        positions=extras.pop("position_ids"),
+        documents=extras.pop("document_ids")[:, :-1],
+        extras={**extras, "answer_mask": extras["answer_mask"] * counts},
+    )

@@ -1,0 +1,86 @@
+"""Score texts with a reward model: JSON lines in, the same lines with their scores out.
+
+    python tools/score.py --load runs/reward --input texts.jsonl --output scored.jsonl
+
+A line holds "text"; or "prompt" and "completion"; or "chosen" and "rejected", with or without a "prompt". Each is text, or a list of
+messages. It gets "score", or "chosen_score" and "rejected_score"; of pairs it is told how often the chosen answer is above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.evaluation.likelihood import BatchSize
+from megatron.evaluation.reward import RewardModel
+from megatron.tools.parser import ToolParser
+from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+
+FORMS = {"text": "score", "completion": "score", "chosen": "chosen_score", "rejected": "rejected_score"}
+
+
+def texts_of(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the row, name of a score -> the text that it is of) of a line; `DataError` says what is wrong with it."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}") from error
+    names = [name for name in FORMS if isinstance(row, Mapping) and name in row]
+    if names not in (["text"], ["completion"], ["chosen", "rejected"]):
+        raise DataError('neither "text", nor "completion", nor "chosen" and "rejected"')
+    prompt, texts = row.get("prompt") if names != ["text"] else None, dict[str, Any]()
+    for name in names:
+        if not isinstance(row[name], (str, list)) or prompt is not None and type(prompt) is not type(row[name]):
+            raise DataError(f'"{name}" and its prompt are both text, or both lists of messages')
+        texts[FORMS[name]] = row[name] if prompt is None else prompt + row[name]
+    return row, texts
+
+
+def score(args: argparse.Namespace) -> str:
+    """Do it. Returns what was done, in words."""
+    rows = []
+    for number, line in enumerate(args.input.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(texts_of(line))
+            except DataError as error:
+                raise DataError(f"{args.input}, line {number}: {error}") from error
+    model = RewardModel.load(args.load, template=args.chat_format, dtype=args.dtype)
+    scores = iter(model.score([text for _, texts in rows for text in texts.values()], size=BatchSize(args.batch_size)))
+    above, pairs = 0, 0
+    with args.output.open("w", encoding="utf-8") as out:
+        for row, texts in rows:
+            values = {name: next(scores) for name in texts}
+            out.write(json.dumps({**row, **values}) + "\n")
+            if len(values) == 2:
+                pairs, above = pairs + 1, above + (values["chosen_score"] > values["rejected_score"])
+    message = f"; of {pairs} pairs, {above} have the chosen answer above" if pairs else ""
+    return f"{args.output}: {len(rows)} lines with scores{message}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of the tool."""
+    end_in_a_line_when_interrupted()
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", help="a reward model: a run's --save, or a folder of Hugging Face's"
+    )
+    parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="JSON lines to score")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="where they go with their scores")
+    parser.add_argument(
+        "--chat-format", default="tokenizer", metavar="NAME", help="how conversations are written (default: tokenizer)"
+    )
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="texts at a time (default: 16)")
+    parser.add_argument("--dtype", default="auto", help="format of the weights (default: as they are)")
+    args = parser.parse_args(arguments)
+    try:
+        print(score(args))
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
+        sys.exit(f"score.py: {error}")
