@@ -215,11 +215,12 @@ def _resolve_steps(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) ->
     loads = [step.loads for step in steps if step.loads is not None]
     scalars = [value for step in steps for value in _on_device(step).values()]
     values = iter(_on_host([*pairs, *(load.table for load in loads)], scalars, reduce))
-    means = iter([_safe_mean(next(values), next(values)) for _ in pairs])
+    means = iter([(next(values), next(values)) for _ in pairs])
     figures = iter([_figures_of(load, values) for load in loads])
     records = []
     for step in steps:
-        losses = {name: next(means) for name in step.losses} | (next(figures) if step.loads is not None else {})
+        losses = _means_of_pairs({name: next(means) for name in step.losses})
+        losses |= next(figures) if step.loads is not None else {}
         records.append(_resolve_step(step, losses, values))
     return records
 
@@ -276,8 +277,10 @@ def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in figures.items()}
 
 
-def _safe_mean(total: float, count: float) -> float:
-    return total / count if count else math.nan
+def _means_of_pairs(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The mean of each (sum, count) by name. A figure of which a step has none is left out; NaN only where nothing counts."""
+    counts = any(count for _, count in pairs.values())
+    return {name: total / count if count else math.nan for name, (total, count) in pairs.items() if count or not counts}
 
 
 def known_peak(device_name: str, dtype: str) -> float | None:

@@ -17,6 +17,7 @@ from megatron.preference.dataset import PreferenceDataset, RowSource, _mismatche
 from megatron.preference.rows import Judged, Pair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.evaluate import resting
+from megatron.training.report.metrics import Step, _resolve_steps
 from megatron.training.step import train_step
 from tests.helpers.preference import random_rows, train_pairs_here, trainer_of
 from tests.helpers.world import Worlds
@@ -32,6 +33,7 @@ REWARD: dict[str, Any] = {"finetune_task": "reward", "reward_centre": 0.05}
 TASKS = {"kto": KTO, "reward": REWARD}
 ROWS_OF_LAYOUTS = [
     ("kto", "tp2 sp"), ("kto", "pp2"), ("kto", "cp2"), ("kto", "dp2 zero"), ("kto", "pp2 lora"), ("kto", "ep2 etp2 tp2"),
+    ("kto", "tp2"), ("kto", "pp2 frozen"), ("reward", "tp2"), ("reward", "pp2 frozen"),
     ("reward", "tp2 sp"), ("reward", "pp2"), ("reward", "cp2"), ("reward", "dp2 fsdp"), ("reward", "ep2 etp2 tp2"),
 ]  # fmt: skip
 DEFAULT = (("kto", "cp2"), ("kto", "dp2 zero"), ("reward", "tp2 sp"))
@@ -121,6 +123,16 @@ def test_every_layout_gives_the_serial_step(world: Worlds, task: str, layout: st
     ranks, network, changes = LAYOUTS[layout]
     results = world(ranks).run(train_pairs_here, TASKS[task], {**network, **changes}, STEPS)
     compare(train_pairs_here(TASKS[task], network, STEPS), results)
+
+
+def test_a_step_without_undesirable_answers_reports_no_reward_of_theirs() -> None:
+    """Such a step is as good as another, and is not ended as one whose loss is not a number."""
+    losses = {"preference loss": torch.tensor([3.0, 4.0]), "rejected reward": torch.tensor([0.0, 0.0])}
+    (step,) = _resolve_steps(
+        [Step(iteration=1, losses=losses, batch_size=4, consumed_samples=4, loss_scale=1.0, learning_rate=0.1)],
+        lambda sums: sums,
+    )
+    assert step.losses == {"preference loss": 0.75} and step.finite
 
 
 def test_under_adapters_kto_starts_at_no_divergence() -> None:
