@@ -18,7 +18,6 @@ from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
 OPTIONAL = "run.optional_weights"  # value of a checkpoint: prefixes of weights that only a run of the same kind needs
-_OUTPUT, _SCORE = "model.output_layer.", "model.score.weight"  # a language model's, which a reward model does not need; and its own
 
 
 def load(
@@ -27,19 +26,20 @@ def load(
     axis: Axis = _ALONE,
     *,
     complete: tuple[str, ...] = (),
+    unused: tuple[str, ...] = (),
     instead: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of the tree from a source. Returns the other values of the source.
 
     Collective over the axis: each rank passes what it holds; either all fail or none, and before any tensor is changed
     if names or shapes do not fit. Names that the tree lacks are ignored. Dtypes are converted. complete: prefixes of
-    names that some rank must request if the checkpoint has them. instead: name -> the checkpoint's name to read in its
+    names that some rank must request if the checkpoint has them, but for those that begin like one of unused. instead: name -> the checkpoint's name to read in its
     place.
     """
     instead, tensors = instead or {}, sharded_tensors(state)
     problems = [_mismatch(instead.get(name, name), tensors.get(name), source) for name in state]
     message = _union_over_ranks(list(filter(None, problems)), axis)
-    message += _not_requested(state, source, axis, complete)
+    message += _not_requested(state, source, axis, complete, unused)
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
     failure = _read_tensors(tensors, source, instead)
@@ -48,13 +48,13 @@ def load(
     return {name: source.values[instead.get(name, name)] for name in state if name not in tensors}
 
 
-def _not_requested(state: Tree, source: Source, axis: Axis, complete: tuple[str, ...]) -> list[str]:
+def _not_requested(
+    state: Tree, source: Source, axis: Axis, complete: tuple[str, ...], unused: tuple[str, ...]
+) -> list[str]:
     """Return a message for each name of the checkpoint with these prefixes that no rank of the axis requests."""
     if not complete:
         return []
-    optional = tuple(source.values.get(OPTIONAL, ()))
-    if any(collectives.gather_objects(_SCORE in state, axis)):
-        optional = (*optional, _OUTPUT)
+    optional = (*source.values.get(OPTIONAL, ()), *unused)
     expected = sorted(
         name
         for name in (*source.formats, *source.values)

@@ -244,7 +244,16 @@ class Checkpoint:
             state = self._without_missing_projector(state, formats)
         histories = self._fitting_histories(formats) if continues else {}
         state, replacements = self._with_starts(state, formats)
-        load(state | streams | histories, source, axis, complete=("model.",), instead=replacements)
+        load(
+            state | streams | histories,
+            source,
+            axis,
+            complete=("model.",),
+            unused=("model.output_layer.",)
+            if self.config.model.reward_head
+            else (),  # where it starts from a language model
+            instead=replacements,
+        )
         self._mark_written(slots)
         self._load_histories(histories)
         if streams:
