@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ def read_cache(file: Path, identity: Identity) -> np.ndarray | None:
     try:
         with np.load(file, allow_pickle=False) as content:
             values, there = content["logprobs"], json.loads(str(content["identity"]))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise DataError(f"{file} cannot be read: {error}; remove it") from None
     unlike = [
         f"{_WORDS[name]} ({there.get(name)} there, {mine} here)"

@@ -40,6 +40,17 @@ def test_text_is_prompt_and_answer_and_ends(reader: RowReader) -> None:
     assert pair.chosen[-1] == ByteTokenizer().eod
 
 
+def test_text_without_a_prompt_is_split_where_the_answers_part(reader: RowReader) -> None:
+    pair = reader.read(json.dumps({"chosen": "2+2=4", "rejected": "2+2=5, or so"}).encode())
+    assert pair is not None
+    assert (text_of(pair.chosen), text_of(pair.rejected)) == (("2+2=", "4"), ("2+2=", "5, or so"))
+
+
+def test_an_answer_that_only_goes_on_after_the_other_is_left_out_as_empty(reader: RowReader) -> None:
+    with pytest.raises(DataError, match="an answer is empty"):
+        reader.read(json.dumps({"chosen": "2+2=4", "rejected": "2+2=4, or so"}).encode())
+
+
 class Framed(ByteTokenizer):
     """Begins every text with id 1 and ends it with id 2, as Llama's tokenizer may."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.preference.options import WITHOUT_REFERENCE
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.evaluate import resting
 from megatron.training.step import train_step
+from tests.helpers import tiny
 from tests.helpers.preference import random_pairs, train_pairs_here, trainer_of
 from tests.helpers.training import assemble
 from tests.helpers.world import Worlds
@@ -240,3 +242,45 @@ def _with_local_sums(config: dict[str, Any], changes: dict[str, Any], steps: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "reduce_then_identity", lambda x, axis: x)
         return train_pairs_here(config, changes, steps)
+
+
+def test_a_loss_of_a_layer_weighs_as_in_any_training() -> None:
+    """The balance loss of experts moves the weights of a step on pairs as it moves those of a language model on the same tokens."""
+    of_pairs, of_text = (_move_by_balance(step) for step in (None, tiny.forward_step))
+    assert max(float(move.abs().max()) for move in of_text.values()) > 1e-4
+    for name, move in of_pairs.items():
+        torch.testing.assert_close(move, of_text[name], rtol=1e-7, atol=1e-12, msg=name)
+
+
+def _move_by_balance(forward_step: Any) -> dict[str, Tensor]:
+    """How a step of gradient descent changes with the balance loss, by parameter. forward_step: None for that of pairs."""
+    moves: list[dict[str, Tensor]] = []
+    for coefficient in (0.0, 1.0):
+        changes = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 1.0, "weight_decay": 0.0, "clip_grad": 0.0}
+        trainer, data = trainer_of(
+            PreferenceConfig(preference_loss="simpo"),
+            **MOE,
+            **changes,
+            lr_decay_style="constant",
+            micro_batch_size=8,
+            moe_router_load_balancing_type=("aux_loss",),
+            moe_aux_loss_coeff=(coefficient,),
+        )
+        if forward_step is not None:
+            trainer = dataclasses.replace(trainer, forward_step=forward_step)
+            data = data._inner  # type: ignore[assignment]
+        train_step(trainer, data)
+        moves.append({name: param.detach().clone() for name, param in trainer.stages[0].named_parameters()})
+    return {name: weight - moves[0][name] for name, weight in moves[1].items()}
+
+
+def test_a_loss_of_a_layer_that_weighs_by_answer_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = dataset_module.PreferenceDataset.__getitem__
+
+    def every_token(self: Any, index: int) -> Any:
+        rows = real(self, index)
+        return rows | {"loss_mask": rows["answer_mask"].astype("float32")}
+
+    monkeypatch.setattr(dataset_module.PreferenceDataset, "__getitem__", every_token)
+    with pytest.raises(AssertionError):
+        test_a_loss_of_a_layer_weighs_as_in_any_training()
