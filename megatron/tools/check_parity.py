@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
@@ -64,7 +64,8 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig
         raise ConfigError("\n".join(lines))
     setting = command.setting.as_started()
     config, _ = examine(setting.config, setting.world_size)
-    return proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
+    small = proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
+    return replace(small, finetuning=command.finetuning)
 
 
 def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:

@@ -78,13 +78,14 @@ ELSEWHERE: Mapping[str, str] = {
 class Command:
     """A command. unread: what of the flags could not be read, and is left out of the setting; None: nothing could be read.
 
-    messages: what of the flags was understood in another way, or is accepted although it changes nothing.
+    messages: what of the flags was understood in another way, or is accepted although it changes nothing. finetuning: of finetune.py.
     """
 
     setting: RequestedSetup | None
     unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
     beside: MemoryBeside = _nothing_beside
+    finetuning: PreferenceConfig | None = None
 
 
 def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
@@ -118,6 +119,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         ),
         tuple(args.messages),
         script.beside(args),
+        from_namespace(PreferenceConfig, args) if PreferenceConfig in script.extra else None,
     )
 
 

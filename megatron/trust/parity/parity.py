@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.trust.parity.local_ranks import RankFailed, on_ranks
 from megatron.trust.parity.proxy_config import ProxyConfig
 from megatron.trust.parity.short_run import (
+    STEPS,
     Ranges,
     RecordedActivation,
     ShortRun,
@@ -120,10 +121,10 @@ def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = T
 def checked_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
     """Run a small config for some steps both ways, on as many processes as it has ranks; what ranks said if they failed. limit: in seconds."""
     try:
-        ranks = on_ranks(short_run_bytes, small.world_size, small.config, timeout=limit)
+        ranks = on_ranks(short_run_bytes, small.world_size, small.config, STEPS, small.finetuning, timeout=limit)
     except RankFailed as error:
         return str(error)
-    return compare(short_run(small.serial), [short_run_of(rank) for rank in ranks])
+    return compare(short_run(small.serial, STEPS, small.finetuning), [short_run_of(rank) for rank in ranks])
 
 
 def _compare_numbers(

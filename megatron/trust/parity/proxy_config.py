@@ -27,6 +27,7 @@ from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
 from megatron.core.config.stages import stages_of
+from megatron.preference.settings import PreferenceConfig
 from megatron.trust.flags.repair import RequestedSetup, formatted
 
 VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work
@@ -54,11 +55,15 @@ class ConfigChange:
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """The small config and its ranks, resolved and with a vocabulary. serial: the same network and batch on one rank."""
+    """The small config and its ranks, resolved and with a vocabulary. serial: the same network and batch on one rank.
+
+    finetuning: the task of a run of finetune.py.
+    """
 
     config: RunConfig
     world_size: int
     changes: tuple[ConfigChange, ...]
+    finetuning: PreferenceConfig | None = None
 
     @property
     def serial(self) -> RunConfig:

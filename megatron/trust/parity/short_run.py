@@ -38,16 +38,21 @@ from megatron.core.parallel.spec import local_shards, quantized_of, spec_of
 from megatron.core.tensor_parallel.quantized import dense
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.core.transformer.stack import Stack
+from megatron.preference.settings import PreferenceConfig
+from megatron.preference.step import PreferenceStep
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.hooks import StepHooks
+from megatron.training.loader import Batches
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
+from megatron.trust.parity.answers import answer_batches
 
 PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
+STEPS = 2  # in the first biases are zero and moments too, so that not every mistake shows before the second
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -237,19 +242,24 @@ def _collate(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
 # Steps.
 
 
-def short_run(config: RunConfig, steps: int = 2) -> ShortRun:
+def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None) -> ShortRun:
     """Train so many steps on every rank of this process's world. The config is resolved and has a vocabulary.
 
-    In the first step biases are zero and moments too, so that not every mistake shows before the second.
+    finetuning: the task of a run of finetune.py; left out, language modeling.
     """
     run, provider = run_of(config), PROVIDERS[config.model.architecture]
     watch = _Watch(run)
-    trainer = build_trainer(run, watch.building(provider.model), watch.following(provider.forward_step))
+    task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
+    step: ForwardStep = provider.forward_step if task is None else PreferenceStep(task)
+    trainer = build_trainer(run, watch.building(provider.model), watch.following(step))
+    answers = None if task is None else answer_batches(replace(trainer, forward_step=step), provider.model, task, steps)
     # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
     hooks = [] if config.parallel.hybrid_context_parallel else watch.hooks(trainer.stages)
     gradients = _Gradients(trainer)
     trainer.add_hook(gradients)
-    done = [_one_step(trainer, watch, gradients) for _ in range(steps)]
+    done = [_one_step(trainer, watch, gradients, answers) for _ in range(steps)]
+    if answers is not None:
+        answers.close()
     for hook in hooks:
         hook.remove()
     for parallel in trainer.parallels:
@@ -279,11 +289,11 @@ class _Gradients(StepHooks):
         self.step.gradients.update(gradients_of(self.trainer))
 
 
-def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients) -> ShortStep:
+def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients, answers: Batches | None) -> ShortStep:
     run, step = trainer.run, ShortStep()
     gradients.step = step
     watch.begin(step.seen)
-    made = train_step(trainer, batches(run, trainer.progress.iteration))
+    made = train_step(trainer, answers or batches(run, trainer.progress.iteration))
     for name, pair in made.losses.items():
         if isinstance(pair, Tensor) and name.endswith("loss"):
             total, count = collectives.all_reduce(torch.stack(tuple(pair.double())), run.mesh.world).tolist()
@@ -294,10 +304,10 @@ def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients) -> ShortSt
     return step
 
 
-def short_run_bytes(config: RunConfig, steps: int = 2) -> bytes:
+def short_run_bytes(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None) -> bytes:
     """What `short_run` finds, as one piece for a pipe."""
     return pickle.dumps(
-        short_run(config, steps)
+        short_run(config, steps, finetuning)
     )  # whole: torch would hand over each of its thousands of tensors as an open file
 
 
