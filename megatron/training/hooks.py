@@ -43,17 +43,28 @@ class StepHooks:
 
 
 class ModuleHooks(StepHooks):
-    """Calls `after_step` of the modules that have one, all modules of a class at once."""
+    """Calls `before_step` and `after_step` of the modules that have them, all modules of a class at once.
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        self.stages = stages
+    weights_stay: whether weights lie where they are for a whole step, and no graph was captured that reads them.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], *, weights_stay: bool = False) -> None:
+        self.stages, self.weights_stay = stages, weights_stay
+
+    def begin_step(self, work: Any) -> None:
+        """As the protocol says."""
+        for kind, modules in self._with("before_step").items():
+            kind.before_step(modules, weights_stay=self.weights_stay)  # type: ignore[attr-defined]
 
     def end_step(self, *, updated: bool) -> None:
         """As the protocol says."""
+        for kind, modules in self._with("after_step").items():
+            kind.after_step(modules, stepped=updated)  # type: ignore[attr-defined]
+
+    def _with(self, method: str) -> dict[type[nn.Module], list[nn.Module]]:
         classes: dict[type[nn.Module], list[nn.Module]] = {}
         for stage in self.stages:
             for module in stage.modules():
-                if hasattr(module, "after_step"):
+                if hasattr(module, method):
                     classes.setdefault(type(module), []).append(module)
-        for kind, modules in classes.items():
-            kind.after_step(modules, stepped=updated)  # type: ignore[attr-defined]
+        return classes

@@ -64,7 +64,9 @@ class Trainer:
     hooks: list[StepHooks] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.add_hook(ModuleHooks(self.stages))
+        stay = all(isinstance(parallel, DataParallel) for parallel in self.parallels)
+        recorded = self.run.config.graphs.cuda_graph_impl != "none"
+        self.add_hook(ModuleHooks(self.stages, weights_stay=stay and not recorded))
 
     def add_hook(self, hook: StepHooks) -> None:
         """Call this hook in every step from now on."""

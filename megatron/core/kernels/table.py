@@ -20,6 +20,7 @@ from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels import flex, fused, grouped, linear_loss, permute, reference, scans
 from megatron.core.kernels.external import deep_ep, flash_attn, state_space, torchao, transformer_engine
+from megatron.core.kernels.low_precision.fp8 import FusedRounding
 
 _FLAGS = {
     "attention": "attention-backend",
@@ -61,12 +62,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """A function in a module of this package that is imported only when it is needed."""
+    """A function, or several of one op, in a module of this package that is imported only when it is needed."""
 
     module: str
     name: str
 
-    def load(self) -> Callable:
+    def load(self) -> Any:
         """Import it."""
         return getattr(import_module(f"megatron.core.kernels.{self.module}"), self.name)
 
@@ -86,7 +87,7 @@ class Candidate:
     unasked: Callable[[Need], str] = lambda _: ""
 
     @property
-    def call(self) -> Callable | None:
+    def call(self) -> Any:
         """The function itself: what is imported is so now, and not in every call, where torch's compiler would stop."""
         return self.kernel.load() if isinstance(self.kernel, Import) else self.kernel
 
@@ -109,6 +110,7 @@ class Kernels:
     residual_norm: Callable | None = None
     paged_attention: Callable | None = None
     low_linear: Callable | None = None
+    quantise: FusedRounding | None = None
     cross_entropy: Callable | None = None
     moe_flex_dispatcher: Callable | None = None
     report: tuple[tuple[str, str, str], ...] = ()
@@ -225,6 +227,14 @@ def _state_space_unfit(package: str) -> Callable[[Need], str]:
     return lambda need: state_space.unfit(package, device=need.device, dtype=need.dtype)
 
 
+def _quantise_unfit(need: Need) -> str:
+    if need.low.fp4_format is not None or not need.low.recipe:
+        return "it rounds to 8 bits"
+    if need.low.fp8_emulation:
+        return "products are emulated"
+    return _triton_unfit(need)
+
+
 def _always_fits(_: Need) -> str:
     return ""
 
@@ -274,6 +284,9 @@ CANDIDATES = (
     Candidate("residual_norm", "triton", Import("triton.norm", "residual_norm"), _triton_unfit, _not_measured),
     Candidate("low_linear", "own", None, _always_fits),
     Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _not_measured),
+    # Not `_unmeasured`: torch's operations go over the matrix some ten times.
+    Candidate("quantise", "triton", Import("triton.quantise", "KERNELS"), _quantise_unfit),
+    Candidate("quantise", "torch", None, _always_fits),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
     Candidate(

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.core.kernels.low_precision.fp4 import rotated
-from megatron.core.kernels.low_precision.fp8 import Quantised, largest_of
+from megatron.core.kernels.low_precision.fp8 import Quantised
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand, Recipe
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -49,7 +49,8 @@ class Scaling(nn.Module):
 
     history: [3, steps], the largest values of inputs, weights and gradients in earlier steps, the newest first; empty if scales
     are not delayed. seen: [3], those of the step that is under way. held, turned: the matrices of the weight, and these transposed,
-    where they are kept rounded.
+    where they are kept rounded. caches: a step is under way, in which no weight changes: cached holds those that it rounded,
+    by number: the weight's version, the matrix, and its transposed.
     """
 
     def __init__(self, low: LowPrecision, *, shared: Axis, cut: Axis) -> None:
@@ -62,28 +63,74 @@ class Scaling(nn.Module):
         self.history = torch.zeros(len(OPERANDS), low.recipe.history, device=low.mesh.device)
         self.seen = torch.zeros(len(OPERANDS), device=low.mesh.device)
         self.knows_steps = False
+        self.caches = False
+        self.cached: dict[int, tuple[int, Quantised, Quantised]] = {}
 
     def largest(self, operand: Operand, x: Tensor) -> Tensor | None:
-        """The value [] that the scale of x is made for; None where blocks are scaled by themselves alone.
+        """The value [] that the scale of x is made for, or parts of which it is the largest; None where blocks are scaled by themselves alone.
 
         All ranks of the operand's axis call it together. The first step has no history: its scales are the tensors' own.
         """
         if not self.recipe.needs_largest:
             return None
-        result, place = largest_of(x), OPERANDS.index(operand)
+        place = OPERANDS.index(operand)
+        if (
+            self.recipe.kernels is not None and self.knows_steps
+        ):  # the kernel that rounds x takes note of its largest value
+            past = self.history[place]
+            return past if self.recipe.by_largest else past[:1]
+        result, axis = self.recipe.largest_of(x), self.axes[operand]
+        if self.recipe.kernels is not None and (self.recipe.history or axis.group is not None):
+            result = result.amax()
         if self.recipe.history:
             if self.training:
                 self.seen[place] = torch.maximum(self.seen[place], result.float())
             if self.knows_steps:
                 past = self.history[place]
                 return (past.amax() if self.recipe.by_largest else past[0]).to(result.dtype)
-        return collectives.all_reduce(result, self.axes[operand], "max")
+        return collectives.all_reduce(result, axis, "max")
 
     def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None) -> Quantised:
         """x [m, k] for a sum over k."""
         drawing = self.recipe.is_small and operand == "gradient"
         with self.streams.use("cut") if drawing else nullcontext():
             return self.recipe.quantise(operand, x, largest)
+
+    def quantise_both(
+        self, operand: Operand, x: Tensor, largest: Tensor | None, *, rows: bool = True, turned: bool = True
+    ) -> tuple[Quantised | None, Quantised | None]:
+        """x [m, k] for a sum over k, and its transposed for a sum over m; not of 4 bits."""
+        notes = self.recipe.history and self.training and self.knows_steps
+        seen = self.seen[OPERANDS.index(operand)] if notes else None
+        return self.recipe.quantise_both(operand, x, largest, rows=rows, turned=turned, seen=seen)
+
+    def of_step(self, weight: Tensor, number: int) -> tuple[Quantised, Quantised] | None:
+        """A weight [out, in] rounded for sums over its inputs, and transposed for those over its outputs, once a step; None outside of one.
+
+        All ranks of the weight's axis call it together.
+        """
+        if not self.caches:
+            return None
+        if number not in self.cached or self.cached[number][0] != weight._version:
+            rows, turned = self.quantise_weight(weight)
+            self.cached[number] = weight._version, rows, turned
+        return self.cached[number][1:]
+
+    def quantise_weight(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+        """A weight [out, in], and its transposed."""
+        largest = self.largest("weight", weight)
+        if self.recipe.is_small:
+            rows = self.quantise("weight", weight, largest)
+            return rows, rows.t() if self.recipe.turns("weight") else self.quantise("weight", weight.t(), largest)
+        both = self.quantise_both("weight", weight, largest)
+        assert both[0] is not None and both[1] is not None, "both were asked for"
+        return both[0], both[1]
+
+    @staticmethod
+    def before_step(scalings: Sequence[Scaling], *, weights_stay: bool) -> None:
+        """Open a step. weights_stay: weights lie where they are until its end, and are not gathered anew for every microbatch."""
+        for scaling in scalings:
+            scaling.caches, scaling.cached = weights_stay and not scaling.held, {}
 
     def quantise_tokens(self, operand: Operand, x: Tensor) -> Quantised:
         """x [t, k] for the weight's gradient, a sum over its tokens. Returns [k, t]."""
@@ -92,7 +139,12 @@ class Scaling(nn.Module):
 
     @staticmethod
     def after_step(scalings: Sequence[Scaling], *, stepped: bool) -> None:
-        """Close a step: what was largest in it, anywhere, becomes the newest of the history, unless the step was not to be used."""
+        """Close a step: what was largest in it, anywhere, becomes the newest of the history, unless the step was not to be used.
+
+        Weights may change from here on, so none stays rounded.
+        """
+        for scaling in scalings:
+            scaling.caches, scaling.cached = False, {}
         delayed = [scaling for scaling in scalings if scaling.recipe.history]
         if not delayed or not stepped:
             for scaling in delayed:
@@ -163,42 +215,46 @@ class _LowLinear(Function):
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
         scaling, recipe = way.scaling, way.scaling.recipe
         flat = x.reshape(-1, x.shape[-1])
-        own = scaling.quantise("input", flat, scaling.largest("input", flat))
-        largest = scaling.largest("weight", weight) if way.held is None else None
+        form = _form(recipe, way)
+        own, turned = _rounded_input(scaling, flat, form)
         whole = _gather_quantized(own, way.axis) if way.gathers and way.axis is not None else own
-        output = recipe.product(whole, way.held or scaling.quantise("weight", weight, largest), x.dtype)
-        context.way, context.bias, context.shape = way, bias, x.shape
-        # Of what has one scale, 8 bits are enough for the backward pass; blocks along the tokens are made of the input itself.
-        context.kept_scale = own.scale if _keeps_rounded(recipe) else None
-        context.save_for_backward(x if context.kept_scale is None else own.values, weight, largest)
+        matrix, largest = way.held, None
+        if matrix is None and (ready := scaling.of_step(weight, way.number)) is not None:
+            matrix = ready[0]
+        if matrix is None:
+            largest = scaling.largest("weight", weight)
+            matrix = scaling.quantise("weight", weight, largest)
+        output = recipe.product(whole, matrix, x.dtype, fast=True)
+        context.way, context.bias, context.shape, context.form = way, bias, x.shape, form
+        context.learns_bias = bias is not None and bias.requires_grad
+        kept, scales, held = x, None, own if turned is None else turned
+        if form != "whole":
+            kept, scales = held.values, held.scale if recipe.one_scale else held.blocks
+        context.save_for_backward(weight, largest, kept, scales)
         middle = x.shape[1:-1]
         output = output.view(output.shape[0] // math.prod(middle), *middle, output.shape[-1])
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        kept, weight, largest = context.saved_tensors
-        way, bias, scaling, recipe = context.way, context.bias, context.way.scaling, context.way.scaling.recipe
+        weight, largest, kept, scales = context.saved_tensors
+        way, scaling, recipe = context.way, context.way.scaling, context.way.scaling.recipe
         later = way.wgrad_store is not None and way.wgrad_store.collects and context.needs_input_grad[1]
-        kept, gathering = kept.reshape(-1, kept.shape[-1]), None
-        if way.gathers and not later:
-            kept, gathering = _start_gather(kept, way.axis)
+        gathering = None
+        if context.form != "turned":
+            kept = kept.reshape(-1, kept.shape[-1])
+            if way.gathers and not later:
+                kept, gathering = _start_gather(kept, way.axis)
         flat = gradient.reshape(-1, gradient.shape[-1])
-        rounded = scaling.quantise("gradient", flat, scaling.largest("gradient", flat))
-        turned = way.turned or (
-            scaling.quantise("weight", weight, largest).t()
-            if recipe.turns("weight")
-            else scaling.quantise("weight", weight.t(), largest)
-        )
-        input_gradient = recipe.product(rounded, turned, gradient.dtype)
+        rounded, across = _rounded_gradient(scaling, flat)
+        input_gradient = recipe.product(rounded, _turned_weight(way, weight, largest), gradient.dtype)
         collectives.wait(gathering)
         own, sending = _start_sum(input_gradient, way, context.shape)
-        compute = partial(_weight_gradients, scaling, context.kept_scale, flat, rounded, bias=bias is not None)
+        compute = partial(_weight_gradients, scaling, context.form, scales, flat, across, bias=context.learns_bias)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
-            way.wgrad_store.put(
-                [weight] if bias is None else [weight, bias], partial(_delayed_weight_gradients, compute, kept, way)
-            )
+            parameters = [weight, context.bias] if context.learns_bias else [weight]
+            way.wgrad_store.put(parameters, partial(_delayed_weight_gradients, compute, kept, way))
         else:
             gradients = compute(kept)
         if way.axis is not None:
@@ -206,22 +262,77 @@ class _LowLinear(Function):
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
-def _keeps_rounded(recipe: Recipe) -> bool:
-    return recipe.one_scale and recipe.wgrad
+# What is kept of an input: the "whole" of it; its "rows", of 8 bits; or these "turned", [in, t], as the weight's gradient wants them.
+_Form = Literal["whole", "rows", "turned"]
+
+
+def _form(recipe: Recipe, way: Way) -> _Form:
+    """What a layer keeps of its input: 8 bits where they serve the backward pass, turned where no other rank's tokens are missing."""
+    if not recipe.wgrad or recipe.is_small or (way.gathers and not recipe.one_scale):
+        return "whole"
+    return "rows" if way.gathers else "turned"
+
+
+def _rounded_input(scaling: Scaling, flat: Tensor, form: _Form) -> tuple[Quantised, Quantised | None]:
+    """An input [t, in], and its transposed where that is what is kept."""
+    largest = scaling.largest("input", flat)
+    if scaling.recipe.is_small:
+        return scaling.quantise("input", flat, largest), None
+    rows, turned = scaling.quantise_both("input", flat, largest, turned=form == "turned")
+    assert rows is not None, "it was asked for"
+    return rows, turned
+
+
+def _rounded_gradient(scaling: Scaling, flat: Tensor) -> tuple[Quantised, Quantised | None]:
+    """A gradient [t, out], and its transposed where the weight's gradient is a product of 8 bits."""
+    recipe, largest = scaling.recipe, scaling.largest("gradient", flat)
+    if recipe.is_small:
+        return scaling.quantise("gradient", flat, largest), None
+    rows, turned = scaling.quantise_both("gradient", flat, largest, turned=recipe.wgrad)
+    assert rows is not None, "it was asked for"
+    return rows, turned
+
+
+def _turned_weight(way: Way, weight: Tensor, largest: Tensor | None) -> Quantised:
+    """The weight rounded for sums over its outputs, [in, out]."""
+    scaling, recipe = way.scaling, way.scaling.recipe
+    if way.turned is not None:
+        return way.turned
+    if (ready := scaling.of_step(weight, way.number)) is not None:
+        return ready[1]
+    if recipe.turns("weight"):
+        return scaling.quantise("weight", weight, largest).t()
+    return scaling.quantise("weight", weight.t(), largest)
 
 
 def _weight_gradients(
-    scaling: Scaling, kept_scale: Tensor | None, gradient: Tensor, rounded: Quantised, kept: Tensor, *, bias: bool
+    scaling: Scaling,
+    form: _Form,
+    scales: Tensor | None,
+    gradient: Tensor,
+    across: Quantised | None,
+    kept: Tensor,
+    *,
+    bias: bool,
 ) -> tuple[Tensor, ...]:
-    """dW, and db if there is a bias. gradient: [t, out], and as it was rounded; kept: [t, in], the input, or values of its scale."""
+    """dW, and db if there is a bias. gradient: [t, out]; across: rounded, [out, t]; kept: [t, in] or [in, t], of the input, in a form of these scales."""
     recipe = scaling.recipe
     if not recipe.wgrad:
         result = gradient.t().matmul(kept)
-    elif kept_scale is not None:
-        result = recipe.product(rounded.t(), Quantised(kept, kept_scale).t(), gradient.dtype)
+    elif recipe.is_small:
+        sides = scaling.quantise_tokens("gradient", gradient), scaling.quantise_tokens("input", kept)
+        result = recipe.product(*sides, gradient.dtype)
     else:
-        left, right = scaling.quantise_tokens("gradient", gradient), scaling.quantise_tokens("input", kept)
-        result = recipe.product(left, right, gradient.dtype)
+        assert across is not None, "the gradient was rounded for both sums"
+        right: Quantised | None
+        if form == "whole":
+            _, right = scaling.quantise_both("input", kept, None, rows=False)
+        elif recipe.one_scale:
+            right = Quantised(kept if form == "turned" else kept.t(), scales)
+        else:
+            right = Quantised(kept, None, scales, recipe.block_of("input"))
+        assert right is not None, "it was asked for"
+        result = recipe.product(across, right, gradient.dtype)
     return (result, gradient.sum(0)) if bias else (result,)
 
 

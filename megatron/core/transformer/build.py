@@ -63,7 +63,7 @@ class Build:
 
     def of_layer(self, plan: LayerPlan) -> Build:
         """The choices for one transformer layer: whether its matrices are multiplied in 8 or 4 bits."""
-        recipe = recipe_of(self.low_precision, self.mesh.device)
+        recipe = recipe_of(self.low_precision, self.mesh.device, self.kernels.quantise)
         if recipe is None or not self.low_precision.is_rounded(plan.index, self.model.depth(plan.cross)):
             return self
         return replace(self, low=LowPrecision(recipe, self.mesh, self.streams, self.kernels.low_linear))

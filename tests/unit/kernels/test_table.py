@@ -27,6 +27,7 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
         "cross_entropy": "linear",
         "moe_flex_dispatcher": "alltoall",
         "paged_attention": "gathered",
+        "quantise": "torch",
     }
 
 

@@ -17,6 +17,7 @@ Pre-training LLMs with MXFP8").
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +83,19 @@ class Quantised:
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized matrix [m, k]."""
         return self.exact(dtype) if self.scale is None else self.exact(dtype) * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRounding:
+    """Kernels that quantize a matrix and its transposed at once (`triton/quantise.py`); None for what is not asked for.
+
+    largest_of(x): absolute maxima of parts of x, [parts]. by_tensor(x, number, largest, margin=, seen=, rows=, turned=);
+    by_blocks(x, number, block, rows=, turned=).
+    """
+
+    largest_of: Callable[[Tensor], Tensor]
+    by_tensor: Callable[..., tuple[Quantised | None, Quantised | None]]
+    by_blocks: Callable[..., tuple[Quantised | None, Quantised | None]]
 
 
 def largest_of(x: Tensor) -> Tensor:

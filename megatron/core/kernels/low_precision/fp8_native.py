@@ -37,16 +37,16 @@ def unfit(recipe: str, capability: tuple[int, int]) -> str:
     return "" if recipe in ("tensorwise", "delayed") or hasattr(F, "scaled_mm") else "blocks need torch 2.10 or newer"
 
 
-def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """Return a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]; both of one recipe."""
+def product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """Return a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]; both of one recipe. fast: of one scale, sums may stay in the tensor cores."""
     if 0 in (*a.values.shape, *b.values.shape):
         return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
     if (rows := b.values.shape[0]) % max(b.block[0], _ROW):
-        return product(a, _of_whole_blocks(b), dtype)[:, :rows]
+        return product(a, _of_whole_blocks(b), dtype, fast=fast)[:, :rows]
     if (
         a.block == (1, 128) and (rows := a.values.shape[0]) % _SCALES
     ):  # whose scales stand column by column, in lines of 16 bytes
-        return product(_of_whole_blocks(a), b, dtype)[:rows]
+        return product(_of_whole_blocks(a), b, dtype, fast=fast)[:rows]
     if a.block[1] == fp4.BLOCK:
         return _product_of_4_bits(a, b, dtype)
     along = max(a.block[1], b.block[1], _ROW)
@@ -58,7 +58,7 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
             scale_a=a.whole_scale.float(),
             scale_b=b.whole_scale.float(),
             out_dtype=dtype,
-            use_fast_accum=False,
+            use_fast_accum=fast,
         )
     (scale_a, kind_a, order), (scale_b, kind_b, _) = _hardware_scales(a), _hardware_scales(b)
     return F.scaled_mm(
@@ -119,11 +119,9 @@ def _hardware_scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType
     if x.block == (1, 128):
         return x.block_scales.float().t().contiguous().t(), kinds.BlockWise1x128, plain
     if x.block == (128, 128):
-        return (
-            F.pad(x.block_scales.float(), (0, -x.block_scales.shape[1] % _SCALES)).contiguous().t(),
-            kinds.BlockWise128x128,
-            plain,
-        )  # may come turned
+        scales, missing = x.block_scales.float(), -x.block_scales.shape[1] % _SCALES
+        scales = F.pad(scales, (0, missing)) if missing else scales
+        return scales.contiguous().t(), kinds.BlockWise128x128, plain  # may come turned
     assert x.block == (1, 32), f"no unit multiplies blocks of {x.block}"
     return in_tiles(x.block_scales), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp4, fp8, fp8_native
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, Number, Quantised
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedRounding, Number, Quantised
 
 Operand = Literal["input", "weight", "gradient"]
 OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
@@ -23,6 +23,7 @@ class Recipe:
     block: elements along the sum that share a scale; 0: the whole tensor. square: a weight's blocks are squares, the same for both directions. history: number of
     steps whose absolute maxima give the next scale; 0: current scaling. by_largest: by the largest of these maxima, not the last. wgrad: weight gradients
     are low-precision products, too. native: by the device's tensor cores. holds_weights: weights are kept quantized; their scales are then never delayed.
+    kernels: those that round to 8 bits; None: torch's operations.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Recipe:
     wgrad: bool = True
     native: bool = False
     holds_weights: bool = False
+    kernels: FusedRounding | None = None
 
     @property
     def one_scale(self) -> bool:
@@ -84,6 +86,39 @@ class Recipe:
             return fp4.by_small_blocks(x, largest, block, noise, sizes)
         return fp8.by_blocks(x, number, block, sizes)
 
+    def quantise_both(
+        self,
+        operand: Operand,
+        x: Tensor,
+        largest: Tensor | None,
+        *,
+        rows: bool = True,
+        turned: bool = True,
+        seen: Tensor | None = None,
+    ) -> tuple[Quantised | None, Quantised | None]:
+        """Quantize x [m, k] for a sum over k, and its transposed [k, m] for a sum over m; None for what is not asked for.
+
+        largest: as `largest_of` gives it. seen: [], raised by kernels to the absolute maximum of x. Not for 4 bits, whose transposed is rotated.
+        """
+        number = self.backward if operand == "gradient" else self.forward
+        if self.kernels is not None:
+            if self.one_scale:
+                return self.kernels.by_tensor(
+                    x, number, largest, margin=self.margin, seen=seen, rows=rows, turned=turned
+                )
+            return self.kernels.by_blocks(x, number, self.block_of(operand), rows=rows, turned=turned)
+        if self.turns(operand):
+            result = self.quantise(operand, x, largest)
+            return (result if rows else None), (result.t() if turned else None)
+        return (
+            self.quantise(operand, x, largest) if rows else None,
+            self.quantise(operand, x.t(), largest) if turned else None,
+        )
+
+    def largest_of(self, x: Tensor) -> Tensor:
+        """Return the absolute maximum of x, [], or as kernels have it, of its parts, [parts]."""
+        return fp8.largest_of(x) if self.kernels is None else self.kernels.largest_of(x)
+
     def weight_scales(self, largest: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the inverse scales of a whole weight, [], and of its blocks, like `sizes`; None where the recipe has none."""
         if self.one_scale:
@@ -93,13 +128,13 @@ class Recipe:
             return enlarge.reciprocal(), blocks
         return None, fp8.block_scales(sizes, self.forward)
 
-    def product(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-        """Return a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]."""
-        return (fp8_native if self.native else fp8).product(a, b, dtype)
+    def product(self, a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """Return a b^T, [m, n], in `dtype`. a: [m, k]; b: [n, k]. fast: units may sum in fewer bits, as is usual in forward passes."""
+        return fp8_native.product(a, b, dtype, fast=fast) if self.native else fp8.product(a, b, dtype)
 
 
-def recipe_of(config: LowPrecisionConfig, device: torch.device) -> Recipe | None:
-    """Return the recipe that a run requests, as this device multiplies; None if it requests none."""
+def recipe_of(config: LowPrecisionConfig, device: torch.device, kernels: FusedRounding | None = None) -> Recipe | None:
+    """Return the recipe that a run requests, as this device multiplies; None if it requests none. kernels: those that round to 8 bits."""
     native = device.type == "cuda" and not config.fp8_emulation
     if config.fp4_format is not None:
         return Recipe(
@@ -128,6 +163,7 @@ def recipe_of(config: LowPrecisionConfig, device: torch.device) -> Recipe | None
         wgrad=config.fp8_wgrad,
         native=native,
         holds_weights=config.holds_weights,
+        kernels=kernels if native else None,
     )
 
 

@@ -1,0 +1,342 @@
+"""fp8 quantization in Triton: absolute maxima in one kernel, and one that rounds a matrix and writes it in both orders.
+
+    x [m, k]  --  read once  -->  values [m, k] and transposed values [k, m], each contiguous, as tensor cores take them
+
+A tensor's absolute maximum comes as the maxima of its parts, whose maximum the second kernel takes itself: nothing has to be zeroed
+and no kernel is launched for a scalar. Maxima are compared as integers, of which NaN is the largest.
+
+This file needs the package triton, and is imported when the kernel is chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.kernels.low_precision.fp8 import FusedRounding, Number, Quantised
+from megatron.core.kernels.triton import cdiv, power_of_2_above
+
+_STEP = 4096  # elements that a program reads at a time
+_MOST_PARTS = 512
+_TILE = 128  # rows and columns of a program, and the largest block
+_SMALL_TILE = 64  # the same where a tensor has one scale
+_TORCH_TO_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@triton.jit
+def _bits_of_largest(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """The bits of the largest absolute value along an axis; those of NaN are the largest of all."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+
+
+@triton.jit
+def _largest(x: tl.tensor, parts: tl.tensor, size: tl.tensor, each: tl.tensor, STEP: tl.constexpr) -> None:
+    """The absolute maximum of `each` elements of x, [size]; parts: [programs], fp32."""
+    start = tl.program_id(0).to(tl.int64) * each
+    found = tl.zeros((STEP,), tl.int32)
+    for first in range(0, each, STEP):
+        places = start + first + tl.arange(0, STEP)
+        values = tl.load(x + places, mask=places < size, other=0.0).to(tl.float32)
+        found = tl.maximum(found, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(parts + tl.program_id(0), tl.max(found, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _powers(bits: tl.tensor, FRACTION: tl.constexpr, POWER: tl.constexpr) -> tl.tensor:
+    """`fp8._power_above` of absolute maxima given as bits. The format's largest number is (1 + FRACTION / 2^23) 2^(POWER - 1)."""
+    bits = tl.where(bits >= 0x7F800000, 0x3F800000, bits)
+    power = (bits >> 23) - 126 - POWER + ((bits & 0x7FFFFF) > FRACTION).to(tl.int32)
+    return tl.where(bits == 0, -POWER, tl.minimum(tl.maximum(power, -127), 127))
+
+
+@triton.jit
+def _two_to(power: tl.tensor) -> tl.tensor:
+    """2^power as fp32, for powers of -127 to 127."""
+    return tl.where(power == -127, 0x00400000, (power + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x: tl.tensor, LARGEST: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr) -> tl.tensor:
+    """x in the format TYPE, to the nearest, ties to even; too large values saturate; NaN stays NaN.
+
+    BYTES: its bits as an integer, by arithmetic, for Triton's interpreter, whose conversion neither carries nor knows ties.
+    """
+    x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if BYTES:
+        return _bytes(x, TYPE.fp_mantissa_width, 1 - TYPE.exponent_bias)
+    else:
+        return x.to(TYPE)
+
+
+@triton.jit
+def _bytes(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
+    """The bits of x rounded to a format of 8 bits. MANTISSA: its bits of the fraction; LOWEST: power of its smallest normal number."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    power = tl.maximum((size >> 23) - 127, LOWEST)
+    count = tl.abs(x) * _two_to(MANTISSA - power)
+    count = (count + 8388608.0) - 8388608.0  # which rounds to an integer
+    result = ((power - LOWEST) << MANTISSA) + count.to(tl.int32)
+    result = tl.where(size > 0x7F800000, 127, result) | ((bits >> 24) & 128)
+    return result.to(tl.uint8)
+
+
+@triton.jit
+def _by_tensor(
+    x: tl.tensor,
+    rows: tl.tensor,
+    turned: tl.tensor,
+    parts: tl.tensor,
+    inverse: tl.tensor,
+    seen: tl.tensor,
+    m: tl.tensor,
+    k: tl.tensor,
+    count: tl.tensor,
+    shrink: tl.tensor,
+    LARGEST: tl.constexpr,
+    TYPE: tl.constexpr,
+    BYTES: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One scale for x, [m, k]. rows: [m, k]; turned: [k, m]; either may be None. parts: [count], whose maximum the scale is made for.
+
+    inverse: [], by which values are multiplied when they are used. seen: [], raised to the absolute maximum of x; None: not asked for.
+    """
+    numbers = tl.arange(0, PARTS)
+    bits = _bits_of_largest(tl.load(parts + numbers, mask=numbers < count, other=0.0), 0)
+    largest = bits.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(1.0, largest) * LARGEST * shrink  # as torch divides a number by a tensor
+    scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
+    scale = tl.where(bits == 0, 1.0, scale)
+    if tl.program_id(0) == 0 and tl.program_id(1) == 0:
+        tl.store(inverse, tl.div_rn(1.0, scale))
+    down = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    along = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (down < m)[:, None] & (along < k)[None, :]
+    values = tl.load(x + down.to(tl.int64)[:, None] * k + along[None, :], mask=inside, other=0.0).to(tl.float32)
+    if seen is not None:
+        tl.atomic_max(seen, tl.max(_bits_of_largest(values, 1), 0).to(tl.float32, bitcast=True))
+    result = _rounded(values * scale, LARGEST, TYPE, BYTES)
+    if rows is not None:
+        tl.store(rows + down.to(tl.int64)[:, None] * k + along[None, :], result, mask=inside)
+    if turned is not None:
+        place = turned + along.to(tl.int64)[:, None] * m + down[None, :]
+        tl.store(place, tl.trans(result), mask=(along < k)[:, None] & (down < m)[None, :])
+
+
+@triton.jit
+def _in_blocks(
+    values: tl.tensor,
+    LARGEST: tl.constexpr,
+    FRACTION: tl.constexpr,
+    POWER: tl.constexpr,
+    TYPE: tl.constexpr,
+    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """A tile, rounded by a power of two for each BLOCK elements of its rows; and the bits of their maxima, [TILE, TILE / BLOCK]."""
+    blocks = tl.reshape(values, (TILE, TILE // BLOCK, BLOCK))
+    bits = _bits_of_largest(blocks, 2)
+    blocks = blocks * _two_to(-_powers(bits, FRACTION, POWER))[:, :, None]
+    return tl.reshape(_rounded(blocks, LARGEST, TYPE, BYTES), (TILE, TILE)), bits
+
+
+@triton.jit
+def _store_scales(
+    scales: tl.tensor,
+    bits: tl.tensor,
+    down: tl.tensor,
+    along: tl.tensor,
+    inside: tl.tensor,
+    down_step: tl.tensor,
+    along_step: tl.tensor,
+    FRACTION: tl.constexpr,
+    POWER: tl.constexpr,
+) -> None:
+    """Write the scales of blocks: fp32, or bytes of e8m0."""
+    power = _powers(bits, FRACTION, POWER)
+    place = scales + down * down_step + along * along_step
+    if scales.dtype.element_ty == tl.float32:
+        result = tl.where(bits >= 0x7F800000, float("nan"), _two_to(power))
+        tl.store(place, result, mask=inside)
+    else:
+        tl.store(place, tl.where(bits >= 0x7F800000, 255, power + 127).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _by_blocks(
+    x: tl.tensor,
+    rows: tl.tensor,
+    turned: tl.tensor,
+    row_scales: tl.tensor,
+    turned_scales: tl.tensor,
+    m: tl.tensor,
+    k: tl.tensor,
+    row_steps: tl.tensor,
+    row_step: tl.tensor,
+    turned_steps: tl.tensor,
+    turned_step: tl.tensor,
+    LARGEST: tl.constexpr,
+    FRACTION: tl.constexpr,
+    POWER: tl.constexpr,
+    TYPE: tl.constexpr,
+    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SQUARE: tl.constexpr,
+) -> None:
+    """Powers of two for blocks of x, [m, k]. rows: [m, k], by blocks of 1 x BLOCK; turned: [k, m], by blocks of its own rows; either may be None.
+
+    SQUARE: blocks of TILE x TILE. row_scales: [m, k / BLOCK], turned_scales: [k, m / BLOCK], with their strides.
+    """
+    down = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    along = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (down < m)[:, None] & (along < k)[None, :]
+    values = tl.load(x + down.to(tl.int64)[:, None] * k + along[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = down.to(tl.int64)[:, None] * k + along[None, :]
+    turned_place = along.to(tl.int64)[:, None] * m + down[None, :]
+    turned_inside = (along < k)[:, None] & (down < m)[None, :]
+    first_down, first_along = tl.program_id(0), tl.program_id(1)
+    if SQUARE:
+        bits = tl.max(_bits_of_largest(values, 1), 0)
+        result = _rounded(values * _two_to(-_powers(bits, FRACTION, POWER)), LARGEST, TYPE, BYTES)
+        if rows is not None:
+            tl.store(rows + place, result, mask=inside)
+            _store_scales(row_scales, bits, first_down, first_along, True, row_steps, row_step, FRACTION, POWER)
+        if turned is not None:
+            tl.store(turned + turned_place, tl.trans(result), mask=turned_inside)
+            _store_scales(
+                turned_scales, bits, first_along, first_down, True, turned_steps, turned_step, FRACTION, POWER
+            )
+    else:
+        COUNT: tl.constexpr = TILE // BLOCK
+        numbers = tl.arange(0, COUNT)
+        if rows is not None:
+            result, bits = _in_blocks(values, LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
+            tl.store(rows + place, result, mask=inside)
+            columns = first_along * COUNT + numbers
+            real = (down < m)[:, None] & (columns < tl.cdiv(k, BLOCK))[None, :]
+            _store_scales(row_scales, bits, down[:, None], columns[None, :], real, row_steps, row_step, FRACTION, POWER)
+        if turned is not None:
+            result, bits = _in_blocks(tl.trans(values), LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
+            tl.store(turned + turned_place, result, mask=turned_inside)
+            columns = first_down * COUNT + numbers
+            real = (along < k)[:, None] & (columns < tl.cdiv(m, BLOCK))[None, :]
+            _store_scales(
+                turned_scales, bits, along[:, None], columns[None, :], real, turned_steps, turned_step, FRACTION, POWER
+            )
+
+
+_INTERPRETED = not isinstance(_largest, triton.JITFunction)
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """Return absolute maxima of parts of x (any shape), [parts], fp32: their maximum is that of x; [1] of zero for an empty tensor."""
+    x = x.detach().contiguous()
+    if not x.numel():
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    each = cdiv(cdiv(x.numel(), _MOST_PARTS), _STEP) * _STEP
+    parts = torch.empty(cdiv(x.numel(), each), dtype=torch.float32, device=x.device)
+    _largest[(len(parts),)](x, parts, x.numel(), each, STEP=_STEP)
+    return parts
+
+
+def by_tensor(
+    x: Tensor,
+    number: Number,
+    largest: Tensor,
+    *,
+    margin: int = 0,
+    seen: Tensor | None = None,
+    rows: bool = True,
+    turned: bool = True,
+) -> tuple[Quantised | None, Quantised | None]:
+    """Quantize x [m, k] with one scale, and return it and its transposed, where they are asked for.
+
+    largest: [parts], the maximum that the scale is made for is the largest of them. margin: powers of two that are left above. seen: [], fp32,
+    raised to the absolute maximum of x.
+    """
+    x, (m, k) = x.detach().contiguous(), x.shape
+    straight, across = _outputs(x, rows=rows, turned=turned, dtype=number.dtype)
+    inverse = torch.empty((), dtype=torch.float32, device=x.device)
+    # An empty matrix has a scale, too, which the one program that is then launched writes.
+    _by_tensor[(max(cdiv(m, _SMALL_TILE), 1), max(cdiv(k, _SMALL_TILE), 1))](
+        x, straight, across, largest, inverse, seen, m, k, largest.numel(), 2.0**-margin,
+        LARGEST=number.largest,
+        TYPE=_TORCH_TO_TRITON[number.dtype],
+        BYTES=_INTERPRETED,
+        PARTS=power_of_2_above(largest.numel()),
+        TILE=_SMALL_TILE,
+    )  # fmt: skip
+    return (
+        None if straight is None else Quantised(straight.view(number.dtype), inverse),
+        None if across is None else Quantised(across.view(number.dtype), inverse),
+    )
+
+
+def by_blocks(
+    x: Tensor, number: Number, block: tuple[int, int], *, rows: bool = True, turned: bool = True
+) -> tuple[Quantised | None, Quantised | None]:
+    """Quantize x [m, k] with a power of two for each block, and its transposed with one for each block of that, where they are asked for.
+
+    block: (1, 32), (1, 128), or (128, 128), which serve both. Scales of blocks of 128 are fp32 in the order of the hardware, others bytes of e8m0.
+    """
+    x, (m, k) = x.detach().contiguous(), x.shape
+    straight, across = _outputs(x, rows=rows, turned=turned, dtype=number.dtype)
+    square, size = block[0] > 1, block[1]
+    scales, turned_scales = (
+        _scales(x, cdiv(down, block[0]), cdiv(along, size), size, square=square) for down, along in ((m, k), (k, m))
+    )
+    fraction, power = _parts_of(number)
+    if x.numel():
+        _by_blocks[(cdiv(m, _TILE), cdiv(k, _TILE))](
+            x, straight, across, scales, turned_scales, m, k, *scales.stride(), *turned_scales.stride(),
+            LARGEST=number.largest,
+            FRACTION=fraction,
+            POWER=power,
+            TYPE=_TORCH_TO_TRITON[number.dtype],
+        BYTES=_INTERPRETED,
+            TILE=_TILE,
+            BLOCK=size,
+            SQUARE=square,
+            num_warps=8,
+        )  # fmt: skip
+    return (
+        None if straight is None else Quantised(straight.view(number.dtype), None, _typed(scales), block),
+        None if across is None else Quantised(across.view(number.dtype), None, _typed(turned_scales), block),
+    )
+
+
+def _outputs(x: Tensor, *, rows: bool, turned: bool, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for x and for its transposed."""
+    (m, k), dtype = x.shape, torch.uint8 if _INTERPRETED else dtype
+    return (
+        torch.empty((m, k), dtype=dtype, device=x.device) if rows else None,
+        torch.empty((k, m), dtype=dtype, device=x.device) if turned else None,
+    )
+
+
+def _scales(x: Tensor, down: int, along: int, size: int, *, square: bool) -> Tensor:
+    """Memory for scales of blocks [down, along]: fp32, column by column, for 1 x 128; row by row for squares; bytes for 1 x 32."""
+    if size < _TILE:
+        return torch.empty((down, along), dtype=torch.uint8, device=x.device)
+    if square:
+        return torch.empty((down, along), dtype=torch.float32, device=x.device)
+    return torch.empty((along, down), dtype=torch.float32, device=x.device).t()
+
+
+def _typed(scales: Tensor) -> Tensor:
+    return scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+
+
+def _parts_of(number: Number) -> tuple[int, int]:
+    """(fraction, power) of the format's largest number, for `_powers`."""
+    bits = int(torch.tensor(number.largest, dtype=torch.float32, device="cpu").view(torch.int32))
+    return bits & 0x7FFFFF, (bits >> 23) - 126
+
+
+KERNELS = FusedRounding(largest_of, by_tensor, by_blocks)
