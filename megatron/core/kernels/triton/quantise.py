@@ -21,7 +21,10 @@ from megatron.core.kernels.triton import cdiv, power_of_2_above
 _STEP = 4096  # elements that a program reads at a time
 _MOST_PARTS = 512
 _TILE = 128  # rows and columns of a program, and the largest block
-_SMALL_TILE = 64  # the same where a tensor has one scale
+_SMALL_TILE, _INTERPRETED_TILE = (
+    64,
+    512,
+)  # the same where a tensor has one scale; the interpreter takes its time for each program
 _TORCH_TO_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -232,6 +235,7 @@ def _by_blocks(
 
 
 _INTERPRETED = not isinstance(_largest, triton.JITFunction)
+_WHOLE_TILE = _INTERPRETED_TILE if _INTERPRETED else _SMALL_TILE
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -264,13 +268,13 @@ def by_tensor(
     straight, across = _outputs(x, rows=rows, turned=turned, dtype=number.dtype)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
     # An empty matrix has a scale, too, which the one program that is then launched writes.
-    _by_tensor[(max(cdiv(m, _SMALL_TILE), 1), max(cdiv(k, _SMALL_TILE), 1))](
+    _by_tensor[(max(cdiv(m, _WHOLE_TILE), 1), max(cdiv(k, _WHOLE_TILE), 1))](
         x, straight, across, largest, inverse, seen, m, k, largest.numel(), 2.0**-margin,
         LARGEST=number.largest,
         TYPE=_TORCH_TO_TRITON[number.dtype],
         BYTES=_INTERPRETED,
         PARTS=power_of_2_above(largest.numel()),
-        TILE=_SMALL_TILE,
+        TILE=_WHOLE_TILE,
     )  # fmt: skip
     return (
         None if straight is None else Quantised(straight.view(number.dtype), inverse),
