@@ -6,6 +6,7 @@ with the reason.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -227,6 +228,10 @@ def _state_space_unfit(package: str) -> Callable[[Need], str]:
     return lambda need: state_space.unfit(package, device=need.device, dtype=need.dtype)
 
 
+def _interpreted(_: Need) -> str:
+    return "Triton's interpreter takes minutes; it has to be asked for" if os.getenv("TRITON_INTERPRET") == "1" else ""
+
+
 def _quantise_unfit(need: Need) -> str:
     if need.low.fp4_format is not None or not need.low.recipe:
         return "it rounds to 8 bits"
@@ -284,8 +289,8 @@ CANDIDATES = (
     Candidate("residual_norm", "triton", Import("triton.norm", "residual_norm"), _triton_unfit, _not_measured),
     Candidate("low_linear", "own", None, _always_fits),
     Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _not_measured),
-    # Not `_unmeasured`: torch's operations go over the matrix some ten times.
-    Candidate("quantise", "triton", Import("triton.quantise", "KERNELS"), _quantise_unfit),
+    # Not `_not_measured`: torch's operations go over the matrix some ten times.
+    Candidate("quantise", "triton", Import("triton.quantise", "KERNELS"), _quantise_unfit, _interpreted),
     Candidate("quantise", "torch", None, _always_fits),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
