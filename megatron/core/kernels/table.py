@@ -6,7 +6,6 @@ with the reason.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -229,7 +228,8 @@ def _state_space_unfit(package: str) -> Callable[[Need], str]:
 
 
 def _interpreted(_: Need) -> str:
-    return "Triton's interpreter takes minutes; it has to be asked for" if os.getenv("TRITON_INTERPRET") == "1" else ""
+    interprets = import_module("triton").knobs.runtime.interpret
+    return "Triton's interpreter takes minutes; it has to be asked for" if interprets else ""
 
 
 def _quantise_unfit(need: Need) -> str:

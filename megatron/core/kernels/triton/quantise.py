@@ -38,12 +38,12 @@ def _bits_of_largest(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
 def _largest(x: tl.tensor, parts: tl.tensor, size: tl.tensor, each: tl.tensor, STEP: tl.constexpr) -> None:
     """The absolute maximum of `each` elements of x, [size]; parts: [programs], fp32."""
     start = tl.program_id(0).to(tl.int64) * each
-    found = tl.zeros((STEP,), tl.int32)
+    maximum = tl.zeros((STEP,), tl.int32)
     for first in range(0, each, STEP):
         places = start + first + tl.arange(0, STEP)
         values = tl.load(x + places, mask=places < size, other=0.0).to(tl.float32)
-        found = tl.maximum(found, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.store(parts + tl.program_id(0), tl.max(found, 0).to(tl.float32, bitcast=True))
+        maximum = tl.maximum(maximum, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(parts + tl.program_id(0), tl.max(maximum, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
