@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
+
 from megatron.training.cli.arguments import parse_args
 from megatron.training.launch.launch_info import launcher_place
 
@@ -15,12 +18,18 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 from megatron.core.config.stages import stages_of
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.multimodal import Use, image_chat_kind
+from megatron.core.models.gpt import GPTModel
+from megatron.inference.image_prompts import ImagePrompts
+from megatron.inference.samples import continuations, read_questions
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
+from megatron.training.trainer import Samples
 from pretrain_gpt import forward_step, model
+
+SHOWN = 8  # answers in the log of an evaluation
 
 
 def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
@@ -32,10 +41,36 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
     return build_splits(run.config.data, image_chat_kind(run.config, run.tokenizer, use), samples)
 
 
+def samples(run: Run) -> Samples:
+    """What answers the questions of --eval-generate, and counts the right answers."""
+    train, data = run.config.train, run.config.data
+    assert train.eval_generate is not None, "nothing is answered without --eval-generate"
+    settings = {**asdict(data.multimodal), **asdict(data.chat)}
+    questions = read_questions(
+        train.eval_generate,
+        ImagePrompts.of(run.config.model, run.tokenizer, settings),
+        data.multimodal.image_folder,
+        num_tokens=train.eval_generate_tokens,
+        seed=train.seed,
+        temperature=train.eval_generate_temperature,
+        positions=run.config.model.max_position_embeddings,
+    )
+
+    def answered(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
+        answers = continuations(stages, run.tokenizer, questions)
+        right, number = questions.accuracy(answers)
+        first = list(zip(questions.texts, answers))[:SHOWN]
+        return (
+            [*first, ("accuracy", f"{100 * right / number:.2f} % of {number} answers are right")] if number else first
+        )
+
+    return answered
+
+
 @entry
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,11 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.families import hf
-from megatron.core.tokenizers.build import NullTokenizer, build_tokenizer
+from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.requests import Request
+from megatron.inference.samples import continuations, read_questions
 from megatron.inference.step_input import PromptImages
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -164,3 +167,27 @@ def test_answers_about_images_do_not_depend_on_the_layout(world: Worlds, layout:
     assert len({logprobs[0] for _, logprobs in expected}) == len(expected)
     for (ids, logprobs), (right, scores) in zip(found, expected, strict=True):
         assert ids == right and logprobs == pytest.approx(scores, abs=1e-5)
+
+
+def test_answers_during_training_are_counted(tmp_path: Path) -> None:
+    stages = stages_on(1, 257, **{**SEEING, "max_position_embeddings": 64, "seq_length": 64})
+    tokenizer = ByteTokenizer()
+    written = ImagePrompts.of(stages[0].build.model, tokenizer, {"sft_tokenizer_prompt_format": "plain"})
+    (tmp_path / "a.png").write_bytes(content(picture(20, 30)))
+    row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png"]}
+    limits: dict[str, Any] = {"num_tokens": 4, "positions": 64, "temperature": 0.0, "seed": 1}
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps(row))
+    (answer,) = continuations(stages, tokenizer, read_questions(str(path), written, None, **limits))
+    rows = [{**row, "references": ["no", f" {answer} "]}, {**row, "references": ["other"]}, row]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    questions = read_questions(str(path), written, None, **limits)
+    answers = continuations(stages, tokenizer, questions)
+    assert answers == [answer] * 3 and questions.accuracy(answers) == (1, 2)
+    for wrong, reason in (({**row, "images": ["b.png"]}, "cannot be opened"), ({"prompt": "x"}, "messages")):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=f"line 1 is no question about images.*{reason}"):
+            read_questions(str(path), written, None, **limits)
+    path.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match="more than the 7 positions"):
+        read_questions(str(path), written, None, **{**limits, "positions": 7})
