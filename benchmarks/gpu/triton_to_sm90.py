@@ -38,6 +38,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megatron.core.kernels.linear_loss import VocabularyShard, linear_cross_entropy
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedRounding
 from megatron.core.kernels.mask import Scores
 from megatron.core.kernels.paged import BlockTables
 from megatron.core.kernels.reference import Gating
@@ -182,6 +183,21 @@ def loss(words: int, valid: int) -> Case:
     return call
 
 
+def quantised(block: tuple[int, int] | None, *, delayed: bool = False) -> Case:
+    """A matrix in both orders. block: None: one scale; delayed: made for a history of largest values."""
+
+    def call(op: FusedRounding) -> None:
+        x = draw(4096, 4096)
+        if block is not None:
+            op.by_blocks(x, E4M3, block)
+        elif delayed:
+            op.by_tensor(x, E5M2, torch.ones(16), seen=torch.zeros(()))
+        else:
+            op.by_tensor(x, E4M3, op.largest_of(x))
+
+    return call
+
+
 # Op of the kernel table -> what its Triton kernel is called with: the sizes of GPT 1.3B, Llama 8B and 70B, and odd ones.
 CASES: Mapping[str, Mapping[str, Case]] = {
     "rms_norm": {
@@ -209,6 +225,11 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "selective_scan": {"Nemotron-H 8B": scanned("selective")},
     "delta_rule_scan": {"Qwen3-Next": scanned("delta")},
+    "quantise": {
+        "one scale": quantised(None),
+        "delayed": quantised(None, delayed=True),
+        **{f"blocks of {rows} x {size}": quantised((rows, size)) for rows, size in ((1, 32), (1, 128), (128, 128))},
+    },
     "paged_attention": {
         "Llama 8B decodes": paged(32, 8, (128, 128)),
         "Llama 8B reads a prompt": paged(32, 8, (128, 128), 512),

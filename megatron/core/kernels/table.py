@@ -233,11 +233,11 @@ def _interpreted(_: Need) -> str:
 
 
 def _quantise_unfit(need: Need) -> str:
+    if reason := _triton_unfit(need):
+        return reason
     if need.low.fp4_format is not None or not need.low.recipe:
         return "it rounds to 8 bits"
-    if need.low.fp8_emulation:
-        return "products are emulated"
-    return _triton_unfit(need)
+    return "products are emulated" if need.low.fp8_emulation else ""
 
 
 def _always_fits(_: Need) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels import linear_loss, reference, table
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.permute import permute
@@ -214,17 +215,19 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         "causal_conv",
         "selective_scan",
         "delta_rule_scan",
+        "quantise",
     }
+    eight_bits = replace(GPU, low=LowPrecisionConfig(fp8_format="hybrid"))
     for candidate in ours:
         assert (
             candidate.unfit(Need()) == "it needs a CUDA device"
-            and candidate.unfit(GPU) == "the package triton is not installed"
+            and candidate.unfit(eight_bits) == "the package triton is not installed"
         )
     monkeypatch.setattr(table, "find_spec", lambda name: object())
     for candidate in ours:
         assert (
-            candidate.unfit(GPU) == ""
-            and candidate.unfit(replace(GPU, dtype=torch.float64)) == "it computes in fp32, not in fp64"
+            candidate.unfit(eight_bits) == ""
+            and candidate.unfit(replace(eight_bits, dtype=torch.float64)) == "it computes in fp32, not in fp64"
         )
     assert (
         select(GPU, {"rms_norm": "triton"}).rms_norm is not Kernels().rms_norm
