@@ -7,7 +7,7 @@ a class, or, in a task with a scale in the place of classes, a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -205,8 +205,3 @@ def _parse_sample(task: GlueTask, header: Sequence[str], places: Mapping[str, in
 def measured(task: GlueTask, pairs: Pairs) -> dict[str, float]:
     """The task's metrics."""
     return {metric.__name__: metric(pairs) for metric in task.metrics}
-
-
-def all_have_labels(samples: Iterable[Text]) -> bool:
-    """Whether something can be measured."""
-    return all(sample.label is not None for sample in samples)

@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, mlp_rows, rows
+from megatron.core.families.llama import (
+    COPIES,
+    SKIPPED,
+    attention_rows,
+    common_in,
+    common_out,
+    decoder_rows,
+    mlp_rows,
+    rows,
+)
 from megatron.core.families.qwen import layer_kinds
-from megatron.core.families.rules import Family, Row, same
+from megatron.core.families.rules import Family, Row
 from megatron.core.families.settings import TANH_GELU, Keys, passed_through, windows_in, windows_out
 
 _HEAD_SIZE = 256  # of a config.json that does not say
@@ -115,14 +123,7 @@ def _gemma2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma2_rows(model: ModelConfig) -> tuple[Row, ...]:
     """All parameters, in the order in which transformers has them."""
-    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
-    for plan in layer_rows(model):
-        ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
-        rows += attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
-        rows += mlp_rows(model, f"{ours}mlp.", f"{theirs}mlp.")
-        rows += [Row(f"{ours}{name}.weight", (f"{theirs}{there}.weight",), same) for name, there in _NORMS.items()]
-    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
-    return (*rows, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows}, _NORMS))
 
 
 GEMMA = Family(

@@ -74,27 +74,37 @@ def common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def decoder_rows(model: ModelConfig, attention: Part, mlps: Mapping[str, Part]) -> list[Row]:
-    """All parameters of a network of Llama's kin, whose layers have an MLP of one of these kinds each.
+NORMS = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+}  # ours -> transformers' names
+
+
+def decoder_rows(
+    model: ModelConfig, attention: Part, mlps: Mapping[str, Part], norms: Mapping[str, str] = NORMS
+) -> list[Row]:
+    """All parameters of a network of Llama's kin, whose layers have these norms and an MLP of one of these kinds each.
 
     They stand in the order in which transformers has them: its files are cut in that order.
     """
     rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
     for plan in layer_rows(model):
-        rows += layer(model, f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}.", attention, mlps[plan.mlp])
+        ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
+        rows += layer(model, ours, theirs, attention, mlps[plan.mlp], norms)
     rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
     if not model.ties_embeddings:
         rows.append(Row("output_layer.weight", ("lm_head.weight",), same))
     return rows
 
 
-def layer(model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part) -> list[Row]:
+def layer(
+    model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part, norms: Mapping[str, str] = NORMS
+) -> list[Row]:
     """One layer."""
     return [
         *attention(model, f"{ours}self_attention.", f"{theirs}self_attn."),
         *mlp(model, f"{ours}mlp.", f"{theirs}mlp."),
-        Row(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), same),
-        Row(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), same),
+        *(Row(f"{ours}{own}.weight", (f"{theirs}{there}.weight",), same) for own, there in norms.items()),
     ]
 
 

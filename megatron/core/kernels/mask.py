@@ -81,8 +81,3 @@ class Scores:
     softcap: float | None = None
     bias: Tensor | None = None
     sink: Tensor | None = None
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether scores are scaled and nothing else."""
-        return self.softcap is None and self.bias is None and self.sink is None

@@ -38,11 +38,6 @@ class BlockTables:
         blocks = self.tables.gather(1, places // self.size).to(torch.int64)
         return blocks * self.size + places % self.size
 
-    def last_slots(self, count: int) -> Tensor:
-        """Slots of the last `count` positions of each row, int64 [b, count]; no row has fewer."""
-        back = torch.arange(-count, 0, device=self.lengths.device)
-        return self.slots(self.lengths[:, None] + back)
-
     def right_aligned(self, count: int) -> tuple[Tensor, Tensor]:
         """Slots of the last `count` positions, int64 [b, count], and which of them there are; 0 in the place of others."""
         back = torch.arange(-count, 0, device=self.lengths.device)
