@@ -40,7 +40,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "whole_tokens": "gather_tokens",
         "Side": "MicrobatchContext",
         "Flight": "_InFlightSave",
-        "Sealed": "CommittedFile",
+        "Sealed": "FileSizeAndHash",
         "embeds": "has_embedding",
         "thinks": "mlp",
         "until_settled": "until_staged",

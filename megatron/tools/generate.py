@@ -140,7 +140,7 @@ def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
         t5 = load_network(
             given.load, ModelKind("t5", T5Model), step=given.ckpt_step, parallel=parallel, dtype=given.dtype
         )
-        return EncoderDecoder(t5.stages, t5.tokenizer, config, start=start_of(t5))
+        return EncoderDecoder(t5.stages, t5.tokenizer, config, start=decoder_start_token(t5))
     loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype)
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
@@ -149,7 +149,7 @@ def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
     return engine
 
 
-def start_of(loaded: InferenceModel) -> int:
+def decoder_start_token(loaded: InferenceModel) -> int:
     """The token that every text of a decoder begins with: of a published folder as it says, else the begin of a text."""
     where, tokenizer = loaded.source.where, loaded.tokenizer
     message = (

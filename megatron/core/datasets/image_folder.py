@@ -72,7 +72,7 @@ class ImageFolderDataset:
         learnt = 1.0
         try:
             image = tiles(decode(read_bytes(path, self.options), self.options), self.options)
-            self.damaged.sound()
+            self.damaged.note_usable()
         except ImageError as error:
             self.damaged.add(path, str(error))
             image = np.zeros((1, self.options.channels, self.options.height, self.options.width), np.float32)

@@ -76,7 +76,7 @@ class DamagedImages:
                 f"none of the last {self._in_a_row} images can be used, the last {name}: {reason}; see to the files and resume"
             )
 
-    def sound(self) -> None:
+    def note_usable(self) -> None:
         """Note that an image could be used."""
         self._in_a_row = 0
 
@@ -153,7 +153,7 @@ class ImageChatDataset:
             for name, count in names:
                 try:
                     images.append(self._read_tiles(name, count))
-                    self.damaged.sound()
+                    self.damaged.note_usable()
                 except ImageError as error:
                     self.damaged.add(name, str(error))
                     mask[place] = 0

@@ -88,7 +88,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedFile:
+class FileSizeAndHash:
     """Expected size and hash of a file."""
 
     size: int
@@ -104,8 +104,8 @@ class Commit:
     save: str
     iteration: int
     sequence: int
-    manifest: CommittedFile
-    config: CommittedFile
+    manifest: FileSizeAndHash
+    config: FileSizeAndHash
 
     def text(self) -> str:
         """Return the file's content; its last line is the hash of the others."""
@@ -318,8 +318,8 @@ def commit(
         save,
         iteration,
         sequence,
-        CommittedFile(len(manifest), hash_of(manifest)),
-        CommittedFile(len(config), hash_of(config)),
+        FileSizeAndHash(len(manifest), hash_of(manifest)),
+        FileSizeAndHash(len(config), hash_of(config)),
     )
     try:
         _demand_sizes(made, sizes, files)
@@ -429,7 +429,7 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
     try:
         fields = {line[0]: line[1:] for line in lines[1:-1]}
         (save,), (iteration,), (sequence,) = fields["save"], fields["iteration"], fields["sequence"]
-        manifest, config = (CommittedFile(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG))
+        manifest, config = (FileSizeAndHash(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG))
         result = Commit(save, int(iteration), int(sequence), manifest, config)
     except (KeyError, ValueError, TypeError, IndexError):
         result = None
@@ -438,7 +438,7 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
     return result
 
 
-def read_committed(folder: Path, name: str, committed: CommittedFile, *, files: Files = DISK) -> dict[str, Any]:
+def read_committed(folder: Path, name: str, committed: FileSizeAndHash, *, files: Files = DISK) -> dict[str, Any]:
     """Return the object in a JSON file whose hash is in commit.txt."""
     path = folder / name
     try:

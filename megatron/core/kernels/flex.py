@@ -80,7 +80,7 @@ def _built() -> deque[_Built]:
 def block_mask(mask: MaskSpec, queries: int, keys: int, batch: int, device: torch.device) -> BlockMask:
     """Return FlexAttention's form of a mask, [b or 1, 1, queries, keys] in blocks. It is built once for all layers that share the mask's tensors."""
     _, build = compiled()
-    rows = batch if _by_row(mask) else None
+    rows = batch if _differs_between_rows(mask) else None
 
     def new() -> BlockMask:
         return build(mask_mod(mask, queries, keys, device), rows, None, queries, keys, device=device)
@@ -143,7 +143,7 @@ def unfit(*, device: str, dtype: torch.dtype, dropout: float) -> str:
     return "it has no dropout" if dropout > 0 else ""
 
 
-def _by_row(mask: MaskSpec) -> bool:
+def _differs_between_rows(mask: MaskSpec) -> bool:
     """Whether the rows of the batch have different masks."""
     return mask.documents is not None or mask.padding is not None
 

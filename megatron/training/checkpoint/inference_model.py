@@ -234,11 +234,11 @@ def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, 
     for stage in stages:
         stage.requires_grad_(False)
     if mesh.device.type == "cpu" and dtype in (torch.float32, torch.float64):
-        _by_column([param for stage in stages for param in stage.parameters() if param.dim() == 2])
+        _store_column_major([param for stage in stages for param in stage.parameters() if param.dim() == 2])
     return stages
 
 
-def _by_column(matrices: Iterable[nn.Parameter]) -> None:
+def _store_column_major(matrices: Iterable[nn.Parameter]) -> None:
     """Lay matrices out column by column: a few rows, as in decoding, pass through them up to twice as fast on CPUs."""
     for matrix in matrices:
         matrix.data = matrix.data.t().contiguous().t()

@@ -199,10 +199,10 @@ def _values_at(argv: Sequence[str], place: int) -> list[str]:
 
 
 def _changes_nothing(row: LegacyFlag, given: Sequence[str]) -> bool:
-    return bool(given) and all(any(_equal_words(word, harmless) for harmless in row.harmless) for word in given)
+    return bool(given) and all(any(_same_value(word, harmless) for harmless in row.harmless) for word in given)
 
 
-def _equal_words(word: str, other: str) -> bool:
+def _same_value(word: str, other: str) -> bool:
     """Equal as numbers if both are numbers, else as words."""
     try:
         return float(word) == float(other)

@@ -211,7 +211,7 @@ def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(tmp_path: Path,
     bad = HOSTILE[name](text).encode(errors="surrogateescape")
     assert bad != text.encode()
     (step.folder / store.MANIFEST).write_bytes(bad)
-    sealed = store.CommittedFile(len(bad), store.hash_of(bad))
+    sealed = store.FileSizeAndHash(len(bad), store.hash_of(bad))
     commit = store.Commit(step.commit.save, 10, 1, sealed, step.commit.config)
     (step.folder / store.COMMIT).write_text(commit.text())
     with pytest.raises(CheckpointError, match="manifest.json"):

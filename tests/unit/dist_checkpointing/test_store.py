@@ -222,7 +222,7 @@ def test_a_config_that_is_sealed_but_makes_no_sense_is_named(tmp_path: Path, con
     folder = save(tmp_path, 100)
     commit = store.read_commit(folder)
     (folder / "config.json").write_text(content)
-    sealed = store.CommittedFile(len(content), store.hash_of(content.encode()))
+    sealed = store.FileSizeAndHash(len(content), store.hash_of(content.encode()))
     (folder / store.COMMIT).write_text(dataclasses.replace(commit, config=sealed).text())
     with pytest.raises(CheckpointError, match=said):
         store.describe(folder)

@@ -130,5 +130,5 @@ def test_units_of_4_bits_are_given_what_the_emulation_multiplies(
 
 def test_every_number_of_4_bits_is_packed_as_it_is() -> None:
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    held = fp8_native.packed(torch.stack((values, -values)).to(torch.float8_e4m3fn).contiguous()).view(torch.uint8)
+    held = fp8_native.pack_e2m1(torch.stack((values, -values)).to(torch.float8_e4m3fn).contiguous()).view(torch.uint8)
     assert held.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x98, 0xBA, 0xDC, 0xFE]]

@@ -72,7 +72,7 @@ def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor
         [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
         [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
     )
-    left, right = (packed(_pad_rows(x.values, 2 * _ROW)) for x in (a, b))
+    left, right = (pack_e2m1(_pad_rows(x.values, 2 * _ROW)) for x in (a, b))
     scales = [
         [in_tiles(x.block_scales.repeat_interleave(x.block[0], 0)[: len(x.values)]), x.whole_scale.float().reshape(1)]
         for x in (a, b)
@@ -82,7 +82,7 @@ def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor
     )
 
 
-def packed(values: Tensor) -> Tensor:
+def pack_e2m1(values: Tensor) -> Tensor:
     """Pack e2m1 values stored in e4m3, [m, k], two to a byte, [m, k / 2]: the first in the low four bits, each a sign and an index into
     (0, 0.5, 1, 1.5, 2, 3, 4, 6). NaN becomes 6, and its block's scale is NaN.
     """
