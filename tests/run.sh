@@ -18,4 +18,5 @@ source examples/setup.sh requirements-dev.txt
 unset PYTHONDONTWRITEBYTECODE
 # The models and data sets of others are never fetched: a test that needs the network is broken.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
-exec "$PYTHON" -m pytest -n 3 --dist loadfile "$@"
+# Files in the order of their names: the longest ones come before the many short ones of tests/unit.
+exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -5,12 +5,11 @@ rewards are [groups, answers] throughout: one row for each prompt, one column fo
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Baseline = Literal["group-std", "group-mean", "leave-one-out", "batch-std"]
+from megatron.rl.algorithms import Baseline
+
 STD_EPSILON = 1e-4  # added to a standard deviation, as Megatron and TRL do
 VARIANCE_EPSILON = 1e-8  # added to the variance of a round's advantages, as TRL's PPO does
 

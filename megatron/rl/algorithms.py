@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.rl.advantages import Baseline
-
+Baseline = Literal["group-std", "group-mean", "leave-one-out", "batch-std"]
 TokenLoss = Literal["clipped", "cispo"]
 SequenceRatio = Literal["none", "mean", "sum"]
 Average = Literal["answer", "token", "length"]

@@ -23,6 +23,9 @@ GROUPED = "--num-experts 64 --moe-router-num-groups"
 # (ranks, flags behind those of GPT, names of the rules that they break, number of changes)
 BAD: tuple[tuple[int, str, str, int], ...] = (
     (12, f"{TP} 8", "world-size", 1),
+    (1, "--hybrid-layer-pattern M*M*", "hybrid-pattern", 1),
+    (1, "--linear-attention-freq 2", "states", 1),
+    (1, "--mamba-time-step-limit 0.1", "states", 1),
     (6, f"{TP} 2 {PP} 2", "world-size", 1),
     (3, f"{CP} 2", "world-size", 1),
     (8, f"{TP} 3", "world-size heads-over-tensor query-groups ffn-over-tensor", 1),
