@@ -19,13 +19,13 @@ from torch import Tensor
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.kernels import reference
+from megatron.core.kernels import reference, scans
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need
 
-LONGEST, WIDEST, MOST_HEADS, MOST_EXPERTS = 256, 512, 8, 8
+LONGEST, WIDEST, MOST_HEADS, MOST_EXPERTS, MOST_STATE = 256, 512, 8, 8, 64
 # Largest difference over the largest value: some twenty times what sound kernels show at these sizes.
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-10,
@@ -107,6 +107,8 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
             reference.grouped_linear,
         )
         yield _permute_trial(draw, width)
+    if model.state_mixers:
+        yield from _state_trials(model, need, draw, length)
 
 
 def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
@@ -237,6 +239,87 @@ def _permute_trial(draw: _Draw, width: int) -> KernelTrial:
 def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
     """What `kernels.permute` computes: sums of rows, of which the one past the end is zero."""
     return torch.cat((values, values.new_zeros(1, values.shape[1])))[places].sum(1)
+
+
+def _state_trials(model: ModelConfig, need: Need, draw: _Draw, length: int) -> Iterator[KernelTrial]:
+    """The convolution and the scans of layers with a state, on 4 heads in 2 groups."""
+    hybrid, segments = model.hybrid, (torch.arange(length) * 3 // length).expand(2, length) if need.documents else None
+
+    def conv(op: Op, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return op(x, weight, bias, _on(segments, x))
+
+    yield KernelTrial(
+        "causal_conv",
+        (draw(length, 2, 24), draw(24, hybrid.linear_conv_kernel_dim), draw(24)),
+        conv,
+        _causal_conv_reference,
+    )
+    if "mamba" in model.state_mixers:
+        size, depth = (min(one, MOST_STATE) for one in (hybrid.mamba_head_dim, hybrid.mamba_state_dim))
+
+        def selective(op: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+            return _with_state(op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=_on(segments, x)))
+
+        yield KernelTrial(
+            "selective_scan",
+            (draw(length, 2, 4, size), draw(length, 2, 4), draw(4), *(draw(length, 2, 2, depth) for _ in "bc")),
+            selective,
+            partial(_token_by_token, scans.selective_step, (4, size, depth), per_token=(0, 1, 3, 4)),
+        )
+    if "gated_delta_net" in model.state_mixers:
+        keys, values = (min(one, MOST_STATE) for one in (hybrid.linear_key_head_dim, hybrid.linear_value_head_dim))
+
+        def delta(op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            q, k = (F.normalize(each, dim=-1) for each in (q, k))
+            return _with_state(op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=_on(segments, q)))
+
+        yield KernelTrial(
+            "delta_rule_scan",
+            (
+                *(draw(length, 2, 2, keys) for _ in "qk"),
+                draw(length, 2, 4, values),
+                *(draw(length, 2, 4) for _ in "gb"),
+            ),
+            delta,
+            partial(_token_by_token, scans.delta_rule_step, (4, keys, values), per_token=(0, 1, 2, 3, 4)),
+        )
+
+
+def _on(segments: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if segments is None else segments.to(like.device)
+
+
+def _with_state(result: tuple[Tensor, Tensor]) -> Tensor:
+    """The outputs and the last state as one vector, in the format of the outputs."""
+    return torch.cat([one.flatten().to(result[0].dtype) for one in result])
+
+
+def _causal_conv_reference(x: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) -> Tensor:
+    """What `scans.causal_conv` computes, by torch's convolution over each segment by itself. x: [s, b, c]; weight: [c, width]."""
+    bounds = [0, *((segments[0].diff() != 0).nonzero().flatten() + 1).tolist()] if segments is not None else [0]
+    pieces = [x[start:end] for start, end in zip(bounds, [*bounds[1:], len(x)], strict=True)]
+    padded = [F.pad(one.permute(1, 2, 0), (weight.shape[1] - 1, 0)) for one in pieces]
+    return F.silu(torch.cat([F.conv1d(one, weight[:, None], bias, groups=len(weight)) for one in padded], -1)).permute(
+        2, 0, 1
+    )
+
+
+def _token_by_token(
+    step: Callable[..., tuple[Tensor, Tensor]],
+    shape: tuple[int, ...],
+    *inputs: Tensor,
+    per_token: tuple[int, ...],
+    segments: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """A scan by its recurrence, with a state [b, *shape] that begins anew in each segment. per_token: inputs that are [s, ...]."""
+    state, outputs = inputs[0].new_zeros((inputs[0].shape[1], *shape)), []
+    for place in range(len(inputs[0])):
+        if segments is not None and place and bool(segments[0, place] != segments[0, place - 1]):
+            state = torch.zeros_like(state)
+        given = [one[place] if number in per_token else one for number, one in enumerate(inputs)]
+        output, state = step(*given, state)
+        outputs.append(output)
+    return torch.stack(outputs), state
 
 
 def _concat_outputs(

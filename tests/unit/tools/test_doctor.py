@@ -174,11 +174,36 @@ def test_a_broken_kernel_fails(planted: str) -> None:
     }
 
 
+STATES: dict[str, Any] = {
+    "num_layers": None,
+    "hybrid_layer_pattern": "MG*",
+    "reset_attention_mask": True,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 6,
+}
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "selective_scan", "delta_rule_scan"])
+def test_a_scan_that_goes_on_into_the_next_document_fails(op: str) -> None:
+    sound = getattr(Kernels(), op)
+
+    def blind(*inputs: Any, segments: Any = None) -> Any:
+        return sound(*inputs[:3]) if op == "causal_conv" else sound(*inputs)
+
+    found = {}
+    for name, planted in (("sound", {}), ("blind", {op: blind})):
+        rows = doctor.numbers(subject(STATES, Mesh.single(), **planted))
+        found[name] = [row.finding.split()[0] for row in rows if row.status == "FAIL"]
+    assert found == {"sound": [], "blind": [op]}
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
     for changes in (
         {},
         EVERYTHING,
+        STATES,
         {"architecture": "bert"},
         {"window_size": "4,0", "group_query_attention": True, "num_query_groups": 1},
     ):
