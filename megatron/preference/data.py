@@ -25,7 +25,7 @@ from megatron.preference.asking import logprobs, mismatched
 from megatron.preference.dataset import PreferenceKind
 from megatron.preference.reference_cache import referenced_rows
 from megatron.preference.settings import PreferenceConfig, reference_folder
-from megatron.training.checkpoint.inference_model import GPT, load_network
+from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.data.batch import Batch
 from megatron.training.loader import Batches, Data, Datasets, build_data
 from megatron.training.run import Run
@@ -125,23 +125,6 @@ def _with(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list
     return [_extended(batch, {name: value}) for batch, value in zip(batches, values, strict=True)]
 
 
-def reference_trainer(trainer: Trainer, config: PreferenceConfig) -> Trainer | None:
-    """The trainer with the stages of the reference network; None where there is none, or where it is the base under adapters."""
-    run = trainer.run
-    folder = reference_folder(config, run.config)
-    if folder is None:
-        return None
-    loaded = load_network(
-        folder,
-        GPT,
-        parallel=run.config.parallel,
-        dtype=run.config.precision.dtype,
-        tokenizer=dataclasses.asdict(run.config.tokenizer),
-        device=run.mesh.device,
-    )
-    return dataclasses.replace(trainer, stages=list(loaded.stages), parallels=[], hooks=[], scripts={})
-
-
 def data_source(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], Data]:
     """What gives the shared training loop its data. The reference is loaded once."""
     references: list[Trainer | None] = []
@@ -155,10 +138,15 @@ def data_source(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Traine
         assert isinstance(kind, PreferenceKind), "answers are read by their own kind"
         if not references:
             if config.preference_reference_cache:
-                referenced_rows(trainer, config, kind, lambda: reference_trainer(trainer, config))
+                referenced_rows(
+                    trainer,
+                    config,
+                    kind,
+                    lambda: reference_trainer(trainer, reference_folder(config, trainer.run.config)),
+                )
                 references.append(None)
             else:
-                references.append(reference_trainer(trainer, config))
+                references.append(reference_trainer(trainer, reference_folder(config, trainer.run.config)))
         data = build_data(trainer, datasets)
 
         def referenced(batches: Batches) -> Batches:

@@ -42,7 +42,7 @@ from megatron.rl.rollout_queue import RolloutQueue
 from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play
 from megatron.rl.samples import SampleFiles, facts_of
 from megatron.rl.settings import RLConfig, generation_config, reference_folder
-from megatron.training.checkpoint.inference_model import GPT, load_network
+from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import resting
 from megatron.training.health.bad_steps import BadStep
@@ -60,7 +60,7 @@ class PolicyData(StepHooks):
         self.run = trainer.run
         train = self.run.config.train
         self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
-        self._reference = _reference_trainer(trainer, rl)
+        self._reference = reference_trainer(trainer, reference_folder(rl, trainer.run.config))
         self._generator = (
             Generator(
                 trainer, generation_config(self.run.config, rl.inference_sizes), verify=rl.rl_verify_model_weights_swap
@@ -364,23 +364,6 @@ class PolicyData(StepHooks):
                 f"rollouts are not in {file or 'a bank'}; give --rl-rollout-bank-dir, or resume from a checkpoint between two rounds"
             )
         return read_bank(file)
-
-
-def _reference_trainer(trainer: Trainer, rl: RLConfig) -> Trainer | None:
-    """The trainer with the stages of the reference network; None where there is none, or where it is the base under adapters."""
-    run = trainer.run
-    folder = reference_folder(rl, run.config)
-    if folder is None:
-        return None
-    loaded = load_network(
-        folder,
-        GPT,
-        parallel=run.config.parallel,
-        dtype=run.config.precision.dtype,
-        tokenizer=dataclasses.asdict(run.config.tokenizer),
-        device=run.mesh.device,
-    )
-    return dataclasses.replace(trainer, stages=list(loaded.stages), parallels=[], hooks=[], scripts={})
 
 
 def _mean(values: Sequence[float]) -> float:

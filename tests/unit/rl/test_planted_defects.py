@@ -230,7 +230,7 @@ def test_the_sign_of_the_divergence_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(losses_module, "kl_to_reference", lambda a, b, kind: sign * kl_to_reference(a, b, kind))
         rl = dataclasses.replace(RL, grpo_kl_beta=1.0, rl_reference="unused")
         other, _ = trainer_of(RL, **LLAMA, seed=99)
-        with patch.object(policy_data, "_reference_trainer", lambda trainer, rl: None):
+        with patch.object(policy_data, "reference_trainer", lambda trainer, folder: None):
             trainer, data = trainer_of(rl, **LLAMA, lr=3e-3)
         data._reference = dataclasses.replace(trainer, stages=other.stages, parallels=[], hooks=[], scripts={})
         data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=Even()),)

@@ -1,0 +1,24 @@
+"""The network that a policy in training is compared with: preference losses and reinforcement learning ask it for log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.training.checkpoint.inference_model import GPT, load_network
+from megatron.training.trainer import Trainer
+
+
+def reference_trainer(trainer: Trainer, folder: str | None) -> Trainer | None:
+    """The trainer with the stages of the network in a checkpoint, in the policy's layout; None without a folder (the base under adapters, or none)."""
+    run = trainer.run
+    if folder is None:
+        return None
+    loaded = load_network(
+        folder,
+        GPT,
+        parallel=run.config.parallel,
+        dtype=run.config.precision.dtype,
+        tokenizer=dataclasses.asdict(run.config.tokenizer),
+        device=run.mesh.device,
+    )
+    return dataclasses.replace(trainer, stages=list(loaded.stages), parallels=[], hooks=[], scripts={})
