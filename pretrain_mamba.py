@@ -1,28 +1,7 @@
 #!/usr/bin/env python3
 """Megatron's old name of pretrain_hybrid.py: the same program."""
 
-from __future__ import annotations
-
-from megatron.training.cli.arguments import parse_args
-from megatron.training.launch.launch_info import launcher_place
-
-if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
-    PLACE = launcher_place()
-    ARGS = parse_args(
-        world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True, defaults={"tokenizer_type": "GPT2BPETokenizer"}
-    )
-
-from megatron.training.entry import entry
-from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import pretrain
-from pretrain_gpt import datasets, forward_step, model, samples
-
-
-@entry
-def main() -> None:
-    """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)
-
+import runpy
 
 if __name__ == "__main__":
-    main()
+    runpy.run_module("pretrain_hybrid", run_name="__main__", alter_sys=True)
