@@ -72,12 +72,12 @@ def greedy(lengths: list[int]) -> list[list[int]]:
     """Samples into rows of LENGTH: the largest that fits next."""
     left, result = sorted(range(len(lengths)), key=lambda place: -lengths[place]), []
     while left:
-        room, chosen = LENGTH, list[int]()
+        left, chosen = LENGTH, list[int]()
         for place in list(left):
-            if lengths[place] <= room:
+            if lengths[place] <= left:
                 chosen.append(place)
                 left.remove(place)
-                room -= lengths[place]
+                left -= lengths[place]
         result.append(chosen or [left.pop(0)])
     return result
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -17,24 +14,17 @@ from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, Number, Quantise
 from megatron.core.tensor_parallel.low_precision import Scaling
 from tests.helpers import tiny
 from tests.helpers.training import train_on
+from tests.helpers.triton_interpreter import interpreted, needs_triton
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
 BLOCKS = ((1, 32), (1, 128), (128, 128))
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
     """The file, imported anew so that its kernels are interpreted."""
-    name = "megatron.core.kernels.triton.quantise"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        if type(import_module("triton.language").sum).__name__ != "InterpretedFunction":
-            pytest.skip("triton was imported without its interpreter before; run this file with TRITON_INTERPRET=1")
-        patch.delitem(sys.modules, name, raising=False)
-        module = import_module(name)
-        patch.setattr(module, "_WHOLE_TILE", 64)  # several programs, as on a GPU
-        yield module
-        patch.delitem(sys.modules, name, raising=False)
+    with interpreted("triton.quantise") as modules, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules["triton.quantise"], "_WHOLE_TILE", 64)  # several programs, as on a GPU
+        yield modules["triton.quantise"]
 
 
 def demand_same(found: Quantised | None, expected: Quantised) -> None:

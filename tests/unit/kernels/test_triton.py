@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +22,7 @@ from megatron.core.kernels.permute import permute
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, select
 from megatron.core.transformer.dispatch import permute_tokens, sort_by_expert, unpermute_tokens
-from tests.helpers.triton_interpreter import missing_interpreter, needs_triton
+from tests.helpers.triton_interpreter import interpreted, missing_interpreter, needs_triton
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("triton.norm", "triton.pointwise", "triton.loss", "triton.permute")
@@ -34,16 +33,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[dict[str, ModuleType]]:
     """The files, imported anew so that their kernels are interpreted, as tensors are on a CPU."""
-    names = [f"megatron.core.kernels.{name}" for name in FILES]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        if type(import_module("triton.language").sum).__name__ != "InterpretedFunction":
-            pytest.skip("triton was imported without its interpreter before; run this file with TRITON_INTERPRET=1")
-        for name in names:
-            patch.delitem(sys.modules, name, raising=False)
-        yield {name.removeprefix("megatron.core.kernels."): import_module(name) for name in names}
-        for name in names:
-            patch.delitem(sys.modules, name, raising=False)
+    with interpreted(*FILES) as modules:
+        yield modules
 
 
 def draw(name: str, *shape: int) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.kernels import scans
 from megatron.core.kernels.external import state_space
-from tests.helpers.triton_interpreter import needs_triton
+from tests.helpers.triton_interpreter import interpreted, needs_triton
 
 FILES = ("triton.scans", "triton.conv")
 
@@ -22,16 +20,8 @@ FILES = ("triton.scans", "triton.conv")
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[dict[str, ModuleType]]:
     """The files, imported anew so that their kernels are interpreted, as tensors are on a CPU."""
-    names = [f"megatron.core.kernels.{name}" for name in FILES]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        if type(import_module("triton.language").sum).__name__ != "InterpretedFunction":
-            pytest.skip("triton was imported without its interpreter before; run this file with TRITON_INTERPRET=1")
-        for name in names:
-            patch.delitem(sys.modules, name, raising=False)
-        yield {name.removeprefix("megatron.core.kernels."): import_module(name) for name in names}
-        for name in names:
-            patch.delitem(sys.modules, name, raising=False)
+    with interpreted(*FILES) as modules:
+        yield modules
 
 
 def inputs_of(kind: str, length: int) -> tuple[dict[str, Tensor], Tensor]:
