@@ -40,5 +40,8 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "qk-clip",
         {**LOW_PRECISION_STATE, "bf16": False, "fp16": True, "loss_scale": 256.0, "main_params_dtype": "fp16"},
     ),
+    ("tp2 sp mb2", "hybrid", {"bf16": True}),
+    ("dp2 fsdp mb2", "hybrid", {"bf16": True}),
+    ("cp2 mb2", "delta", {"fp16": True, "loss_scale": 256.0}),
     ("tp2 muon-distributed dp2 zero mb2", "muon", {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
 )
