@@ -84,7 +84,7 @@ def _freeze_all_but_the_encoder(network: nn.Module, config: Any, mesh: Any) -> N
 VISION: tuple[Defect, ...] = (
     Defect(
         "images of one sample are given to another of its microbatch",
-        (("mb4", "vlm"), ("dp2 zero mb2", "vlm")),
+        (("mb4", "vlm"), ("dp2 zero mb4", "vlm")),
         ((short_run, "collate", _count_from_zero),),
     ),
     Defect(

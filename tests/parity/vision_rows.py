@@ -1,7 +1,7 @@
 """Rows of the table of layouts for language models that read images.
 
-Each sample in two has one or two images, so that with two data-parallel ranks one has none. `vlm-odd` has three heads in its
-encoder, which no number of tensor ranks here divides.
+Every other sample has one or two images, so that with two data-parallel ranks one has none, and a microbatch of two has those of one
+sample. `vlm-odd` has three heads in its encoder, which no number of tensor ranks here divides.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("cp2", "vlm"),
     ("dp2", "vlm"),
     ("dp2 fsdp", "vlm"),
-    ("dp2 zero mb2", "vlm"),
+    ("dp2 zero mb4", "vlm"),
     ("mb4", "vlm"),
     ("tp2 sp cp2 pp2", "vlm"),
     ("tp2 sp recompute-uniform recompute-vision", "vlm"),
