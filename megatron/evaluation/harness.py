@@ -6,7 +6,7 @@
 
 `lm_eval` finds the model where this package is installed (plugin.py). Under a launcher, `main` hands the command line over to it
 unchanged, ends all ranks when one fails, and lets the first report. A programme of your own imports this module before
-`lm_eval.simple_evaluate`. Everything that lm_eval can be told works. What --model_args understands is `Settings`, and the
+`lm_eval.simple_evaluate`. Everything that lm_eval can be told works. What --model_args understands is `ModelArgs`, and the
 tokenizer's settings by the names of their flags (`tokenizer_type=...`) for a checkpoint that says nothing of its tokenizer.
 Every rank is asked every request, and the data ranks share them.
 """
@@ -48,7 +48,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Any], ...] = (("num_beams", 1), ("repetition_p
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ModelArgs:
     """What `--model_args` says.
 
     load: a run's --save, a Hugging Face folder, or one of Megatron's. ckpt_step: iteration, instead of the newest.
@@ -106,9 +106,9 @@ class Settings:
         return parallel
 
 
-def settings_of(given: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
+def parse_model_args(given: Mapping[str, Any]) -> tuple[ModelArgs, dict[str, Any]]:
     """(settings, those of the tokenizer) of `--model_args`; `ConfigError` names every word that is neither."""
-    mine, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (Settings, TokenizerConfig))
+    mine, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (ModelArgs, TokenizerConfig))
     strangers = [name for name in given if name not in mine | theirs]
     if strangers or not given.get("load"):
         problem = f"--model_args has {', '.join(strangers)}" if strangers else "--model_args has no load=FOLDER"
@@ -116,7 +116,7 @@ def settings_of(given: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
             f"{problem}; the model megatron takes {', '.join(sorted(mine))}, and the tokenizer's "
             f"{', '.join(sorted(theirs))}"
         )
-    return Settings(**{name: given[name] for name in given if name in mine}), {
+    return ModelArgs(**{name: given[name] for name in given if name in mine}), {
         name: given[name] for name in given if name in theirs
     }
 
@@ -127,7 +127,7 @@ class MegatronLM(TemplateLM):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.settings, tokenizer = settings_of(given)
+        self.settings, tokenizer = parse_model_args(given)
         self._size = self.settings.size
         self.loaded = load_network(
             self.settings.load,
@@ -201,7 +201,7 @@ class MegatronLM(TemplateLM):
         self._asked_alike(requests)
         prompts = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
         texts = continuations(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
-        return [cut(self._generated_text(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
+        return [cut_at_stop(self._generated_text(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as one text, by the tokenizer's template."""
@@ -250,7 +250,7 @@ class MegatronLM(TemplateLM):
 
     def _generation_request(self, number: int, context: str, given: Mapping[str, Any]) -> tuple[Prompt, list[str]]:
         """A request to continue, and the texts that end it."""
-        until, num_tokens, sampling = generation(given, self.settings.max_gen_toks)
+        until, num_tokens, sampling = parse_gen_kwargs(given, self.settings.max_gen_toks)
         room = self.max_length - num_tokens
         if room < 1:
             raise ConfigError(
@@ -275,7 +275,7 @@ class MegatronLM(TemplateLM):
             )
 
 
-def generation(given: Mapping[str, Any], most: int) -> tuple[list[str], int, Sampling]:
+def parse_gen_kwargs(given: Mapping[str, Any], most: int) -> tuple[list[str], int, Sampling]:
     """(texts that end a continuation, most new tokens, how they are drawn) of a task's `gen_kwargs`.
 
     Nothing is drawn unless do_sample is true. `ConfigError` for what is not known here.
@@ -301,7 +301,7 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
     return Sampling(temperature, int(given.get("top_k") or 0), float(given.get("top_p") or 0.0))
 
 
-def cut(text: str, until: Sequence[str]) -> str:
+def cut_at_stop(text: str, until: Sequence[str]) -> str:
     """The text before the first of these."""
     for word in until:
         text = text.split(word)[0]

@@ -13,7 +13,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import run as execute
 from megatron.preference.step import PreferenceStep
 from megatron.training.data.batch import Batch
-from megatron.training.evaluate import resting
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
 
@@ -28,7 +28,7 @@ def logprobs(trainer: Trainer, network: Trainer, batches: Sequence[Batch]) -> li
     step.collected = []
     names, network.loss_names = network.loss_names, ()
     try:
-        with resting(trainer) if trainer.stages[0].training else nullcontext():
+        with evaluation_mode(trainer) if trainer.stages[0].training else nullcontext():
             work = StepWork(network, iter(batches), len(batches), training=False)
             execute(
                 trainer.script(len(batches), training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward

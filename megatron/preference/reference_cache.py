@@ -33,7 +33,7 @@ from megatron.preference.dataset import PreferenceDataset, PreferenceKind, RowSo
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.adapters import source_hash
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.resuming import decided
+from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import FILL, needs_text
 from megatron.training.loader import all_once
@@ -62,13 +62,15 @@ def referenced_rows(
     prefixes = dict.fromkeys(
         prefix for plan in plan_splits(run.config.data) if plan is not None for prefix in plan.blend.prefixes
     )
-    weights = decided(run.mesh.world, lambda: _weights(config, run.config.checkpoint.pretrained_checkpoint))
+    weights = decide_on_first_rank(
+        run.mesh.world, lambda: _weights(config, run.config.checkpoint.pretrained_checkpoint)
+    )
     loaded: list[Trainer | None] = []
     for prefix in prefixes:
         source = kind.open(prefix)
         identity = _identity(source, kind, weights)
         file = cache_file(folder, prefix)
-        values = decided(run.mesh.world, partial(read_cache, file, identity))
+        values = decide_on_first_rank(run.mesh.world, partial(read_cache, file, identity))
         if values is None:
             loaded = loaded or [network()]
             values = _computed(trainer, loaded[0], kind, source)

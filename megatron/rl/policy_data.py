@@ -44,7 +44,7 @@ from megatron.rl.samples import SampleFiles, facts_of
 from megatron.rl.settings import RLConfig, generation_config, reference_folder
 from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.data.batch import Batch
-from megatron.training.evaluate import resting
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.health.bad_steps import BadStep
 from megatron.training.hooks import StepHooks
 from megatron.training.loader import Data
@@ -173,13 +173,13 @@ class PolicyData(StepHooks):
         if self.rl.lag and number and self.queue.is_empty:
             self._restore(number - 1)
         begun = time.monotonic()
-        with self.run.timers("rollouts", 1), resting(self.trainer), self._generating():
+        with self.run.timers("rollouts", 1), evaluation_mode(self.trainer), self._generating():
             if self._evaluates_before(first):
                 self.evaluate()
             sampling = time.monotonic()
             rollouts, times = self.queue.take(number, self._play)
             sampled = time.monotonic()
-        with self.run.timers("rollouts", 1), resting(self.trainer):
+        with self.run.timers("rollouts", 1), evaluation_mode(self.trainer):
             trained = self._with_logprobs(
                 with_advantages(
                     rollouts, self.rl, longest=min(self._generation_limits.num_tokens, self._generation_limits.length)

@@ -30,11 +30,11 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
 from megatron.tasks.flags import TaskConfig
-from megatron.tasks.glue import TASKS, Pairs, accuracy, measured, read_glue
+from megatron.tasks.glue import TASKS, Pairs, accuracy, read_glue, task_metrics
 from megatron.tasks.race import CHOICES, read_race
 from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
 from megatron.training.accelerate.compile import Compiler
-from megatron.training.checkpoint.checkpointing import Checkpoint, owning
+from megatron.training.checkpoint.checkpointing import Checkpoint, own_save_folder
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.data.sample_order import FILL, needs_text, read
@@ -55,7 +55,7 @@ _UNUSED = ("model.lm_head.", "model.output_layer.", "model.binary_head.", *_HEAD
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Prediction:
     """What was said of one sample. predicted: number of a class, or the number itself. label: None where the file has none."""
 
     index: int
@@ -65,7 +65,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Sets:
+class TaskData:
     """The data of a task. names: files or folders of the evaluation sets."""
 
     train: Samples | None
@@ -73,7 +73,7 @@ class Sets:
     names: tuple[str, ...]
 
 
-def read_sets(task: TaskConfig, run: Run) -> Sets:
+def read_sets(task: TaskConfig, run: Run) -> TaskData:
     """Read every file of a task. What is wrong with one is said before anything is trained."""
     if not task.valid_data:
         raise ConfigError(f"--task {task.task} needs --valid-data")
@@ -93,16 +93,16 @@ def read_sets(task: TaskConfig, run: Run) -> Sets:
         return samples
 
     train = samples(task.train_data, "training data") if task.epochs and task.train_data else None
-    return Sets(train, tuple(samples([path], path) for path in task.valid_data), task.valid_data)
+    return TaskData(train, tuple(samples([path], path) for path in task.valid_data), task.valid_data)
 
 
-def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
+def forward_and_loss(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
     """Run one microbatch through one stage;
 
     the last stage gives the loss of every sample [b]: cross entropy of its class, or squared error.
     """
     batch = next(batches)
-    scores = judged(batch, stage)
+    scores = classifier_output(batch, stage)
 
     def loss(scores: Tensor) -> Loss:
         assert batch.labels is not None and batch.loss_mask is not None, "the stage of the loss reads its labels"
@@ -119,7 +119,7 @@ def judging(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple
     return scores, loss
 
 
-def judged(batch: Batch, stage: ClassifierModel) -> Tensor:
+def classifier_output(batch: Batch, stage: ClassifierModel) -> Tensor:
     """Return a stage's output for a microbatch, [b, classes] from the last;
 
     the choices of a question are rows of their own.
@@ -163,7 +163,7 @@ class Epochs:
 
 def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
     """Finetune and evaluate. Returns the metrics of the last epoch over all evaluation sets together."""
-    with owning(run) if task.epochs else nullcontext() as lock:
+    with own_save_folder(run) if task.epochs else nullcontext() as lock:
         return _finetune_locked(run, task, lock)
 
 
@@ -188,7 +188,7 @@ def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dic
         length = dataclasses.replace(train, train_iters=epochs.steps * task.epochs, skip_train=False)
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=length))
         epochs.run = run
-    trainer = build_trainer(run, lambda run, stage: model_of(run, stage, task), judging)
+    trainer = build_trainer(run, lambda run, stage: model_of(run, stage, task), forward_and_loss)
     if run.config.compilation.compile:
         Compiler(trainer)
     checkpoint = Checkpoint(trainer, lock=lock)
@@ -203,7 +203,7 @@ def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dic
 def _best_of(
     trainer: Trainer,
     task: TaskConfig,
-    sets: Sets,
+    sets: TaskData,
     epochs: Epochs | None,
     checkpoint: Checkpoint,
     validator: StepValidator,
@@ -212,13 +212,13 @@ def _best_of(
     """Train epoch by epoch and keep the best; without epochs, measure. Returns the last metrics."""
     run, best, results = trainer.run, -1.0, dict[str, float]()
     if epochs is None:
-        results, rows = measure(trainer, task, sets)
+        results, rows = evaluate_sets(trainer, task, sets)
         writers.scores(str(task.task), results, iteration=trainer.progress.iteration)
         write_predictions(task, sets, rows, run)
         return results
     for epoch in range(task.epochs):
         train_epoch(trainer, epochs, epoch, validator, writers)
-        results, rows = measure(trainer, task, sets)
+        results, rows = evaluate_sets(trainer, task, sets)
         writers.scores(str(task.task), results, iteration=trainer.progress.iteration)
         score = next(iter(results.values()), 0.0)
         if score > best:
@@ -308,14 +308,14 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, validator: StepVal
     run.say(f"epoch {epoch + 1} is done")
 
 
-def predictions(trainer: Trainer, samples: Samples) -> list[Judged]:
+def predict(trainer: Trainer, samples: Samples) -> list[Prediction]:
     """What the network says of every sample, in their order; the same on every rank."""
     run, full = trainer.run, trainer.batches.full
     rows: dict[int, tuple[float, ...]] = {}
 
     def collecting(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
         batch = next(batches)
-        output, loss = judging(run, iter((batch,)), stage)
+        output, loss = forward_and_loss(run, iter((batch,)), stage)
 
         def kept(scores: Tensor) -> Loss:
             rows.update(zip(batch.extras["index"][:, 0].tolist(), map(tuple, scores.detach().float().tolist())))
@@ -333,14 +333,16 @@ def predictions(trainer: Trainer, samples: Samples) -> list[Judged]:
     assert len(predicted) == len(samples), f"{len(predicted)} of {len(samples)} samples were judged"
     labels = [text.label for text in (samples.texts if isinstance(samples, PairSamples) else samples.questions)]
     return [
-        Judged(index, scores[0] if len(scores) == 1 else int(np.argmax(scores)), labels[index], scores)
+        Prediction(index, scores[0] if len(scores) == 1 else int(np.argmax(scores)), labels[index], scores)
         for index, scores in sorted(predicted.items())
     ]
 
 
-def measure(trainer: Trainer, task: TaskConfig, sets: Sets) -> tuple[dict[str, float], list[list[Judged]]]:
+def evaluate_sets(
+    trainer: Trainer, task: TaskConfig, sets: TaskData
+) -> tuple[dict[str, float], list[list[Prediction]]]:
     """Judge every evaluation set and say how well. Returns the metrics over all that have labels, and what was said."""
-    rows = [predictions(trainer, samples) for samples in sets.valid]
+    rows = [predict(trainer, samples) for samples in sets.valid]
     together: list[tuple[float, float]] = []
     for name, judged_ in zip(sets.names, rows):
         pairs = [(row.predicted, row.label) for row in judged_ if row.label is not None]
@@ -354,7 +356,7 @@ def measure(trainer: Trainer, task: TaskConfig, sets: Sets) -> tuple[dict[str, f
     return _task_metrics(task, together) if together else {}, rows
 
 
-def write_predictions(task: TaskConfig, sets: Sets, rows: Sequence[Sequence[Judged]], run: Run) -> None:
+def write_predictions(task: TaskConfig, sets: TaskData, rows: Sequence[Sequence[Prediction]], run: Run) -> None:
     """Write `--output-file`, whole or not at all: a JSON line for each sample of each set."""
     if not task.output_file or not run.mesh.world.is_first:
         return
@@ -368,7 +370,7 @@ def write_predictions(task: TaskConfig, sets: Sets, rows: Sequence[Sequence[Judg
     os.replace(made, path)
 
 
-def _sample_record(task: TaskConfig, name: str, samples: Samples, row: Judged) -> dict[str, object]:
+def _sample_record(task: TaskConfig, name: str, samples: Samples, row: Prediction) -> dict[str, object]:
     """One sample's line: classes by their names, answers of RACE by their letters, numbers as they are."""
     if isinstance(samples, PairSamples) and not TASKS[str(task.task)].classes:
         numbers = {"prediction": round(row.predicted, 6), **({} if row.label is None else {"label": row.label})}
@@ -389,7 +391,7 @@ def _sample_record(task: TaskConfig, name: str, samples: Samples, row: Judged) -
 
 
 def _task_metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:
-    return {"accuracy": accuracy(pairs)} if task.task == "RACE" else measured(TASKS[str(task.task)], pairs)
+    return {"accuracy": accuracy(pairs)} if task.task == "RACE" else task_metrics(TASKS[str(task.task)], pairs)
 
 
 def _metrics_text(task: TaskConfig, pairs: Pairs) -> str:

@@ -202,6 +202,6 @@ def _parse_sample(task: GlueTask, header: Sequence[str], places: Mapping[str, in
     return Text(uid, texts[0], texts[1] if len(texts) > 1 else None, label, place)
 
 
-def measured(task: GlueTask, pairs: Pairs) -> dict[str, float]:
+def task_metrics(task: GlueTask, pairs: Pairs) -> dict[str, float]:
     """The task's metrics."""
     return {metric.__name__: metric(pairs) for metric in task.metrics}

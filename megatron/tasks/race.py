@@ -83,7 +83,7 @@ def _parse_questions(line: str, place: str) -> tuple[list[Question], list[str]]:
         if problem:
             wrong.append(f"{place}, question {number}: {problem}")
             continue
-        texts = tuple(joined(question, option) for option in options)
+        texts = tuple(question_with_answer(question, option) for option in options)
         questions.append(
             Question(
                 f"{content.get('id', Path(place.rpartition(':')[0]).stem)}-{number}",
@@ -109,11 +109,11 @@ def _question_problem(question: Any, options: Any, answer: Any) -> str:
     return "" if answer in letters else f"answer {answer!r}, expected one of {', '.join(letters)}"
 
 
-def joined(question: str, answer: str) -> str:
+def question_with_answer(question: str, answer: str) -> str:
     """Question and answer as one text: the answer in the question's gap, or behind it."""
     return _GAP.sub(lambda _: answer, question) if "_" in question else f"{question} {answer}"
 
 
-def overall(results: Sequence[tuple[int, int]]) -> float:
+def overall_accuracy(results: Sequence[tuple[int, int]]) -> float:
     """Share of right answers over several folders, by (right, all) of each."""
     return sum(right for right, _ in results) / max(1, sum(count for _, count in results))

@@ -9,10 +9,10 @@ from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
 from megatron.training.entry import entry
-from megatron.training.health.failures import locating
+from megatron.training.health.failures import with_location
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.initialize import initialize_megatron
-from megatron.training.report.run_record import recorded
+from megatron.training.report.run_record import record_run
 
 
 def task_of(args: Namespace) -> TaskConfig:
@@ -30,7 +30,7 @@ def run_task(args: Namespace) -> None:
     @entry
     def main() -> None:
         task, run = task_of(args), initialize_megatron(args)
-        with recorded(run), HangDetector(run), locating(run):
+        with record_run(run), HangDetector(run), with_location(run):
             (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)
             run.run_log.add("end", reason="complete", iteration=run.progress.iteration)
 

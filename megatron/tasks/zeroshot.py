@@ -32,7 +32,7 @@ from megatron.training.accelerate.compile import Compiler
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch, LossFunction, masked_loss
 from megatron.training.data.sample_order import needs_text
-from megatron.training.evaluate import evaluate, resting
+from megatron.training.evaluate import evaluate, evaluation_mode
 from megatron.training.loader import all_once
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer, build_trainer
@@ -196,7 +196,7 @@ def perplexities(loss: float, text: Text) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stages:
+class _TrainedNetwork:
     """A trainer's network, to be asked."""
 
     config: RunConfig
@@ -207,9 +207,9 @@ class _Stages:
 def last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
     """How likely each last word is; the same on every rank. A passage longer than --seq-length loses its first tokens."""
     run, train = trainer.run, trainer.run.config.train
-    with resting(trainer), torch.no_grad():
+    with evaluation_mode(trainer), torch.no_grad():
         return loglikelihoods(
-            _Stages(run.config, run.mesh, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]),
+            _TrainedNetwork(run.config, run.mesh, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]),
             passages,
             max_length=train.seq_length,
             size=BatchSize(train.micro_batch_size),

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.inputs import find_sources, name_record, read_spans, spans_of
+from megatron.core.datasets.ingest.inputs import find_sources, name_record, read_spans, shard_spans
 from megatron.core.datasets.ingest.records import BLANK, read_records
 from megatron.core.datasets.ingest.source import SourcePosition
 from megatron.core.datasets.marks import bare_ids
@@ -116,7 +116,7 @@ class Embedder:
         return torch.nn.functional.normalize(means, dim=-1) if self.normalize else means
 
 
-class Rows:
+class NpyWriter:
     """A float32 .npy file that is written a few rows at a time; it appears when the block ends, or not at all."""
 
     def __init__(self, path: str, width: int) -> None:
@@ -124,7 +124,7 @@ class Rows:
         self._made = self.path.with_name(self.path.name + ".tmp")
         self._file: BinaryIO
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> NpyWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._made.open("wb")
@@ -158,7 +158,7 @@ class Rows:
 
 def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
     """The texts of all inputs, some at a time. `DataError` names the first lines that cannot be read."""
-    spans = spans_of(find_sources(words, "auto", "line"), None)
+    spans = shard_spans(find_sources(words, "auto", "line"), None)
     behind = [sum(span.source.size for span in spans[:number]) for number in range(len(spans))]
     for chunk in read_spans(spans, [key], SourcePosition()):
         span = spans[chunk.start.span]
@@ -181,7 +181,7 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
     """Write the vectors of all texts. Returns the number of texts, and of those that lost their ends."""
     lost, size = 0, sum(source.size for source in find_sources(words, "auto", "line"))
     with (
-        Rows(output, embedder.width) as rows,
+        NpyWriter(output, embedder.width) as rows,
         tqdm(total=size, unit="B", unit_scale=True, desc="embeddings", disable=None) as bar,
     ):
         for texts in texts_of(words, key, bar):

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolParser
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, Command, read_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
 from megatron.trust.flags.rule_page import page
@@ -69,7 +69,9 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def changed(words: Sequence[str], wishes: Sequence[str], options: argparse.Namespace) -> tuple[Command, list[str]]:
+def apply_changes(
+    words: Sequence[str], wishes: Sequence[str], options: argparse.Namespace
+) -> tuple[Command, list[str]]:
     """The command with these changes, `flag=value` or a switch each; and the fields that they fix."""
     ranks, more, fixed = options.world_size, [], []
     for wish in wishes:
@@ -97,7 +99,7 @@ def notes_on(command: Command) -> list[str]:
     return list(dict.fromkeys([*command.messages, *(command.setting.validated().notes if command.setting else ())]))
 
 
-def said_of(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[str]:
+def broken_rules_text(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[str]:
     """The broken rules, and under each what it says. before: what was broken already."""
     lines: list[str] = []
     for rule in dict.fromkeys(one.rule for one in broken):
@@ -110,7 +112,7 @@ def said_of(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[
     return lines
 
 
-def advice(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
+def repair_text(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
     """The changes that keep every rule. beside: of other flags than those that were asked about. unread: some could not be read."""
     what = "Beside that, " if beside else ""
     if answer.edits is None:
@@ -162,11 +164,14 @@ class Report:
             f"With {', '.join(self.why_not)}: " if self.why_not else "",
         )
         what = f"{count} rule{'s are' if count != 1 else ' is'} broken" if self.broken else "all rules are kept"
-        lines = [f"{wish}{what} on {self.ranks} rank{'s' * (self.ranks > 1)}", *said_of(self.broken, self.before)]
+        lines = [
+            f"{wish}{what} on {self.ranks} rank{'s' * (self.ranks > 1)}",
+            *broken_rules_text(self.broken, self.before),
+        ]
         if not self.broken:
             lines += [f"note: {line}" for line in notes_on(self.command)]
         if self.answer:
-            lines += advice(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
+            lines += repair_text(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
         return [*lines, *(_lines_of(self.built) if self.built else ())]
 
 
@@ -189,7 +194,7 @@ def built_on(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, 
     from megatron.trust.flags.parameter_counts import check_build  # needs torch, which no other answer waits for
 
     setting = setting.as_started()
-    config, _ = examine(setting.config, setting.world_size)
+    config, _ = resolve_and_examine(setting.config, setting.world_size)
     return asdict(
         check_build(
             config, setting.world_size, true_vocab_size=true_vocab_size or expected_vocab_size(config.tokenizer)[0]
@@ -212,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
 def _config_report(options: argparse.Namespace, words: Sequence[str]) -> Report:
     """What is wrong with a command, what would mend it and, with --build, what the built network says."""
     first = checked_command(read_command(words, ranks=options.world_size, entry=options.entry), options)
-    command, fixed = changed(words, options.why_not, options)
+    command, fixed = apply_changes(words, options.why_not, options)
     before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
     rules = command.setting.broken() if command.setting else ()
     broken = (*command.unread, *rules)

@@ -22,7 +22,7 @@ from typing import Any
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.tools.parser import ToolParser
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, read_command
 from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
 
@@ -63,7 +63,7 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig
         ]
         raise ConfigError("\n".join(lines))
     setting = command.setting.as_started()
-    config, _ = examine(setting.config, setting.world_size)
+    config, _ = resolve_and_examine(setting.config, setting.world_size)
     small = proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
     return replace(small, finetuning=command.finetuning)
 

@@ -26,7 +26,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
 from megatron.training.cli.device_checks import kernel_need
-from megatron.training.cli.preflight import examine, fitted
+from megatron.training.cli.preflight import fit_to_ranks, resolve_and_examine
 from megatron.training.initialize import join, shut_down
 from megatron.training.launch.launch_info import world_size
 from megatron.trust.doctor import CheckResult, RunUnderTest, examine_all
@@ -41,7 +41,7 @@ STAND_IN = (
 
 def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckResult]]:
     """The config to examine, resolved; and the rows of flags that cannot be read and of rules that are broken."""
-    stand_in, _ = examine(from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
+    stand_in, _ = resolve_and_examine(from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
     if not words:
         return stand_in, [CheckResult("rules", "OK", "no flags given: the machines alone, with a small network")]
     try:
@@ -51,13 +51,13 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckRes
             CheckResult("rules", "FAIL", line.strip(), "see --help of the entry script")
             for line in str(error).splitlines()
         ]
-    config, broken = examine(from_namespace(RequestedRun, args), world_size())
+    config, broken = resolve_and_examine(from_namespace(RequestedRun, args), world_size())
     rows = [CheckResult("rules", "FAIL", problem) for problem in args.problems]
     rows += [
         CheckResult("rules", "FAIL", f"{name}: {problem}", "tools/check_config.py finds the fewest changes")
         for name, problem in broken
     ]
-    _, ranks = fitted(from_namespace(RequestedRun, args), world_size())
+    _, ranks = fit_to_ranks(from_namespace(RequestedRun, args), world_size())
     if not rows and ranks < world_size():
         rows = [
             CheckResult(

@@ -316,7 +316,7 @@ def _is_answer_to(line: str, answer: bytes) -> bool:
     return request.get("prompt") == answer_fields.get("prompt") and request.get("id") == answer_fields.get("id")
 
 
-def numbered(file: TextIO) -> Iterator[tuple[int, str]]:
+def numbered_lines(file: TextIO) -> Iterator[tuple[int, str]]:
     """(number, line) of a file's lines that are not blank."""
     return enumerate(line for line in file if line.strip())
 
@@ -325,9 +325,9 @@ def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int
     """On the first rank: answer what is not answered yet; the number of lines that could not be served."""
     failed = 0
     with open(given.input, encoding="utf-8") as file:
-        before = done_before(Path(given.output), numbered(file))
+        before = done_before(Path(given.output), numbered_lines(file))
     with open(given.input, encoding="utf-8") as file, open(given.output, "a", encoding="utf-8") as output:
-        lines = ((number, line) for number, line in numbered(file) if number >= before)
+        lines = ((number, line) for number, line in numbered_lines(file) if number >= before)
         bar = tqdm(answers(engine, lines, given), desc="answers", initial=before, unit="line", disable=None)
         for answer in bar:
             output.write(json.dumps(answer, ensure_ascii=False) + "\n")

@@ -26,7 +26,7 @@ from megatron.core.config.flags import ConfigError, add_arguments, from_namespac
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
-from megatron.core.datasets.pair_check import document_lengths, problems_of
+from megatron.core.datasets.pair_check import document_lengths, pair_problems
 from megatron.core.datasets.sidecar import tokenizer_name
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
@@ -198,7 +198,7 @@ def verify(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -
     except DataError:
         size = 0
     with tqdm(total=size, unit="B", unit_scale=True, desc=prefix, disable=not sys.stderr.isatty()) as bar:
-        return problems_of(
+        return pair_problems(
             prefix,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             multimodal=args.multimodal,

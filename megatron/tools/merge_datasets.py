@@ -39,7 +39,7 @@ def pairs_in(folder: Path) -> list[str]:
     return [str(folder / name) for name in sorted(names[".idx"])]
 
 
-def unlike(facts: Mapping[str, object], what: str, describe: Callable[[object], str]) -> Iterator[str]:
+def differing_fact(facts: Mapping[str, object], what: str, describe: Callable[[object], str]) -> Iterator[str]:
     """A sentence for the first pair whose fact is not that of the pair before it; None says nothing."""
     known = [(prefix, fact) for prefix, fact in facts.items() if fact is not None]
     for (first, fact), (second, other) in zip(known, known[1:]):
@@ -79,9 +79,11 @@ def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
     known = {prefix: sidecar.read(prefix) for prefix in prefixes}
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     problems = [
-        *unlike(dtypes, "holds ids of type", str),
+        *differing_fact(dtypes, "holds ids of type", str),
         *_unlike_tokenizers(known),
-        *unlike({prefix: facts and facts.level for prefix, facts in known.items()}, "has sequences that are a", str),
+        *differing_fact(
+            {prefix: facts and facts.level for prefix, facts in known.items()}, "has sequences that are a", str
+        ),
         *shard_problems({prefix: facts.shard if facts else None for prefix, facts in known.items()}),
     ]
     if problems:
@@ -94,7 +96,7 @@ def _unlike_tokenizers(known: Mapping[str, Sidecar | None]) -> Iterator[str]:
     tokenizers = {prefix: facts.tokenizer if facts else None for prefix, facts in known.items()}
     hashes = {prefix: tokenizer and tokenizer["hash"] for prefix, tokenizer in tokenizers.items()}
     names = {tokenizer["hash"]: tokenizer_name(tokenizer) for tokenizer in tokenizers.values() if tokenizer}
-    yield from unlike(hashes, "was written with", lambda key: names[str(key)])
+    yield from differing_fact(hashes, "was written with", lambda key: names[str(key)])
 
 
 def _shard_number(facts: Sidecar | None) -> int:

@@ -26,14 +26,14 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.rl.planned_memory import memory_line
 from megatron.tools.parser import ToolParser
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, read_command
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, to_json
 from megatron.trust.plan.layout_search import search
-from megatron.trust.plan.planner import DryRunner, advised, plan
+from megatron.trust.plan.planner import DryRunner, plan, with_advice
 from megatron.trust.plan.report import found_plain, found_text, page, plain, text
 from megatron.trust.simulate.collective_matching import match_collectives
 
@@ -105,7 +105,7 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Requested
     setting = command.setting if broken else command.setting.as_started()
     if setting.world_size < command.setting.world_size:
         note(f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by")
-    config, _ = examine(setting.config, setting.world_size)
+    config, _ = resolve_and_examine(setting.config, setting.world_size)
     if options.true_vocab_size is None:
         options.true_vocab_size, doubt = expected_vocab_size(config.tokenizer)
         if doubt:
@@ -163,7 +163,9 @@ def plan_one(
     planned = replace(planned, matching=match_collectives(planned.run))
     if not planned.fits:
         note(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
-        planned = advised(planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds)
+        planned = with_advice(
+            planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds
+        )
     if options.html:
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(planned, command), encoding="utf-8")

@@ -196,7 +196,7 @@ def _parse_shard(word: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def order_of(args: argparse.Namespace) -> PreprocessOptions:
+def options_of(args: argparse.Namespace) -> PreprocessOptions:
     """What the flags ask for."""
     sources = find_sources(args.input, args.input_format, args.text_documents)
     plain = [source.path for source in sources if source.kind in ("lines", "document")]
@@ -302,7 +302,7 @@ class Progress:
 
 def tokenize(args: argparse.Namespace) -> str:
     """Write the pairs. Returns the summary."""
-    order = order_of(args)
+    order = options_of(args)
     if args.partitions > 1 or args.keep_sequential_samples:
         print(
             "--partitions and --keep-sequential-samples: the input is one stream, and its order is kept without them",
@@ -329,7 +329,7 @@ def tokenize(args: argparse.Namespace) -> str:
 
 def find_workers(args: argparse.Namespace) -> str:
     """Measure numbers of workers. Returns a table and the best of them."""
-    order = order_of(args)
+    order = options_of(args)
     rates = {}
     for workers in args.workers_to_check:
         documents, seconds = measure(replace(order, workers=workers), args.max_documents)

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.training.trainer import ForwardStep, ModelProvider
-from megatron.trust.compare.replay import Replayed, replay
+from megatron.trust.compare.replay import ReplayResult, replay
 
 PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
     "gpt": (pretrain_gpt.model, pretrain_gpt.forward_step),
@@ -36,7 +36,7 @@ PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
 }
 
 
-def lines(replayed: Replayed, most: int) -> Iterator[str]:
+def lines(replayed: ReplayResult, most: int) -> Iterator[str]:
     """The report. shown: how many modules with the largest outputs to list."""
     facts = replayed.facts
     yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['problem']}"

@@ -43,7 +43,7 @@ from megatron.training.launch.launch_info import has_desktop, launcher_place
 try:
     from megatron.inference.server.app import LOCAL, build_app
     from megatron.inference.server.chat import Chat
-    from megatron.inference.server.run import ServerFailed, bound, follow, serve
+    from megatron.inference.server.run import ServerFailed, bind_socket, follow_leader, serve
     from megatron.inference.server.serving import Limits, Serving
 except ModuleNotFoundError as missing:
     if missing.name not in ("fastapi", "starlette", "uvicorn"):
@@ -195,7 +195,7 @@ def is_local(given: argparse.Namespace) -> bool:
     return given.host in (*LOCAL, "::1")
 
 
-def show(page: str) -> None:
+def open_browser(page: str) -> None:
     """Open the page in a browser where there is a desktop. A browser that is slow or fails does not affect the server."""
     if has_desktop():
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
@@ -217,7 +217,7 @@ def adapters_of(given: argparse.Namespace) -> dict[str, str]:
     return {name: folder for name, _, folder in pairs}
 
 
-def opener(source: Source, model: ModelConfig) -> Callable[[str], AdapterSet]:
+def adapter_opener(source: Source, model: ModelConfig) -> Callable[[str], AdapterSet]:
     """What reads adapters of a network. source: where that was loaded from, to tell whether adapters were trained on it."""
     hashes: dict[AdapterConfig, str] = {}
 
@@ -243,7 +243,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
     place = launcher_place()
-    token, sock = token_of(given), bound(given.host, given.port) if place.rank == 0 else None
+    token, sock = token_of(given), bind_socket(given.host, given.port) if place.rank == 0 else None
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
@@ -255,12 +255,12 @@ def main() -> None:
     read_images(engine, loaded, given)
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow(engine)
+            follow_leader(engine)
         else:
-            reads = opener(loaded.source, loaded.config.model)
+            reads = adapter_opener(loaded.source, loaded.config.model)
             for name, folder in adapters_of(given).items():
                 engine.adapters.load(name, reads(folder))
-            lead(engine, liveness, sock, given, limits_of(given, engine), token, reads)
+            run_leader(engine, liveness, sock, given, limits_of(given, engine), token, reads)
 
 
 def read_images(engine: Engine, loaded: InferenceModel, given: argparse.Namespace) -> None:
@@ -287,7 +287,7 @@ def limits_of(given: argparse.Namespace, engine: Engine) -> Limits:
     )
 
 
-def lead(
+def run_leader(
     engine: Engine,
     liveness: RankLiveness,
     sock: socket.socket,
@@ -308,7 +308,13 @@ def lead(
     updates = given.allow_runtime_lora_updating
     app = build_app(Serving(service, name, limits, reads, updates), chat=chat, token=token, hosts=hosts_of(given))
     try:
-        serve(app, service, sock, drain_seconds=given.drain_seconds, ready=show if given.open else lambda page: None)
+        serve(
+            app,
+            service,
+            sock,
+            drain_seconds=given.drain_seconds,
+            ready=open_browser if given.open else lambda page: None,
+        )
     except ServerFailed as failed:
         if liveness.lost:  # which says it all
             raise RankLost(str(failed)) from None

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.inputs import find_sources, read_spans, spans_of
+from megatron.core.datasets.ingest.inputs import find_sources, read_spans, shard_spans
 from megatron.core.datasets.ingest.records import read_records
 from megatron.core.datasets.ingest.source import SourcePosition
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
@@ -142,7 +142,7 @@ def _add_input_arguments(group: argparse._ArgumentGroup, *, required: bool) -> N
 
 def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
     """The texts of all inputs in batches, with progress on standard error; records that cannot be read are counted there."""
-    spans = spans_of(find_sources(inputs, "auto", "line"), None)
+    spans = shard_spans(find_sources(inputs, "auto", "line"), None)
     dropped: dict[str, int] = {}
     documents = 0
     with tqdm(unit="B", unit_scale=True, disable=None, desc="read", file=sys.stderr) as progress:

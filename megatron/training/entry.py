@@ -28,7 +28,7 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.training.health.bad_steps import BadStep
 from megatron.training.health.exit_conditions import NotFinite
-from megatron.training.health.failures import described, name_of_rank
+from megatron.training.health.failures import error_text, name_of_rank
 from megatron.training.health.replica_check import ReplicasDiffer
 from megatron.training.health.watchdog import LOST, RankLost
 from megatron.training.initialize import shut_down
@@ -60,7 +60,7 @@ class FailureReporter:
         if board is None:
             return True
         return (
-            board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {described(error)}")
+            board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {error_text(error)}")
             or board.read(FIRST_FAILURE) is None
         )
 

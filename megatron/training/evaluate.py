@@ -21,7 +21,7 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
     count = trainer.batches.evaluated // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
     mesh.flight_recorder.begin("evaluation", trainer.progress.iteration)
-    with resting(trainer):
+    with evaluation_mode(trainer):
         for _ in range(iterations):
             work = StepWork(trainer, batches, count, training=False)
             run(
@@ -40,7 +40,7 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
 
 
 @contextmanager
-def resting(trainer: Trainer) -> Iterator[None]:
+def evaluation_mode(trainer: Trainer) -> Iterator[None]:
     """Between two steps: weights whole, dropout off; after it, all is as it was, the random streams too."""
     streams = trainer.run.streams.state()
     trainer.train_mode(False)

@@ -35,7 +35,7 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
 from megatron.training.cli.device_checks import kernel_need
-from megatron.training.cli.preflight import fitted, preflight
+from megatron.training.cli.preflight import fit_to_ranks, preflight
 from megatron.training.launch.elastic import layout_change
 from megatron.training.launch.launch_info import launcher_place, world_size
 from megatron.training.launch.rendezvous import join_ranks, lacks_board
@@ -109,7 +109,7 @@ def _resolve_settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
 def _ranks_that_train(args: argparse.Namespace) -> int:
     """How many ranks the layout has a place for. With --elastic, the others stand by and end here, and it is said what changed."""
     given, place = from_namespace(RequestedRun, args), launcher_place()
-    chosen, ranks = fitted(given, place.size)
+    chosen, ranks = fit_to_ranks(given, place.size)
     if line := layout_change(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
     if ranks == place.size:

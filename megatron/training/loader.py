@@ -183,7 +183,7 @@ def _reader_ranks(run: Run, everything: bool) -> dict[str, int]:
     return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
 
 
-def take(batches: Iterator[Batch]) -> Batch:
+def next_batch(batches: Iterator[Batch]) -> Batch:
     """The next microbatch; `DataError` when there is none."""
     try:
         return next(batches)
@@ -223,7 +223,7 @@ def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Gener
 
     def prepare(numbers: list[int]) -> tuple[list[int], Arrays]:
         arrays = read(dataset, numbers)
-        return numbers, pinned(arrays) if run.mesh.device.type == "cuda" else arrays
+        return numbers, pin_arrays(arrays) if run.mesh.device.type == "cuda" else arrays
 
     if num_threads == 0:
         yield from map(prepare, order)
@@ -241,6 +241,6 @@ def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Gener
         pool.shutdown(cancel_futures=True)
 
 
-def pinned(arrays: Arrays) -> Arrays:
+def pin_arrays(arrays: Arrays) -> Arrays:
     """Copy arrays (any shape) into page-locked memory, from where copies to the device overlap with computation."""
     return {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}

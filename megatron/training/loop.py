@@ -22,12 +22,12 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name, empty_cache, memory_report, profiler_activities
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
-from megatron.training.checkpoint.checkpointing import Checkpoint, owning
-from megatron.training.evaluate import evaluate, resting
+from megatron.training.checkpoint.checkpointing import Checkpoint, own_save_folder
+from megatron.training.evaluate import evaluate, evaluation_mode
 from megatron.training.health.bad_steps import BadStep, RollBack, StepValidator
 from megatron.training.health.causality_check import demand_no_leak
 from megatron.training.health.exit_conditions import ExitConditions, NotFinite, Profile
-from megatron.training.health.failures import locating
+from megatron.training.health.failures import with_location
 from megatron.training.health.interrupts import Interrupts
 from megatron.training.health.replica_check import ReplicaCheck, ReplicasDiffer
 from megatron.training.health.rerun import ResultRejected, StepRerun
@@ -35,7 +35,7 @@ from megatron.training.health.stragglers import Stragglers
 from megatron.training.health.vote import Vote
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import launcher_place
-from megatron.training.loader import Data, DatasetProvider, build_data, take
+from megatron.training.loader import Data, DatasetProvider, build_data, next_batch
 from megatron.training.report.metrics import (
     FlopsPerSample,
     Meter,
@@ -46,7 +46,7 @@ from megatron.training.report.metrics import (
     theoretical_memory_line,
 )
 from megatron.training.report.run_log import LogFile
-from megatron.training.report.run_record import record_steps, recorded
+from megatron.training.report.run_record import record_run, record_steps
 from megatron.training.report.timers import times_scalars, times_text
 from megatron.training.report.writers import Writers
 from megatron.training.run import Run
@@ -69,7 +69,7 @@ def pretrain(
     forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
     networks that can. data_of(trainer): the data, where they are not read from datasets.
     """
-    with owning(run) as lock, recorded(run), HangDetector(run), locating(run):
+    with own_save_folder(run) as lock, record_run(run), HangDetector(run), with_location(run):
         demand_no_leak(run)
         trainer = build_trainer(run, model, forward_step)
         if run.config.train.eval_generate:
@@ -244,7 +244,7 @@ class Session:
         size = self.trainer.batches.at(self.trainer.progress.consumed_train_samples)
         assert self.data.train is not None, "build_data refuses a run that trains without data"
         for _ in range(size.num_microbatches):
-            take(self.data.train)
+            next_batch(self.data.train)
         progress = self.trainer.progress
         progress.iteration += 1
         progress.consumed_train_samples += size.global_batch_size
@@ -314,7 +314,7 @@ class Session:
         if self.trainer.samples is not None:
             paused = time.perf_counter()
             with (
-                resting(self.trainer),
+                evaluation_mode(self.trainer),
                 torch.compiler.set_stance("force_eager") if isinstance(self.layers, Compiler) else nullcontext(),
             ):
                 samples = self.trainer.samples(self.trainer.stages)

@@ -25,7 +25,7 @@ from megatron.core.transformer.passing import MicrobatchContext
 from megatron.core.transformer.qk_clip import clip_factors
 from megatron.core.transformer.router import routers_of
 from megatron.training.data.batch import Batch, PlannedBatches
-from megatron.training.loader import take
+from megatron.training.loader import next_batch
 from megatron.training.report.metrics import ExpertLoads, Step
 from megatron.training.trainer import Trainer
 
@@ -180,7 +180,7 @@ class StepWork:
             action = flight_recorder.action
             flight_recorder.enter(f"data of microbatch {len(self._seen)}")
             with self.trainer.run.timers("batch-generator", 2):
-                self._seen.append(take(self._batches))
+                self._seen.append(next_batch(self._batches))
             flight_recorder.enter(action)
         return self._seen[microbatch]
 

@@ -88,12 +88,12 @@ def examine_all(subject: RunUnderTest) -> list[CheckResult]:
     for check in CHECKS:
         try:
             rows += check(subject)
-        except Unseen as error:
+        except RanksFailed as error:
             rows.append(CheckResult(check.__name__, "FAIL", str(error), "the check could not be made there"))
     return rows
 
 
-class Unseen(Exception):
+class RanksFailed(Exception):
     """Some ranks could not look; raised on all of them."""
 
 
@@ -447,7 +447,7 @@ def _on_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, A
     """What every rank sees: (rank, value)."""
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:
-        raise Unseen(f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}")
+        raise RanksFailed(f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}")
     return seen
 
 

@@ -19,7 +19,7 @@ from megatron.core.config.flags import from_values
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.dist_checkpointing.source import Source
 from megatron.trust.compare.checkpoints import Difference, compare_sources
-from megatron.trust.compare.contents import fits
+from megatron.trust.compare.contents import matches_pattern
 
 Settings = Mapping[str, Any]
 # Weights whose products may be in low precision: their stack, their layer's number, and whether it predicts tokens ahead.
@@ -256,12 +256,12 @@ DERIVED = {
 
 def items_at(place: str) -> list[Item]:
     """The items that live at a place."""
-    return [item for item in INVENTORY if fits(place, item.places)]
+    return [item for item in INVENTORY if matches_pattern(place, item.places)]
 
 
 def why_derived(place: str) -> str:
     """Why what lives at a place need not be saved; empty where nobody has said so."""
-    return next((reason for patterns, reason in DERIVED.items() if fits(place, patterns)), "")
+    return next((reason for patterns, reason in DERIVED.items() if matches_pattern(place, patterns)), "")
 
 
 def missing(item: Item, source: Source, *, world_size: int, parameters: list[str]) -> list[str]:
@@ -286,7 +286,7 @@ def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Comparison]:
     parameters = parameters_of(a, b)
     for item in INVENTORY:
         lacking = {one.where: missing(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
-        names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if fits(name, item.names)]
+        names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if matches_pattern(name, item.names)]
         keys = {name for lines in lacking.values() for name in lines}
         yield Comparison(
             item,

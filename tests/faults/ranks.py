@@ -212,7 +212,7 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
         return output, loss
 
     owners = {
-        "data": (step, "take"),
+        "data": (step, "next_batch"),
         "reduce": (ddp, "_start_reduction"),
         "optimizer": (optimizer, "finalize"),
         "save": (Checkpoint, "weights"),

@@ -79,7 +79,7 @@ LATE_OWN = (
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),
     *(
         ("megatron/training/cli/arguments.py", f"megatron.training.cli.preflight.{name}")
-        for name in ("LOCAL", "preflight", "examine")
+        for name in ("LOCAL", "preflight", "resolve_and_examine")
     ),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),

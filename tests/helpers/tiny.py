@@ -27,7 +27,7 @@ from megatron.training.data.batch import Batch, LossFunction, language_loss
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer, build_trainer
-from megatron.trust.parity.short_run import batches, rows, samples  # noqa: F401 - from here tests take them
+from megatron.trust.parity.short_run import batches, rank_microbatches, samples  # noqa: F401 - from here tests take them
 
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work

@@ -11,7 +11,7 @@ import torch
 from megatron.core.config.flags import from_values
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.parallel.spec import spec_of
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.oracle.first_step import Microbatch, first_step
@@ -170,7 +170,7 @@ def accepted(count: int, first: int) -> list[int]:
     """Seeds from `first` on whose composition the rules accept."""
     found, seed = [], first
     while len(found) < count:
-        if not examine(from_values(RequestedRun, {**tiny.BASE, **composition(seed)}), 1)[1]:
+        if not resolve_and_examine(from_values(RequestedRun, {**tiny.BASE, **composition(seed)}), 1)[1]:
             found.append(seed)
         seed += 1
     return found

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.families.megatron import torch_dist
 from megatron.core.families.megatron.pickles import read_torch_file
-from megatron.core.families.megatron.stored import Stored
+from megatron.core.families.megatron.stored import IndexEntry
 from megatron.core.families.registry import model_of
 from megatron.core.models.describe import parameter_shapes
 from megatron.tools.checkpoint import convert
@@ -91,7 +91,7 @@ def test_so_does_one_in_the_distributed_format(stranger: str, tmp_path: Path, mo
 
     def with_stranger(index: Any, place: Path) -> Any:
         tensors, texts = entries(index, place)
-        return {**tensors, stranger: Stored(stranger, (4, 4), torch.float32, ())}, texts
+        return {**tensors, stranger: IndexEntry(stranger, (4, 4), torch.float32, ())}, texts
 
     monkeypatch.setattr(torch_dist, "_index_entries", with_stranger)
     assert f"{stranger}: no parameter of this network" in refused(folder, tmp_path / "ours")

@@ -31,7 +31,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The groups in the order in which every rank processes them, and each rank's load in units of `cost`."""
+    """The groups in the order in which every rank processes them, and each rank's load in units of `sequence_cost`."""
 
     shares: tuple[SequenceGroup, ...]
     loads: tuple[float, ...]
@@ -56,7 +56,7 @@ def ranks_needed(length: int, limit: int) -> int:
     return size
 
 
-def cost(length: int, linear: float) -> float:
+def sequence_cost(length: int, linear: float) -> float:
     """Return the work on a sequence: length * linear for the matrices (in units of attention to one position) +
     length^2.
     """
@@ -79,7 +79,7 @@ def assign_sequences(lengths: Sequence[int], *, ranks: int, limit: int, linear: 
             groups.append((first, size, []))
         groups[group][2].append(number)
         open_groups[first, size] = group, free - length
-        done = max(loads[first : first + size]) + cost(length, linear) / size
+        done = max(loads[first : first + size]) + sequence_cost(length, linear) / size
         loads[first : first + size] = [done] * size
     return Assignment(
         tuple(SequenceGroup(first, size, tuple(members)) for first, size, members in groups), tuple(loads)

@@ -154,7 +154,7 @@ class PrefixUsage:
     epochs: float
 
 
-def usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[PrefixUsage]:
+def source_usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[PrefixUsage]:
     """What each source gives to `samples` samples of the dataset (None: to all). Beyond its end it begins again."""
     count = len(dataset) if samples is None else samples
     parts: tuple[SampleSet, ...]
@@ -176,7 +176,7 @@ def _report_sources(
     dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int | None, *, most_epochs: float
 ) -> None:
     """A table of what the run draws from each source, and a warning about those that it goes through very often."""
-    uses = usage(dataset, samples)
+    uses = source_usage(dataset, samples)
     total = sum(use.samples for use in uses)
     width = max(len("source"), *(len(use.prefix) for use in uses))
     logger.info("%s: %d samples from %d source%s", plan.name, total, len(uses), "" if len(uses) == 1 else "s")

@@ -21,7 +21,7 @@ import numpy as np
 from megatron.core.datasets.index_map import (
     IndexCache,
     build_indices,
-    content_of,
+    hash_arrays,
     index_shapes,
     load_or_build,
     plan_epochs,
@@ -101,7 +101,7 @@ class GPTDataset:
             "prefix": source.prefix,
             "sequences": [sequences.start, sequences.stop, len(source.sequence_lengths)],
             "tokens": tokens,
-            "lengths": content_of(lengths),
+            "lengths": hash_arrays(lengths),
             "num_samples": num_samples,
             "split": split,
             "seed": seed,

@@ -32,7 +32,7 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
-from megatron.core.datasets.storage import DataError, replacing
+from megatron.core.datasets.storage import DataError, atomic_file
 
 LAST_EPOCH_SHARE = 0.80  # a last epoch of which less than this is needed is shuffled by itself
 
@@ -176,7 +176,7 @@ class IndexCache:
         logger.warning("%s; each process builds its own (--data-cache-path chooses another folder)", message)
 
 
-def content_of(*arrays: np.ndarray) -> str:
+def hash_arrays(*arrays: np.ndarray) -> str:
     """Return a hash of the dtypes, shapes and contents of arrays of any shape, as a key of what an index is built from."""
     total = xxhash.xxh3_128()
     for array in arrays:
@@ -241,10 +241,10 @@ class _CachedIndex:
         message = {}
         for key, array in arrays.items():
             assert self._is_as_announced(key, array), f"{key} is as announced"
-            with replacing(self.path(f"{key}.npy"), durable=array.nbytes > CHECKED_BYTES) as file:
+            with atomic_file(self.path(f"{key}.npy"), durable=array.nbytes > CHECKED_BYTES) as file:
                 np.save(file, np.ascontiguousarray(array))
             message[key] = {"shape": array.shape, "checksum": xxhash.xxh3_128(np.ascontiguousarray(array)).hexdigest()}
-        with replacing(self.path("description.txt"), durable=False) as file:
+        with atomic_file(self.path("description.txt"), durable=False) as file:
             file.write(f"{self.text}\n{json.dumps(message)}".encode())
         for left in self.folder.glob(f"{glob.escape(self.stem)}-*.tmp"):  # by processes that were killed
             with suppress(FileNotFoundError):

@@ -35,9 +35,9 @@ from megatron.core.datasets.storage import (
     DataError,
     FileReader,
     MappedFile,
+    fsync_file,
     is_remote,
     size_of,
-    sync,
     sync_folder,
     temporary_name,
     whole,
@@ -300,7 +300,7 @@ class _Column:
     def sync(self) -> None:
         """Return when all is on disk."""
         self.drain()
-        sync(self._file)
+        fsync_file(self._file)
 
     def close(self) -> None:
         """Close the file; what was not synced may be lost."""
@@ -468,7 +468,7 @@ class IndexedDatasetBuilder:
     def flush(self) -> BuilderProgress:
         """Bring everything to the disk. Returns from where a later builder can go on; called between documents."""
         self._assert_between_documents()
-        sync(self._bin)
+        fsync_file(self._bin)
         for column in (self._lengths, self._modes, self._documents):
             column.sync()
         return BuilderProgress(self.num_documents, self.num_sequences, self.num_tokens)
@@ -488,7 +488,7 @@ class IndexedDatasetBuilder:
             for piece in self._index_pieces():
                 index.write(piece)
                 checksum.update(piece)
-            sync(index)
+            fsync_file(index)
         facts = Sidecar(
             self.num_documents,
             self.num_sequences,
@@ -501,7 +501,7 @@ class IndexedDatasetBuilder:
         )
         with open(self._temporary_name("json"), "wb") as file:
             file.write(sidecar.encode(facts))
-            sync(file)
+            fsync_file(file)
         # Between the renames the old index must not stand beside the new ids: better no pair than a mixed one.
         Path(idx_path(self.prefix)).unlink(missing_ok=True)
         for part, path in (("bin", bin_path), ("json", sidecar_path), ("idx", idx_path)):

@@ -1,6 +1,6 @@
 """A .bin/.idx pair read from end to end: everything that is wrong with it, and how long its documents are.
 
-Reading for training looks only at what it needs. `problems_of` reads every byte once, a piece at a time, and compares:
+Reading for training looks only at what it needs. `pair_problems` reads every byte once, a piece at a time, and compares:
 
     index       size, offsets the running sum of the lengths, document array rising from 0 to S
     ids         within the vocabulary (the one given, else the sidecar's, else only not negative)
@@ -23,7 +23,7 @@ from megatron.core.datasets.storage import COPY_BYTES, DataError, size_of
 Advance = Callable[[int], object]
 
 
-def problems_of(
+def pair_problems(
     prefix: str, *, vocab_size: int | None = None, multimodal: bool = False, advance: Advance = lambda count: None
 ) -> list[str]:
     """A sentence for each thing that is wrong with a pair; empty for a good one.

@@ -19,7 +19,7 @@ from megatron.core.datasets.indexed import DataError
 FILL = -1  # stands where the data is over and a micro batch must be filled
 
 
-def single(
+def sequential_sampler(
     num_samples: int, *, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
     """Samples from `consumed_samples` upward, a block at a time; a last block that is not full is left out.
@@ -32,7 +32,7 @@ def single(
         yield list(range(first, first + micro_batch_size))
 
 
-def cyclic(
+def cyclic_sampler(
     num_samples: int, *, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int, sharded: bool = True
 ) -> Iterator[list[int]]:
     """A new random order every epoch, seeded by the epoch's number, for ever.
@@ -78,7 +78,9 @@ def _torch_permutation(size: int, seed: int) -> np.ndarray:
     return torch.randperm(size, generator=generator).numpy()
 
 
-def whole(num_samples: int, *, micro_batch_size: int, rank: int, num_ranks: int, blocks: int) -> Iterator[list[int]]:
+def single_pass_sampler(
+    num_samples: int, *, micro_batch_size: int, rank: int, num_ranks: int, blocks: int
+) -> Iterator[list[int]]:
     """Every sample once, in `blocks` micro batches on each rank; where the data is over stands `FILL`."""
     block = micro_batch_size * num_ranks
     assert blocks * block >= num_samples, f"{blocks} blocks of {block} hold {num_samples} samples"

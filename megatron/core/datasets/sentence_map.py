@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import Arrays, IndexCache, content_of, load_or_build
+from megatron.core.datasets.index_map import Arrays, IndexCache, hash_arrays, load_or_build
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samples import Span
 
@@ -79,7 +79,7 @@ class SentenceMap:
             "documents": [documents.start, documents.stop, len(source.document_indices) - 1],
             "sentences": len(source.sequence_lengths),
             "tokens": int(tokens),
-            "lengths": content_of(source.sequence_lengths[bounds[0] : bounds[-1]], bounds),
+            "lengths": hash_arrays(source.sequence_lengths[bounds[0] : bounds[-1]], bounds),
             "num_samples": num_samples,
             "split": split,
             "seed": options.seed,
@@ -171,7 +171,7 @@ def build_map(lengths: np.ndarray, bounds: np.ndarray, options: MapOptions, *, n
                 lengths, firsts[part], lasts[part], options.least_sentences, targets, (begins, ends, requested)
             )
         epochs += 1
-    order = shuffled(len(begins), options.seed + 1)
+    order = fisher_yates_order(len(begins), options.seed + 1)
     rows = np.stack([np.frombuffer(column, np.int64)[order] for column in (begins, ends, requested)], axis=1)
     return {"sample_index": rows.astype(row_type(len(lengths))), "epochs": np.array([epochs], np.int64)}
 
@@ -214,7 +214,7 @@ def _target_lengths(options: MapOptions) -> Iterator[int]:
         yield from np.where(draws % ratio == 0, 2 + draws % (longest - 1), longest).tolist()
 
 
-def shuffled(count: int, seed: int) -> np.ndarray:
+def fisher_yates_order(count: int, seed: int) -> np.ndarray:
     """0 ... count - 1 shuffled from the last place down (Fisher and Yates), by draws of mt19937_64. int64 [count]"""
     order = array("q", range(count))
     places = np.arange(count - 1, 0, -1, dtype=np.uint64)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.core.datasets.storage import DataError, read_small, replacing
+from megatron.core.datasets.storage import DataError, atomic_file, read_small
 
 FORMAT = "indexed dataset sidecar"
 VERSION = 1
@@ -116,7 +116,7 @@ def _is_shard(value: object) -> bool:
 
 def write(prefix: str | Path, sidecar: Sidecar) -> None:
     """Write or replace the sidecar of a pair; it appears whole."""
-    with replacing(sidecar_path(prefix)) as file:
+    with atomic_file(sidecar_path(prefix)) as file:
         file.write(encode(sidecar))
 
 

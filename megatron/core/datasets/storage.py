@@ -54,7 +54,7 @@ def temporary_name(path: str | Path) -> str:
     return f"{path}.{uuid.uuid4().hex}.tmp"
 
 
-def sync(file: IO[bytes]) -> None:
+def fsync_file(file: IO[bytes]) -> None:
     """Return when what was written has reached the disk."""
     file.flush()
     os.fsync(file.fileno())
@@ -75,7 +75,7 @@ def sync_folder(path: str | Path) -> None:
 
 
 @contextmanager
-def replacing(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+def atomic_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
     """A file to write that takes the name `path` when the block ends, whole; not at all when it raises.
 
     durable: it is on disk then. Off, for what the reader can check, a power failure may leave a damaged file.
@@ -85,7 +85,7 @@ def replacing(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
         with open(temporary, "wb") as file:
             yield file
             if durable:
-                sync(file)
+                fsync_file(file)
         os.replace(temporary, path)
         if durable:
             sync_folder(path)
@@ -93,7 +93,7 @@ def replacing(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
         Path(temporary).unlink(missing_ok=True)
 
 
-def patiently(read: Callable[[], Answer], name: str) -> Answer:
+def with_retries(read: Callable[[], Answer], name: str) -> Answer:
     """The result of `read`, tried again after a pause while it fails as storage does that is busy for a moment.
 
     Raises `DataError` that names what is read when the last try fails, and at once for what no pause will mend.
@@ -147,7 +147,7 @@ def inspect_object(url: str) -> RemoteObject:
         system, path = _file_system(url)
         return RemoteObject(url, int(system.info(path)["size"]), str(system.ukey(path)))
 
-    return patiently(ask, url)
+    return with_retries(ask, url)
 
 
 def fetch(url: str, start: int, end: int) -> bytes:
@@ -160,7 +160,7 @@ def fetch(url: str, start: int, end: int) -> bytes:
             raise DataError(f"{url} ends before byte {end}; it has become shorter since it was opened")
         return content
 
-    return patiently(ask, f"{url} at byte {start}")
+    return with_retries(ask, f"{url} at byte {start}")
 
 
 def size_of(path: str) -> int:
@@ -192,7 +192,7 @@ def read_small(path: str, limit: int) -> bytes | None:
             return None
         return system.cat_file(place, start=0, end=min(limit + 1, int(system.info(place)["size"])))
 
-    return patiently(ask, path)
+    return with_retries(ask, path)
 
 
 def map_file(path: str) -> np.ndarray:
@@ -232,7 +232,7 @@ def local_copy(url: str, folder: Path) -> Path:
         return copy
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(copy) as file:
+        with atomic_file(copy) as file:
             for start in range(0, state.size, COPY_BYTES):
                 file.write(fetch(url, start, min(start + COPY_BYTES, state.size)))
             if inspect_object(url) != state:
@@ -290,7 +290,7 @@ class FileReader:
                 content += piece
             return bytes(content)
 
-        return patiently(ask, f"{self.path} at byte {start}")
+        return with_retries(ask, f"{self.path} at byte {start}")
 
 
 class BlockReader:

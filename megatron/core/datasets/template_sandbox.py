@@ -49,7 +49,7 @@ _LEFT: ContextVar[_Budget] = ContextVar("what is left of a rendering")
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def render_limits() -> Iterator[None]:
     """What is rendered inside has the bounds to itself; `BoundMet` says which it meets."""
     token = _LEFT.set(_Budget())
     try:
@@ -74,7 +74,7 @@ def _join_texts(parts: Iterable[str]) -> str:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Templates that are rendered inside `bounded` end."""
+    """Templates that are rendered inside `render_limits` end."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
     concat = staticmethod(_join_texts)

@@ -28,7 +28,7 @@ from jinja2.runtime import Macro
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.template_sandbox import BoundMet, Sandbox, bounded
+from megatron.core.datasets.template_sandbox import BoundMet, Sandbox, render_limits
 
 # Characters that Unicode keeps out of text, so that they can say something about it.
 OPENS, CLOSES, APART, BOS, EOS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -157,7 +157,7 @@ class Template:
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
         guarded = [_each_text(message, self._escape_marks) for message in messages]
         try:
-            with bounded():
+            with render_limits():
                 return self._template.render(
                     messages=guarded,
                     tools=tools,

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.config.flags import from_values, spelling, to_values
 from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
-from megatron.core.config.settings.network import network_fields, unused
+from megatron.core.config.settings.network import network_fields, unused_settings
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.bert import BERT, MEGATRON_BERT
 from megatron.core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -137,7 +137,7 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
 
 def _settings_without_effect(model: ModelConfig) -> frozenset[str]:
     """Settings that say nothing of this network, since others say that they are not used, or do not change what it computes."""
-    idle = unused(model) - {"scale_tied_logits"}
+    idle = unused_settings(model) - {"scale_tied_logits"}
     attends = not model.hybrid.symbols or bool({"*", "+"} & set(model.hybrid.symbols))
     if (
         model.rope.position_embedding_type != "relative" and attends

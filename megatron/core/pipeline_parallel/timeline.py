@@ -126,9 +126,9 @@ class _Simulation:
 
     def _finish_time(self, time: float, actions: Sequence[Action]) -> float:
         for action in actions:
-            time += _of_stage(self.time[action.op], action.stage)
+            time += _time_of_stage(self.time[action.op], action.stage)
             if self.splits and action.op == "B":
-                time -= _of_stage(self.time["W"], action.stage)
+                time -= _time_of_stage(self.time["W"], action.stage)
         return time
 
 
@@ -196,7 +196,7 @@ def text_timeline(plan: Plan, timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _of_stage(time: float | Sequence[float], stage: int) -> float:
+def _time_of_stage(time: float | Sequence[float], stage: int) -> float:
     return time[stage] if isinstance(time, Sequence) else time
 
 

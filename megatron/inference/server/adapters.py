@@ -11,7 +11,7 @@ from __future__ import annotations
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.inference.server.fields import Field, Refused, read, text
-from megatron.inference.server.request_handling import refusal
+from megatron.inference.server.request_handling import error_response
 from megatron.inference.server.serving import Serving
 from megatron.inference.service import Stopped
 
@@ -29,7 +29,7 @@ def load(body: bytes, serving: Serving) -> str:
         summary, *problems = str(error).splitlines()
         raise Refused(": ".join([summary, "; ".join(map(str.strip, problems))]) if problems else summary) from error
     except (ConfigError, Stopped) as error:
-        raise refusal(error) from error
+        raise error_response(error) from error
     return f"Success: LoRA adapter '{fields['lora_name']}' added successfully."
 
 
@@ -43,7 +43,7 @@ def unload(body: bytes, serving: Serving) -> str:
     try:
         serving.service.call(lambda: serving.service.engine.adapters.unload(name))
     except (ConfigError, Stopped) as error:
-        raise refusal(error) from error
+        raise error_response(error) from error
     return f"Success: LoRA adapter '{name}' removed successfully."
 
 

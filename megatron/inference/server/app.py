@@ -33,8 +33,13 @@ from starlette.requests import ClientDisconnect
 from megatron.inference.server import adapters, openai, put_api
 from megatron.inference.server.chat import Chat
 from megatron.inference.server.fields import Refused
-from megatron.inference.server.metrics import CONTENT_TYPE, exposition
-from megatron.inference.server.request_handling import ClientDisconnected, PendingRequests, Searches, until_disconnected
+from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
+from megatron.inference.server.request_handling import (
+    BeamSearchPool,
+    ClientDisconnected,
+    PendingRequests,
+    until_disconnected,
+)
 from megatron.inference.server.serving import Limits, Serving
 
 logger = logging.getLogger(__name__)
@@ -96,7 +101,7 @@ class RequestFilter:
     def _auth_error(self, scope: Scope) -> Refused | None:
         """Why a call is not let in."""
         given = dict(reversed(scope["headers"]))  # the first of each name counts
-        host = host_of(given.get(b"host", b""))
+        host = host_name(given.get(b"host", b""))
         if self._hosts and host not in self._hosts:
             return Refused(
                 f"this server is not {host[:100]!r}; it is started with --allowed-hosts NAME to go by other names",
@@ -109,7 +114,7 @@ class RequestFilter:
         return Refused("a bearer token is needed, and this is not the one", 401, {"WWW-Authenticate": "Bearer"})
 
 
-def host_of(header: bytes) -> str:
+def host_name(header: bytes) -> str:
     """The name of a Host header, without its port."""
     return re.sub(r":\d*$", "", header.decode("latin-1").strip().lower()).rstrip(".")
 
@@ -174,48 +179,50 @@ def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(exposition(serving.service.engine.metrics(), answers), media_type=CONTENT_TYPE)
+        return Response(prometheus_text(serving.service.engine.metrics(), answers), media_type=CONTENT_TYPE)
 
 
 def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
-    searches = Searches(serving.service, serving.limits.searches)
+    searches = BeamSearchPool(serving.service, serving.limits.searches)
 
     @app.put("/api")
     @app.post("/api")
     async def api(request: Request) -> Response:
-        body = await body_of(request, serving)
+        body = await read_body(request, serving)
         return json_answer(await until_disconnected(put_api.generate(body, serving, searches), request.receive))
 
     async def answer(request: Request, completion: openai.CompletionRequest) -> Response:
         call = PendingRequests(serving.service, completion.requests)
         if completion.streams:
-            return Chunks(call, awake(openai.chunks(completion, call, serving), serving.limits.silence_seconds))
+            return EventStream(
+                call, with_keepalives(openai.chunks(completion, call, serving), serving.limits.silence_seconds)
+            )
         return json_answer(await until_disconnected(openai.whole(completion, call, serving), request.receive))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await body_of(request, serving)
+        body = await read_body(request, serving)
         return await answer(request, await asyncio.to_thread(openai.completion, body, serving))
 
     @app.post("/v1/chat/completions")
     async def conversations(request: Request) -> Response:
-        body = await body_of(request, serving)
+        body = await read_body(request, serving)
         return await answer(request, await asyncio.to_thread(openai.conversation, body, serving, chat))
 
 
 def _add_adapters(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
-        body = await body_of(request, serving)
+        body = await read_body(request, serving)
         return PlainTextResponse(await asyncio.to_thread(adapters.load, body, serving))
 
     @app.post("/v1/unload_lora_adapter")
     async def unload(request: Request) -> Response:
-        body = await body_of(request, serving)
+        body = await read_body(request, serving)
         return PlainTextResponse(await asyncio.to_thread(adapters.unload, body, serving))
 
 
-class Chunks(StreamingResponse):
+class EventStream(StreamingResponse):
     """Server-sent events; a client who leaves, even before the first of them, lets the requests go."""
 
     def __init__(self, call: PendingRequests, content: AsyncIterator[str]) -> None:
@@ -231,7 +238,7 @@ class Chunks(StreamingResponse):
             self._call.cancel()
 
 
-async def awake(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
+async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
     """The words, and a comment of server-sent events whenever none has come for so long: who stands between may close what is silent."""
     coming = None
     try:
@@ -249,7 +256,7 @@ async def awake(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]
             await asyncio.wait((coming,))
 
 
-async def body_of(request: Request, serving: Serving) -> bytes:
+async def read_body(request: Request, serving: Serving) -> bytes:
     """The body of a request; `Refused` for one that is too large, comes too slowly, or is not said to be JSON; `ClientDisconnected`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

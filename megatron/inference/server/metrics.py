@@ -30,7 +30,7 @@ _ROWS = (
 )
 
 
-def exposition(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
+def prometheus_text(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
     """The text. answers: number of HTTP answers by (path, status)."""
     lines = []
     for field, name, kind, description in _ROWS:

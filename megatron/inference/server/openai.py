@@ -31,7 +31,7 @@ from megatron.inference.server.fields import (
     text,
 )
 from megatron.inference.server.request_handling import PendingRequests
-from megatron.inference.server.serving import LEAST_LOGPROB, Serving, Spelling, cooled, raw_logprob
+from megatron.inference.server.serving import LEAST_LOGPROB, Serving, TokenTexts, effective_temperature, raw_logprob
 
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
 
@@ -225,7 +225,7 @@ def _requests_of(
     chat: Chat | None = None,
 ) -> tuple[Request, ...]:
     # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
-    temperature = cooled(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
+    temperature = effective_temperature(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
     sampling = Sampling(
         temperature,
         fields["top_k"],
@@ -264,7 +264,7 @@ async def whole(completion: CompletionRequest, call: PendingRequests, serving: S
     choices = []
     for place, reply in enumerate(replies):
         tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
-        spelling = Spelling(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
+        spelling = TokenTexts(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
         scores = _Scores(serving, completion.chat, spelling)
         content = completion.prefix(place) + reply.text
         choice: dict[str, Any] = (
@@ -293,7 +293,7 @@ async def chunks(completion: CompletionRequest, call: PendingRequests, serving: 
     head = _response_header(completion, serving, "chat.completion.chunk" if completion.chat else "text_completion")
     usage = {"usage": None} if (completion.fields["stream_options"] or {}).get("include_usage") else {}
     scores = [
-        _Scores(serving, completion.chat, Spelling(serving.tokenizer, request.prompt))
+        _Scores(serving, completion.chat, TokenTexts(serving.tokenizer, request.prompt))
         for request in completion.requests
     ]
     replies: dict[int, Reply] = {}
@@ -353,7 +353,7 @@ def _delta_event(completion: CompletionRequest, place: int, event: Event, scores
 class _Scores:
     """Tokens with their log-probabilities, as the two kinds of answers tell them."""
 
-    def __init__(self, serving: Serving, chat: bool, spelling: Spelling) -> None:
+    def __init__(self, serving: Serving, chat: bool, spelling: TokenTexts) -> None:
         self._serving, self._chat, self._spelling, self._offset = serving, chat, spelling, 0
 
     def of(self, tokens: Sequence[Token], *, last: bool = True) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from megatron.inference.generate import following, segments
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.server.fields import Field, Refused, boolean, integer, number, read, refuse
-from megatron.inference.server.request_handling import PendingRequests, Searches
-from megatron.inference.server.serving import Serving, cooled, raw_logprob
+from megatron.inference.server.request_handling import BeamSearchPool, PendingRequests
+from megatron.inference.server.serving import Serving, effective_temperature, raw_logprob
 
 _WIDEST = 64
 _SWITCHES = ("add_BOS", "stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon", "no_log")
@@ -102,7 +102,7 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
     tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]
     begin = [] if not fields["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     sampling = Sampling(
-        cooled(fields["temperature"]),
+        effective_temperature(fields["temperature"]),
         fields["top_k"],
         float(fields["top_p"]),
         top_p_decay=float(fields["top_p_decay"]),
@@ -133,7 +133,7 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
     return fields, requests
 
 
-async def generate(body: bytes, serving: Serving, searches: Searches) -> dict[str, Any]:
+async def generate(body: bytes, serving: Serving, searches: BeamSearchPool) -> dict[str, Any]:
     """The answer to a body."""
     fields, requests = await asyncio.to_thread(requests_of, body, serving)
     if fields["beam_width"] is not None:

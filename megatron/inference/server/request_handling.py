@@ -39,7 +39,7 @@ class PendingRequests:
                 self._streams.append(service.submit(request, self._event_listener(place)))
         except (Busy, Stopped, ConfigError) as error:
             self.cancel()
-            raise refusal(error) from error
+            raise error_response(error) from error
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """(index of the request, event), until all have their reply."""
@@ -82,7 +82,7 @@ class PendingRequests:
             pass
 
 
-def refusal(error: Busy | Stopped | ConfigError) -> Refused:
+def error_response(error: Busy | Stopped | ConfigError) -> Refused:
     """The HTTP response to a request that the engine does not accept."""
     if isinstance(error, Busy):
         return Refused(str(error), 429, {"Retry-After": "1"})
@@ -113,7 +113,7 @@ async def _wait_for_disconnect(receive: Callable[[], Awaitable[object]]) -> None
             return
 
 
-class Searches:
+class BeamSearchPool:
     """Runs work that submits many rounds of requests (beam search) in threads: at most `most` at once, more are refused."""
 
     def __init__(self, service: Service, most: int) -> None:
@@ -135,7 +135,7 @@ class Searches:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, search, ask)
         except (Busy, Stopped, ConfigError) as error:
-            raise refusal(error) from error
+            raise error_response(error) from error
         finally:
             over.set()
             self._running -= 1

@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket that holds an address, and refuses connections until it is served on. port 0: a free one.
 
     Raises `ConfigError` if the address cannot be had.
@@ -129,7 +129,7 @@ def serve(
         raise ServerFailed(service.failure)
 
 
-def follow(engine: Engine, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
+def follow_leader(engine: Engine, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
     """On every rank but the first: take part until the first lets go. A launcher sends its signals to all ranks; the first drains
     with the help of the others, so that they let signals pass.
     """

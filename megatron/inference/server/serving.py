@@ -107,7 +107,7 @@ class Serving:
             )
 
 
-class Spelling:
+class TokenTexts:
     """The text of each id of a text, as it grows. ids: what stands before.
 
     An id that ends in the middle of a character has no text, and the one that completes the character has all of it.
@@ -137,6 +137,6 @@ def raw_logprob(token: Token) -> float | None:
     return None if token.logprob is None else max(token.logprob, LEAST_LOGPROB)
 
 
-def cooled(temperature: float) -> float:
+def effective_temperature(temperature: float) -> float:
     """The temperature that is drawn with."""
     return 0.0 if temperature < LEAST_TEMPERATURE else float(temperature)

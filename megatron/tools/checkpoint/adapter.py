@@ -46,14 +46,14 @@ def adapters_for(base: Source, adapter: str) -> AdapterSet:
     return adapters
 
 
-def exported(args: argparse.Namespace) -> str:
+def export_adapters(args: argparse.Namespace) -> str:
     """Write the adapters of a run as a folder that PEFT loads."""
     adapters = read_adapters(open_checkpoint(args.adapter, args.ckpt_step))
     peft.write(adapters, args.save, base=args.base or adapters.base.get("where"))
     return _summary(adapters, f"{args.save} (PEFT)")
 
 
-def imported(args: argparse.Namespace) -> str:
+def import_adapters(args: argparse.Namespace) -> str:
     """Write a folder of PEFT's as a checkpoint of a run with adapters, at iteration 0."""
     base = open_checkpoint(args.base, args.ckpt_step)
     adapters = adapters_for(base, args.adapter)
@@ -105,8 +105,8 @@ def _summary(adapters: AdapterSet, target: str) -> str:
 
 
 COMMANDS = {
-    "export": (exported, "adapters of a run, as a folder that PEFT loads"),
-    "import": (imported, "a folder of PEFT's, as a checkpoint of a run with adapters"),
+    "export": (export_adapters, "adapters of a run, as a folder that PEFT loads"),
+    "import": (import_adapters, "a folder of PEFT's, as a checkpoint of a run with adapters"),
     "merge": (merged, "a base with adapters in its weights"),
     "unmerge": (merged, "the base of a network that was merged"),
 }

@@ -55,7 +55,7 @@ NEEDLESS = {
 }
 
 
-class Watched:
+class ProgressSource:
     """A source that tells a progress bar of the bytes that are read from it."""
 
     def __init__(self, source: Source, bar: tqdm) -> None:
@@ -74,7 +74,7 @@ class Watched:
         return values
 
 
-def opened(args: argparse.Namespace) -> tuple[str, Source]:
+def open_source(args: argparse.Namespace) -> tuple[str, Source]:
     """The format and the source that --load means."""
     given = {"true_vocab_size": args.true_vocab_size} if args.true_vocab_size else {}
     formats = [args.loader] if args.loader else list(CHECKPOINT_FORMATS)
@@ -176,7 +176,7 @@ def differences(source: Source, target: Source) -> Iterator[str]:
     yield from (f"{name} is new" for name in target.formats if name not in source.formats)
 
 
-class Weights:
+class WeightsOnly:
     """A source without anything but its weights."""
 
     def __init__(self, source: Source) -> None:
@@ -190,7 +190,7 @@ def verify(source: Source, path: Path, saver: str) -> None:
         path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]}
     )
     problems = target.verify() if isinstance(target, SavedCheckpoint) else []
-    problems += differences(source if saver == OWN else Weights(source), target)
+    problems += differences(source if saver == OWN else WeightsOnly(source), target)
     if problems:
         raise CheckpointError(f"{path} does not hold what {source.where} holds", problems)
 
@@ -198,7 +198,7 @@ def verify(source: Source, path: Path, saver: str) -> None:
 def convert(args: argparse.Namespace) -> str:
     """Do it. Returns a line that says what was done."""
     started = time.perf_counter()
-    checkpoint_format, source = opened(args)
+    checkpoint_format, source = open_source(args)
     check_model(source, args.model_type)
     args.saver = args.saver or (OWN if checkpoint_format == PUBLISHED else PUBLISHED)
     if args.saver != PUBLISHED and (args.family or args.like):
@@ -206,7 +206,7 @@ def convert(args: argparse.Namespace) -> str:
     converted = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     size = num_bytes(converted, "" if args.saver == OWN else "model.")
     with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        path, remarks = write(Watched(converted, bar), args, checkpoint_format=checkpoint_format)
+        path, remarks = write(ProgressSource(converted, bar), args, checkpoint_format=checkpoint_format)
     seconds = time.perf_counter() - started
     for remark in remarks:
         print(remark)

@@ -27,7 +27,7 @@ from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.checkpoints import Difference, Tolerance, compare_sources, settings_differences
-from megatron.trust.compare.contents import counted, fits
+from megatron.trust.compare.contents import counted, matches_pattern
 
 
 def opened(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, Source]:
@@ -59,7 +59,7 @@ def compare(args: argparse.Namespace) -> bool:
     """Print the differences. Returns whether there are any."""
     steps = args.ckpt_step or [None]
     a, b = opened((args.a, args.b), (steps[0], steps[-1]))
-    names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if fits(name, args.match)]
+    names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if matches_pattern(name, args.match)]
     if not names:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
     total = sum(whole_box(one.shape).size * one.dtype.itemsize for name, one in a.formats.items() if name in names)

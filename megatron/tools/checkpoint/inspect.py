@@ -22,10 +22,10 @@ from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.contents import (
     OWN,
     Contents,
-    Entry,
+    TensorEntry,
     as_json,
     counted,
-    fits,
+    matches_pattern,
     own_contents,
     own_step,
     size_words,
@@ -60,18 +60,20 @@ def show(contents: Contents, args: argparse.Namespace) -> None:
         print(json.dumps(as_json(contents, args.match)))
         return
     chosen = contents.matching(args.match)
-    print("\n".join([*heading(contents), *others(args.path, contents)]))
+    print("\n".join([*heading_text(contents), *other_contents(args.path, contents)]))
     if not args.summary:
         print("\n".join(["", *table(chosen, boxes=args.boxes)]))
-    values = {name: value for name, value in contents.values.items() if fits(name, args.match)}
-    print("\n".join(["", *(f"{name} = {shortened(value)}" for name, value in values.items()), *sums(contents)]))
+    values = {name: value for name, value in contents.values.items() if matches_pattern(name, args.match)}
+    print(
+        "\n".join(["", *(f"{name} = {short_json(value)}" for name, value in values.items()), *group_totals(contents)])
+    )
     if args.match:
         print(f"shown: {len(chosen)} of {len(contents.tensors)} tensors, {size_words(sum(one.size for one in chosen))}")
     if args.config:
-        print("\n".join(["", *(f"{name} = {shortened(value)}" for name, value in sorted(contents.settings.items()))]))
+        print("\n".join(["", *(f"{name} = {short_json(value)}" for name, value in sorted(contents.settings.items()))]))
 
 
-def heading(contents: Contents) -> list[str]:
+def heading_text(contents: Contents) -> list[str]:
     """What it is."""
     facts = [
         f"of {contents.checkpoint_format}",
@@ -89,7 +91,7 @@ def heading(contents: Contents) -> list[str]:
     ]
 
 
-def others(path: str, contents: Contents) -> list[str]:
+def other_contents(path: str, contents: Contents) -> list[str]:
     """What else lies in a folder of checkpoints of this project; a folder of another's is not damaged for want of our files."""
     if contents.checkpoint_format != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
         return []
@@ -98,7 +100,7 @@ def others(path: str, contents: Contents) -> list[str]:
     return [f"iterations in {path}: {here}"] * bool(tree.steps) + [f"damaged: {text}" for _, text in tree.damaged]
 
 
-def table(tensors: Sequence[Entry], *, boxes: bool) -> list[str]:
+def table(tensors: Sequence[TensorEntry], *, boxes: bool) -> list[str]:
     """A line for each tensor, and for each of its boxes."""
     width = max((len(one.name) for one in tensors), default=0)
     lines = []
@@ -114,7 +116,7 @@ def table(tensors: Sequence[Entry], *, boxes: bool) -> list[str]:
     return lines
 
 
-def sums(contents: Contents) -> list[str]:
+def group_totals(contents: Contents) -> list[str]:
     """A line for each group of tensors, and one for all."""
     rows = [(name, *counts) for name, counts in contents.groups().items()]
     total = ("all", len(contents.tensors), sum(one.elements for one in contents.tensors), contents.size)
@@ -124,7 +126,7 @@ def sums(contents: Contents) -> list[str]:
     ]
 
 
-def shortened(value: Any) -> str:
+def short_json(value: Any) -> str:
     """A value as JSON, cut where it is long."""
     text = json.dumps(value, default=str)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."

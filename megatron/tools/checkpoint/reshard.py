@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
 
 
-class Weights:
+class WeightsOnly:
     """A source without optimizer and random streams. It loads with --finetune, or with --no-load-optim --no-load-rng."""
 
     def __init__(self, source: Source) -> None:
@@ -52,9 +52,9 @@ class Weights:
         return self._source.read(name, box)
 
 
-def resaved(source: Source, args: argparse.Namespace) -> Source:
+def resharded_source(source: Source, args: argparse.Namespace) -> Source:
     """The source as it is to be written."""
-    chosen: Source = Weights(source) if args.weights_only else source
+    chosen: Source = WeightsOnly(source) if args.weights_only else source
     return CastSource(chosen, DTYPES[args.dtype]) if args.dtype else chosen
 
 
@@ -64,7 +64,7 @@ def reshard(args: argparse.Namespace) -> str:
     opened = open_checkpoint(args.load, args.ckpt_step)
     if isinstance(opened, SavedCheckpoint) and (problems := opened.verify()):
         raise CheckpointError(f"{opened.where} is damaged, and is not rewritten", problems)
-    source = resaved(opened, args)
+    source = resharded_source(opened, args)
     settings: dict[str, Any] = dict(source.settings)
     if "architecture" not in settings:  # what a format leaves out has its default
         settings |= to_values(model_of(settings))

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, ite
 from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
-from megatron.trust.compare.contents import fits
+from megatron.trust.compare.contents import matches_pattern
 from megatron.trust.state_inventory import Comparison, compared
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +79,7 @@ class Plan:
         return [sys.executable, str(self.entry), *self.flags, *map(str, more)]
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one stretch of a run. They meet in a store that this process keeps, as under torchrun."""
 
     def __init__(self, command: list[str], count: int, output: Path) -> None:
@@ -105,7 +105,7 @@ class Ranks:
             for rank in range(count)
         ]
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,13 +135,13 @@ class Ranks:
             raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in excerpt)]))
 
 
-class Without:
+class CheckpointWithout:
     """A checkpoint that lacks some names."""
 
     def __init__(self, saved: SavedCheckpoint, patterns: Sequence[str]) -> None:
         self.where, self.settings, self._saved = saved.where, saved.settings, saved
-        self.formats = {name: one for name, one in saved.formats.items() if not fits(name, patterns)}
-        self.values = {name: value for name, value in saved.values.items() if not fits(name, patterns)}
+        self.formats = {name: one for name, one in saved.formats.items() if not matches_pattern(name, patterns)}
+        self.values = {name: value for name, value in saved.values.items() if not matches_pattern(name, patterns)}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, [*box.shape]; see `Source`."""
@@ -151,7 +151,7 @@ class Without:
 def run_straight(plan: Plan) -> Path:
     """2N steps in one go. Returns the folder of its checkpoints."""
     save = plan.work / "straight"
-    with Ranks(plan.command(save, None), plan.ranks, plan.work / "straight.log") as ranks:
+    with RankProcesses(plan.command(save, None), plan.ranks, plan.work / "straight.log") as ranks:
         ranks.finish("the run of 2N steps")
     for iteration in (plan.steps, 2 * plan.steps):
         if not iteration_folder(save, iteration).is_dir():
@@ -164,7 +164,7 @@ def run_straight(plan: Plan) -> Path:
 def run_and_kill(plan: Plan) -> Path:
     """N steps, and kill -9 when their checkpoint is committed. Returns the folder, which holds that checkpoint alone."""
     save = plan.work / "killed"
-    with Ranks(plan.command(save, None), plan.ranks, plan.work / "killed.log") as ranks:
+    with RankProcesses(plan.command(save, None), plan.ranks, plan.work / "killed.log") as ranks:
         while plan.steps not in (step.iteration for step in scan_folder(save).steps):
             if None not in ranks.codes:
                 ranks.finish("the run of N steps")
@@ -179,16 +179,16 @@ def run_and_kill(plan: Plan) -> Path:
 
 def run_resumed(plan: Plan, load: Path) -> Path:
     """N more steps from a checkpoint. Returns the folder of checkpoints."""
-    with Ranks(plan.command(load, load), plan.ranks, plan.work / "resumed.log") as ranks:
+    with RankProcesses(plan.command(load, load), plan.ranks, plan.work / "resumed.log") as ranks:
         ranks.finish("the resumed run")
     return load
 
 
-def without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
+def folder_without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
     """A folder whose checkpoint of iteration N lacks some names."""
     saved = open_saved(iteration_folder(folder, plan.steps))
     rewrite(
-        Without(saved, patterns),
+        CheckpointWithout(saved, patterns),
         plan.work / "without",
         iteration=plan.steps,
         settings=saved.settings,
@@ -232,7 +232,7 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
     print(f"{plan.steps} steps, then kill -9 ...", flush=True)
     killed = run_and_kill(plan)
     if lost:
-        killed = without(killed, plan, lost)
+        killed = folder_without(killed, plan, lost)
     columns = {f"iteration {plan.steps}": comparisons(straight, killed, plan.steps)}
     print(f"{plan.steps} steps from the checkpoint ...", flush=True)
     failure = ""

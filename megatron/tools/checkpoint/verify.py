@@ -44,7 +44,7 @@ class Finding:
     size: int = 0
 
 
-def verified(source: Source, bar: tqdm, threads: int | None) -> Finding:
+def verify_source(source: Source, bar: tqdm, threads: int | None) -> Finding:
     """Read all of a checkpoint that was opened."""
     if not isinstance(source, SavedCheckpoint):
         problems, size = [], 0
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 with tqdm(
                     total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()
                 ) as bar:
-                    one = verified(one, bar, args.threads)
+                    one = verify_source(one, bar, args.threads)
             sound = sound and not one.problems
             facts = {
                 "path": one.path,

@@ -52,9 +52,9 @@ from megatron.training.checkpoint.adapters import (
 )
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.resuming import (
-    Opened,
+    OpenedCheckpoint,
     ResumeRequest,
-    decided,
+    decide_on_first_rank,
     demand_same_tokenizer,
     find_wanted,
     open_wanted,
@@ -72,14 +72,14 @@ _PROJECTOR = "model.vision_projection."
 
 
 @contextmanager
-def owning(run: Run) -> Iterator[FolderLock | None]:
+def own_save_folder(run: Run) -> Iterator[FolderLock | None]:
     """Own the `--save` folder of a run that trains. Raises `CheckpointError` on all ranks when another job writes there."""
     options = run.config.checkpoint
     if not options.save or run.config.train.skip_train:
         yield None
         return
     lock = FolderLock(options.save, job=launcher_place().launch)
-    if note := decided(run.mesh.world, lock.acquire):
+    if note := decide_on_first_rank(run.mesh.world, lock.acquire):
         run.say(f"WARNING: {note}")
     try:
         yield lock
@@ -106,7 +106,7 @@ class Checkpoint:
     """
 
     def __init__(self, trainer: Trainer, config: RunConfig | None = None, *, lock: FolderLock | None = None) -> None:
-        """config: what says where to save and what to load; left out, the run's. lock: of `owning`, by which `--save` is this job's."""
+        """config: what says where to save and what to load; left out, the run's. lock: of `own_save_folder`, by which `--save` is this job's."""
         self._lock = lock
         self.trainer, self.config, self.mesh = trainer, config or trainer.run.config, trainer.run.mesh
         self.last_saved: int | None = None
@@ -171,13 +171,13 @@ class Checkpoint:
     def resume(self) -> bool:
         """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
         started = time.perf_counter()
-        request = decided(self.mesh.world, lambda: find_wanted(self.config))
+        request = decide_on_first_rank(self.mesh.world, lambda: find_wanted(self.config))
         options = self.config.checkpoint
         apart = self._adapter.has_adapters and request is not None and request.path != options.pretrained_checkpoint
         if apart and options.pretrained_checkpoint and not self._base:
             only = dataclasses.replace(options, load=None, ckpt_step=None, require_iteration=None)
             config = dataclasses.replace(self.config, checkpoint=only)
-            self._resume_from(decided(self.mesh.world, lambda: find_wanted(config)), started)
+            self._resume_from(decide_on_first_rank(self.mesh.world, lambda: find_wanted(config)), started)
         source = self._resume_from(request, started)
         if options.adapter and source is not None and not holds_adapters(source):
             self._load_adapters(options.adapter)
@@ -222,7 +222,7 @@ class Checkpoint:
         )
         Checkpoint(self.trainer, dataclasses.replace(self.config, checkpoint=options)).resume()
 
-    def load(self, opened: Opened, started: float) -> None:
+    def load(self, opened: OpenedCheckpoint, started: float) -> None:
         """Load a checkpoint that was opened. What does not fit is refused before any tensor is changed.
 
         started: `time.perf_counter()` when the work on it began.
@@ -276,13 +276,13 @@ class Checkpoint:
     def _check_tokenizer(self, source: Source) -> None:
         """Refuse a checkpoint of another tokenizer, or warn of it where --allow-other-tokenizer is given."""
         allowed = self.config.checkpoint.allow_other_tokenizer
-        note = decided(
+        note = decide_on_first_rank(
             self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer_record(), allowed=allowed)
         )
         if note:
             self._log_warning(note)
 
-    def _loads_optimizer(self, opened: Opened) -> bool:
+    def _loads_optimizer(self, opened: OpenedCheckpoint) -> bool:
         """Whether the optimizer's state is loaded. A foreign checkpoint may have none, which is printed."""
         source = opened.source
         base_only = self._adapter.has_adapters and not holds_adapters(source)
@@ -446,7 +446,7 @@ class Checkpoint:
         for parallel in self.trainer.parallels:
             parallel.refresh()
 
-    def _fitting_streams(self, opened: Opened) -> Tree:
+    def _fitting_streams(self, opened: OpenedCheckpoint) -> Tree:
         """Tensors to load this rank's dropout streams into; none if the checkpoint's do not belong to this layout."""
         formats = opened.source.formats
         if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
@@ -575,7 +575,7 @@ class Checkpoint:
             self.trainer.run.log.warning(text)
 
 
-def _check_contents(opened: Opened, *, optimizer: bool, streams: bool) -> None:
+def _check_contents(opened: OpenedCheckpoint, *, optimizer: bool, streams: bool) -> None:
     """Refuse a checkpoint of ours that was saved without what is asked of it."""
     problems, formats = [], opened.source.formats
     if optimizer and not any(name.startswith("optimizer.") for name in formats):
@@ -596,7 +596,7 @@ def _speed_text(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3g} GB in {seconds:.2f} s ({size / 1e9 / seconds:.2g} GB/s)"
 
 
-def _values_to_load(opened: Opened, *, optimizer: bool) -> tuple[str, ...]:
+def _values_to_load(opened: OpenedCheckpoint, *, optimizer: bool) -> tuple[str, ...]:
     """What is loaded beside tensors. Other formats save what they know, and a checkpoint may have been converted."""
     if opened.weights_only:
         return ()

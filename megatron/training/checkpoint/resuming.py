@@ -44,7 +44,7 @@ class ResumeRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint that may be loaded. step: of our own format, else None. world_size: ranks that wrote it, if known.
 
     refused: lines about newer checkpoints that are damaged. notes: what to tell of settings that differ from the checkpoint's.
@@ -86,13 +86,13 @@ def find_wanted(config: RunConfig) -> ResumeRequest | None:
     return None
 
 
-def open_wanted(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
+def open_wanted(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
     """Open and verify it, on all ranks; `CheckpointError` on all when nothing sound is there, or it is another network's."""
     if request.steps:
         opened = _open_ours(request, config, axis)
     else:
         source = _on_all_ranks(lambda: _open_foreign(request, config), axis)
-        opened = Opened(
+        opened = OpenedCheckpoint(
             source,
             request.weights_only or "run.progress" not in source.values,
             size=sum(_tensor_bytes(source, name) for name in source.formats),
@@ -129,7 +129,7 @@ def same_folder(a: str | Path, b: str | Path) -> bool:
     return Path(a).resolve() == Path(b).resolve()
 
 
-def decided(axis: Axis, action: Callable[[], Result]) -> Result:
+def decide_on_first_rank(axis: Axis, action: Callable[[], Result]) -> Result:
     """Let the first rank act; all ranks get its result, or its error."""
     result, error = None, None
     if axis.is_first:
@@ -170,7 +170,7 @@ def _resolve_path(path: str, options: CheckpointConfig, *, weights_only: bool, c
     return ResumeRequest(path, weights_only, tuple(steps), notes=tuple(newer))
 
 
-def _open_ours(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
+def _open_ours(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
     options = config.checkpoint
     try:
         saved, refused = open_valid(request.steps, axis, verified=options.verify_integrity)
@@ -182,7 +182,7 @@ def _open_ours(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opened:
             error.problems,
         ) from None
     step = SavedStep(saved.folder, saved.commit)
-    return Opened(saved, request.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
+    return OpenedCheckpoint(saved, request.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
 
 
 def _open_foreign(request: ResumeRequest, config: RunConfig) -> Source:
@@ -211,7 +211,7 @@ def _on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
     return result
 
 
-def _checked_settings(opened: Opened, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
+def _checked_settings(opened: OpenedCheckpoint, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
     """Refuse another network, another update rule and other data. Returns what to tell of the settings that differ beside."""
     settings, where, options = opened.source.settings, opened.source.where, config.checkpoint
     differences = compare(settings, config, weights_only=opened.weights_only, complete=complete)

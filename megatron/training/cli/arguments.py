@@ -121,9 +121,11 @@ def read_args(
 ) -> argparse.Namespace:
     """The namespace, where rules between flags are kept; `ConfigError` otherwise. Of files and of the machine nothing is asked."""
     args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
-    from megatron.training.cli.preflight import examine  # as above
+    from megatron.training.cli.preflight import resolve_and_examine  # as above
 
-    refuse([*args.problems, *(line for _, line in examine(from_namespace(RequestedRun, args), world_size)[1])])
+    refuse(
+        [*args.problems, *(line for _, line in resolve_and_examine(from_namespace(RequestedRun, args), world_size)[1])]
+    )
     return args
 
 
@@ -172,9 +174,9 @@ def _unknown_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
 
 def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
     """The frozen config of a namespace; `ConfigError` with every broken rule."""
-    from megatron.training.cli.preflight import examine  # as above
+    from megatron.training.cli.preflight import resolve_and_examine  # as above
 
-    config, problems = examine(from_namespace(RequestedRun, args), world_size)
+    config, problems = resolve_and_examine(from_namespace(RequestedRun, args), world_size)
     refuse(message for _, message in problems)
     return config
 

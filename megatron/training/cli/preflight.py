@@ -35,7 +35,7 @@ from megatron.core.tokenizers.build import (
     without_unused_settings,
 )
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.launch.elastic import fit
+from megatron.training.launch.elastic import fit_layout
 
 Problem = tuple[str, str]  # name of a rule, what to say
 LOCAL = ("files", "machine")  # rules whose answer can be another on another machine
@@ -61,11 +61,15 @@ def preflight(
 
     files: files that are not here are problems; otherwise notes. reads_data: the script reads the data that the flags name.
     """
-    config, problems = examine(given, world_size)
+    config, problems = resolve_and_examine(given, world_size)
     wrong = problems_of(config.tokenizer)
     problems += [("tokenizer", line) for line in wrong]
     config = dataclasses.replace(config, tokenizer=without_unused_settings(config.tokenizer))
-    notes, tokenizer, absent = list(accepted(given, device)), None, list(_missing_files(config, reads_data=reads_data))
+    notes, tokenizer, absent = (
+        list(ineffective_settings(given, device)),
+        None,
+        list(_missing_files(config, reads_data=reads_data)),
+    )
     if files and not problems:
         problems += [("files", line) for line in absent]
     elif not files:
@@ -77,7 +81,7 @@ def preflight(
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
         config = dataclasses.replace(config, model=_with_tokenizer(config, tokenizer))
-        problems += broken(config, fitted(given, world_size)[1])
+        problems += broken(config, fit_to_ranks(given, world_size)[1])
     if not problems and _depends_on_the_machine(config):
         from megatron.training.cli.device_checks import machine_problems  # needs torch, which no other answer waits for
 
@@ -94,7 +98,7 @@ def _with_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> ModelConfig:
     return dataclasses.replace(model, vision=dataclasses.replace(model.vision, image_token_index=token))
 
 
-def accepted(given: RequestedRun, device: str = "") -> Iterator[str]:
+def ineffective_settings(given: RequestedRun, device: str = "") -> Iterator[str]:
     """A sentence for each setting that is accepted and changes nothing."""
     kind = given.tokenizer.tokenizer_type
     for flag in unused_settings(given.tokenizer).values():
@@ -109,16 +113,18 @@ def accepted(given: RequestedRun, device: str = "") -> Iterator[str]:
             yield "--distributed-backend nccl: there is no GPU, so ranks talk by gloo"
 
 
-def fitted(config: RequestedRun, world_size: int) -> tuple[RequestedRun, int]:
+def fit_to_ranks(config: RequestedRun, world_size: int) -> tuple[RequestedRun, int]:
     """With --elastic, the config in a layout for these ranks, and how many of them train."""
     if not config.parallel.elastic or config.train.global_batch_size is None:
         return config, world_size
-    return fit(config, world_size, lambda config, ranks: {name for name, _ in _resolve_and_check(config, ranks)[1]})
+    return fit_layout(
+        config, world_size, lambda config, ranks: {name for name, _ in _resolve_and_check(config, ranks)[1]}
+    )
 
 
-def examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
+def resolve_and_examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """The config resolved, and (name of a rule, what to say) of all that is wrong with it."""
-    result, problems = _resolve_and_check(*fitted(config, world_size))
+    result, problems = _resolve_and_check(*fit_to_ranks(config, world_size))
     if config.parallel.elastic and config.train.global_batch_size is None:
         problems.append(
             (

@@ -61,7 +61,7 @@ class RebalancedBatches:
         documents = [
             document for _ in range(num_microbatches * axis.size) for document in documents_of(self._read_batch())
         ]
-        self.plan = divided([len(document["tokens"]) for document in documents], self.config, axis.size)
+        self.plan = divide_documents([len(document["tokens"]) for document in documents], self.config, axis.size)
         self._waiting = deque(
             self._pack_documents(share, documents) for share in self.plan.shares if share.includes(axis.rank)
         )
@@ -99,7 +99,7 @@ class RebalancedBatches:
         )
 
 
-def divided(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
+def divide_documents(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
     """Which ranks work on which documents of these lengths."""
     limit = config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"

@@ -16,7 +16,14 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samplers import FILL, collate, cyclic, digest, single, whole
+from megatron.core.datasets.samplers import (
+    FILL,
+    collate,
+    cyclic_sampler,
+    digest,
+    sequential_sampler,
+    single_pass_sampler,
+)
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.report.run_log import LogFile
 
@@ -66,14 +73,14 @@ def in_turn(
         "num_ranks": num_ranks,
     }
     if config.data.dataloader_type == "single":
-        return single(num_samples, **place)
-    return cyclic(num_samples, **place, sharded=config.data.data_sharding)
+        return sequential_sampler(num_samples, **place)
+    return cyclic_sampler(num_samples, **place, sharded=config.data.data_sharding)
 
 
 def once(config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int) -> Iterator[list[int]]:
     """The samples of one data-parallel rank's microbatches in an evaluation that sees every sample once."""
     unit = config.train.micro_batch_size * num_ranks
-    return whole(
+    return single_pass_sampler(
         num_samples,
         micro_batch_size=config.train.micro_batch_size,
         rank=rank,

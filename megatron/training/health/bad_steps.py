@@ -25,7 +25,7 @@ from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.health.failure_dump import write_failure_dump
-from megatron.training.health.failures import folder_of, name_of_rank
+from megatron.training.health.failures import failure_folder, name_of_rank
 from megatron.training.hooks import StepHooks
 from megatron.training.step import StepWork
 
@@ -126,7 +126,7 @@ class StepValidator(StepHooks):
             return False
         self.count += 1
         self.problem += self._nonfinite_ranks(work)
-        folder = folder_of(self.config)
+        folder = failure_folder(self.config)
         if folder is None:
             self.problem += "; there is no folder for the evidence (--error-dir or --save)"
         else:

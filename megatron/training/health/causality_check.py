@@ -61,7 +61,7 @@ def demand_no_leak(run: Run) -> None:
     kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
     layer_kinds = kinds(run.build, layer_rows(model))
     leaks = [
-        leak for kind in layer_kinds if (leak := leak_of(run.build, kind, length_of(run, kind), separate=separate))
+        leak for kind in layer_kinds if (leak := find_leak(run.build, kind, probe_length(run, kind), separate=separate))
     ]
     # All ranks hear of every rank's leaks, so that all refuse together.
     problems = [leak for some in collectives.gather_objects(leaks, mesh.world) for leak in some]
@@ -88,7 +88,7 @@ def kinds(build: Build, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
     return list(rows.values())
 
 
-def length_of(run: Run, kind: AttentionKind) -> int:
+def probe_length(run: Run, kind: AttentionKind) -> int:
     """Tokens of a probe: enough to look past both ends of a window, and that a kernel for short windows is at work."""
     reach = 0 if kind.window is None else max(0, *kind.window)
     unit = 2 * run.mesh.cp.size
@@ -97,7 +97,7 @@ def length_of(run: Run, kind: AttentionKind) -> int:
 
 
 @torch.no_grad()
-def leak_of(build: Build, kind: AttentionKind, length: int, *, separate: bool) -> str:
+def find_leak(build: Build, kind: AttentionKind, length: int, *, separate: bool) -> str:
     """What leaks in layers of this kind, seen from this rank; nothing if all is well."""
     documents = (torch.arange(length) // max(1, length * 3 // 10))[
         None

@@ -3,7 +3,7 @@
     rank 5 on node gpu07, in training, iteration 120, forward of stage 1, microbatch 3, at transformer/moe.py:31 in route:
     ValueError: ...
 
-The file, rank00005.txt in the folder of `folder_of`, also holds the traceback, the last collectives and, if the rank
+The file, rank00005.txt in the folder of `failure_folder`, also holds the traceback, the last collectives and, if the rank
 hung, the stacks of its threads. A run that starts again appends.
 """
 
@@ -26,7 +26,7 @@ from megatron.training.run import Run
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", os.path.dirname(os.__file__) + "/")
 
 
-def folder_of(config: RunConfig) -> Path | None:
+def failure_folder(config: RunConfig) -> Path | None:
     """Where a failing run leaves its evidence (`--error-dir`); None for nowhere."""
     if config.faults.error_dir:
         return Path(config.faults.error_dir)
@@ -38,7 +38,7 @@ def name_of_rank(rank: int) -> str:
     return f"rank {rank} on node {socket.gethostname()}"
 
 
-def origin(error: BaseException) -> str:
+def error_origin(error: BaseException) -> str:
     """File, line and function that raised: the innermost that belongs to no library; "" where that is not known."""
     frames = traceback.extract_tb(error.__traceback__)
     frames_of_ours = [frame for frame in frames if not any(word in frame.filename for word in _LIBRARIES)] or frames
@@ -49,7 +49,7 @@ def origin(error: BaseException) -> str:
     )
 
 
-def described(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in words, with the notes that it carries."""
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
@@ -63,7 +63,7 @@ def stacks() -> str:
     )
 
 
-def leave(folder: Path | None, rank: int, text: str) -> None:
+def append_failure_file(folder: Path | None, rank: int, text: str) -> None:
     """Append to this rank's file. A file that cannot be written changes nothing about the failure."""
     if folder is None:
         return
@@ -75,23 +75,23 @@ def leave(folder: Path | None, rank: int, text: str) -> None:
         sys.stderr.write(f"{folder} cannot be written: {error.strerror}\n")
 
 
-def collectives_of(flight_recorder: FlightRecorder, count: int = 16) -> str:
+def last_collectives(flight_recorder: FlightRecorder, count: int = 16) -> str:
     """The last collectives, one a line."""
     return "\n".join(["last collectives, the newest first:", *(f"  {words}" for words in flight_recorder.last(count))])
 
 
 @contextmanager
-def locating(run: Run) -> Iterator[None]:
+def with_location(run: Run) -> Iterator[None]:
     """An error that leaves here carries where this rank was, and is in its file."""
     try:
         yield
     except Exception as error:
         rank, flight_recorder = run.mesh.world.rank, run.mesh.flight_recorder
-        place = origin(error)
+        place = error_origin(error)
         error.add_note(f"on {name_of_rank(rank)}, in {flight_recorder.where()}{f', at {place}' if place else ''}")
-        leave(
-            folder_of(run.config),
+        append_failure_file(
+            failure_folder(run.config),
             rank,
-            f"{described(error)}\n{''.join(traceback.format_exception(error))}{collectives_of(flight_recorder)}",
+            f"{error_text(error)}\n{''.join(traceback.format_exception(error))}{last_collectives(flight_recorder)}",
         )
         raise

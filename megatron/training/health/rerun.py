@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
-from megatron.training.checkpoint.resuming import decided
+from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStep, StepValidator, mean_losses
 from megatron.training.hooks import StepHooks
@@ -120,7 +120,7 @@ class StepRerun(StepHooks):
         self.goes_on = faults.on_bad_step in ("skip", "rollback")
         self.file = Path(save) / FILE if save else None
         trainer.add_hook(self)
-        self.known = decided(self.mesh.world, lambda: Diagnosis.read(self.file) if self.file else None)
+        self.known = decide_on_first_rank(self.mesh.world, lambda: Diagnosis.read(self.file) if self.file else None)
         if (
             self.known is not None
             and not self.known.classification
@@ -128,7 +128,7 @@ class StepRerun(StepHooks):
         ):
             self.known = None  # this run does not go on from the state that was saved for it
         tracker = faults.result_rejected_tracker_filename
-        self.skipped = decided(self.mesh.world, lambda: rejected_iterations(tracker) if tracker else set())
+        self.skipped = decide_on_first_rank(self.mesh.world, lambda: rejected_iterations(tracker) if tracker else set())
         self.variation: dict[
             str, list[float]
         ] = {}  # name of a number -> [pairs compared, of them equal, largest difference]
@@ -308,7 +308,7 @@ class StepRerun(StepHooks):
         self._say_and_record(diagnosis, message)
         self.known = diagnosis
         if (file := self.file) is not None:
-            decided(self.mesh.world, lambda: diagnosis.write(file))
+            decide_on_first_rank(self.mesh.world, lambda: diagnosis.write(file))
         if self.goes_on:
             return step
         self._restore(before)

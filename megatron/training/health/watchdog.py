@@ -26,7 +26,13 @@ from dataclasses import dataclass
 
 from torch import distributed as dist
 
-from megatron.training.health.failures import collectives_of, folder_of, leave, name_of_rank, stacks
+from megatron.training.health.failures import (
+    append_failure_file,
+    failure_folder,
+    last_collectives,
+    name_of_rank,
+    stacks,
+)
 from megatron.training.launch.launch_info import LaunchInfo, launcher_place
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
 from megatron.training.run import Run
@@ -166,8 +172,8 @@ class HangDetector:
         """Answer the roll, and leave the stacks of this rank."""
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._status_json())
-        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{collectives_of(self.flight_recorder)}\n{stacks()}"
-        leave(folder_of(self.run.config), self.place.rank, text)
+        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{last_collectives(self.flight_recorder)}\n{stacks()}"
+        append_failure_file(failure_folder(self.run.config), self.place.rank, text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
@@ -208,7 +214,7 @@ class HangDetector:
                 else "all ranks stand still, and none waits for another"
             )
         )
-        leave(folder_of(self.run.config), self.place.rank, "\n  ".join([head, *lines]))
+        append_failure_file(failure_folder(self.run.config), self.place.rank, "\n  ".join([head, *lines]))
         awaited_first = sorted(range(len(lines)), key=lambda rank: rank not in awaited)[:_SHOWN]
         text = "\n  ".join([head, *(lines[rank] for rank in sorted(awaited_first))])
         sys.stderr.write(f"HANG: {text}\n")

@@ -38,7 +38,7 @@ _OF_PIPELINE = (
 _OF_CONTEXT = ("hierarchical_context_parallel_sizes",)
 
 
-def fit(config: RequestedRun, world_size: int, problems: Problems) -> tuple[RequestedRun, int]:
+def fit_layout(config: RequestedRun, world_size: int, problems: Problems) -> tuple[RequestedRun, int]:
     """The config in the layout for these ranks, and how many of them train. As it was where no layout keeps the rules.
 
     Rules that are broken whatever the layout is stay broken: they are no reason to look further.

@@ -59,7 +59,7 @@ class RendezvousStore:
         """
         name = self._prefix + key
         content = self._query_store(lambda store: store.get(name) if store.check([name]) else None, None)
-        return None if content is None else printable(content)
+        return None if content is None else printable_text(content)
 
     def write(self, key: str, text: str) -> None:
         """Put a text there."""
@@ -79,7 +79,7 @@ class RendezvousStore:
         return answer
 
 
-def printable(content: bytes) -> str:
+def printable_text(content: bytes) -> str:
     """Bytes of unknown origin as a text that a terminal can be given."""
     text = content[:_LONGEST].decode("utf-8", errors="replace")
     return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)

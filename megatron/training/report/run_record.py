@@ -46,7 +46,7 @@ def run_log_path(log: LogConfig, save: str | None) -> Path | None:
 
 
 @contextmanager
-def recorded(run: Run) -> Iterator[None]:
+def record_run(run: Run) -> Iterator[None]:
     """Record what the run is given now, and at the end the error that ended it, if one did. All ranks call it together."""
     machines = collectives.gather_objects((socket.gethostname(), device_name(run.mesh.device)), run.mesh.world)
     if run.run_log.is_kept:

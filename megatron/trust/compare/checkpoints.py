@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.parallel.boxes import Box
-from megatron.trust.compare.contents import fits
+from megatron.trust.compare.contents import matches_pattern
 
 _BLOCK = 1 << 22  # elements compared at a time
 
@@ -36,7 +36,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class ElementDifference:
     """An element: its index in the global tensor, and both values."""
 
     index: tuple[int, ...]
@@ -48,7 +48,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class TensorDifference:
     """How two tensors differ. count: of elements that do. relative_norm: |a - b| / |b| over all elements, inf for b = 0.
 
     largest: where |a - b| is largest; where one of both is not a number, that counts as infinite.
@@ -56,8 +56,8 @@ class Gap:
 
     count: int
     elements: int
-    first: Spot
-    largest: Spot
+    first: ElementDifference
+    largest: ElementDifference
     relative_norm: float
 
     def __str__(self) -> str:
@@ -74,13 +74,13 @@ class Difference:
 
     name: str
     what: str
-    gap: Gap | None = None
+    gap: TensorDifference | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}"
 
 
-def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> Gap | None:
+def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> TensorDifference | None:
     """Return how two tensors of one shape (any shape) differ; None where they do not."""
     return _compare_blocks(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
 
@@ -100,7 +100,7 @@ def compare_sources(
     of `a` that were compared. What the runs were told (`run.config`) is for `settings_differences`.
     """
     names = dict.fromkeys([*a.formats, *b.formats])
-    for name in (name for name in names if fits(name, patterns)):
+    for name in (name for name in names if matches_pattern(name, patterns)):
         mine, theirs = a.formats.get(name), b.formats.get(name)
         if mine is None or theirs is None:
             yield Difference(name, f"only in {b.where if mine is None else a.where}")
@@ -115,7 +115,7 @@ def compare_sources(
             yield Difference(name, str(gap), gap)
         advance(math.prod(mine.shape) * mine.dtype.itemsize)
     for name in dict.fromkeys([*a.values, *b.values]):
-        if fits(name, patterns) and name != "run.config" and a.values.get(name) != b.values.get(name):
+        if matches_pattern(name, patterns) and name != "run.config" and a.values.get(name) != b.values.get(name):
             yield Difference(name, value_differences(a.values.get(name), b.values.get(name)))
 
 
@@ -143,7 +143,7 @@ def _read_both(a: Source, b: Source, name: str, box: Box) -> tuple[Tensor, Tenso
 
 def _compare_blocks(
     shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance
-) -> Gap | None:
+) -> TensorDifference | None:
     differences = [block for box in blocks(shape) if (block := _compare_block(box, *read(box), tolerance)) is not None]
     if not differences:
         return None
@@ -151,7 +151,9 @@ def _compare_blocks(
     square = sum(_sum_of_squares(read(box)[1]) for box in blocks(shape))
     norm = math.sqrt(sum(block.square for block in differences) / square) if square else math.inf
     largest = max(differences, key=lambda block: block.size).largest
-    return Gap(sum(block.count for block in differences), math.prod(shape), differences[0].first, largest, norm)
+    return TensorDifference(
+        sum(block.count for block in differences), math.prod(shape), differences[0].first, largest, norm
+    )
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
@@ -170,8 +172,8 @@ class _Block:
 
     count: int
     square: float
-    first: Spot
-    largest: Spot
+    first: ElementDifference
+    largest: ElementDifference
     size: float
 
 
@@ -188,9 +190,9 @@ def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Blo
     if not bool(differs.any()):
         return None
 
-    def spot(place: int) -> Spot:
+    def spot(place: int) -> ElementDifference:
         index = [int(at) for at in torch.unravel_index(torch.tensor(place), x.shape)] if x.dim() else []
-        return Spot(
+        return ElementDifference(
             tuple(at + low for at, low in zip(index, box.offset, strict=True)),
             a.flatten()[place].item(),
             b.flatten()[place].item(),

@@ -38,7 +38,7 @@ class BoxPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor. dtype: safetensors' word. size: bytes. places: empty where a format does not say."""
 
     name: str
@@ -62,7 +62,7 @@ class Contents:
     iteration: int | None
     world_size: int | None
     files: Mapping[str, int]
-    tensors: tuple[Entry, ...]
+    tensors: tuple[TensorEntry, ...]
     values: Mapping[str, Any]
     settings: Mapping[str, Any]
 
@@ -75,21 +75,21 @@ class Contents:
         """Group of names -> tensors, elements, bytes."""
         totals: dict[str, tuple[int, int, int]] = {}
         for one in self.tensors:
-            count, elements, size = totals.get(group_of(one.name), (0, 0, 0))
-            totals[group_of(one.name)] = count + 1, elements + one.elements, size + one.size
+            count, elements, size = totals.get(tensor_group(one.name), (0, 0, 0))
+            totals[tensor_group(one.name)] = count + 1, elements + one.elements, size + one.size
         return dict(sorted(totals.items()))
 
-    def matching(self, patterns: Sequence[str]) -> list[Entry]:
+    def matching(self, patterns: Sequence[str]) -> list[TensorEntry]:
         """The tensors whose names fit one of the patterns (`model.*.weight`); all where there are none."""
-        return [one for one in self.tensors if fits(one.name, patterns)]
+        return [one for one in self.tensors if matches_pattern(one.name, patterns)]
 
 
-def fits(name: str, patterns: Sequence[str]) -> bool:
+def matches_pattern(name: str, patterns: Sequence[str]) -> bool:
     """Whether a name fits one of the shell-like patterns; any name does where there are none."""
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def group_of(name: str) -> str:
+def tensor_group(name: str) -> str:
     """What a tensor belongs to: `model`, a slot of the optimizer, the random streams."""
     parts = name.split(".")
     return parts[0] if parts[0] == "model" else ".".join(parts[:2])
@@ -109,7 +109,7 @@ def own_contents(folder: Path) -> Contents:
     description, commit = describe(folder), read_commit(folder)
     manifest = parse_manifest(read_committed(folder, MANIFEST, commit.manifest))
     tensors = tuple(
-        Entry(
+        TensorEntry(
             name,
             one.dtype,
             one.shape,
@@ -150,7 +150,7 @@ def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
         "files": dict(contents.files),
         "groups": groups,
         "tensors": tensors,
-        "values": {name: value for name, value in contents.values.items() if fits(name, patterns)},
+        "values": {name: value for name, value in contents.values.items() if matches_pattern(name, patterns)},
         "settings": dict(contents.settings),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.dist_checkpointing.saved import WORDS
 from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
-from megatron.trust.compare.contents import Contents, Entry
+from megatron.trust.compare.contents import Contents, TensorEntry
 
 
 def foreign_contents(path: str, step: int | None) -> Contents:
@@ -12,8 +12,8 @@ def foreign_contents(path: str, step: int | None) -> Contents:
     source, files = open_checkpoint(path, step), find_foreign(path, step)
     tensors = []
     for name, one in source.formats.items():
-        entry = Entry(name, WORDS.get(one.dtype, str(one.dtype)), tuple(one.shape), one.dtype.itemsize)
-        tensors.append(Entry(name, entry.dtype, entry.shape, entry.elements * one.dtype.itemsize))
+        entry = TensorEntry(name, WORDS.get(one.dtype, str(one.dtype)), tuple(one.shape), one.dtype.itemsize)
+        tensors.append(TensorEntry(name, entry.dtype, entry.shape, entry.elements * one.dtype.itemsize))
     iteration = source.values.get("run.progress", {}).get("iteration")
     return Contents(
         source.where,

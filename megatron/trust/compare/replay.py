@@ -46,7 +46,7 @@ from megatron.training.trainer import ForwardStep, ModelProvider, Trainer, build
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class BadValue:
     """A value that is not finite, or too large. where: of the network; when: action of the step; cause: what went in."""
 
     what: str
@@ -62,14 +62,14 @@ class Sight:
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayResult:
     """What a replay found. first: of outputs and of gradients; largest: module -> largest absolute output."""
 
     facts: dict[str, Any]
     losses: dict[str, float]
     norm: float
     notes: list[str]
-    first: dict[str, Sight] = field(default_factory=dict)
+    first: dict[str, BadValue] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     bad_weights: list[str] = field(default_factory=list)
     bad_gradients: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Replayed:
 class Observer:
     """Looks at what every module gives and at the gradients that come back. bound: larger values count as trouble."""
 
-    def __init__(self, trainer: Trainer, replayed: Replayed, bound: float) -> None:
+    def __init__(self, trainer: Trainer, replayed: ReplayResult, bound: float) -> None:
         self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, replayed, bound
         for stage in trainer.stages:
             for name, module in stage.named_modules():
@@ -106,7 +106,7 @@ class Observer:
             known = self._found.largest.get(name, 0.0)
             self._found.largest[name] = known if known >= largest else largest
             if not largest <= self._bound and "output" not in self._found.first:
-                self._found.first["output"] = Sight(
+                self._found.first["output"] = BadValue(
                     "an output", name, self._current_action(), largest, self._cause_text(module, inputs)
                 )
             if tensor.requires_grad:
@@ -115,7 +115,7 @@ class Observer:
     def _look_back(self, name: str, gradient: Tensor) -> None:
         largest = _largest_absolute(gradient)
         if not largest <= self._bound and "gradient" not in self._found.first:
-            self._found.first["gradient"] = Sight(
+            self._found.first["gradient"] = BadValue(
                 "the gradient that comes back to the output", name, self._current_action(), largest
             )
 
@@ -141,7 +141,7 @@ def replay(
     *,
     weights: Path | None = None,
     bound: float = float("inf"),
-) -> Replayed:
+) -> ReplayResult:
     """Repeat the step of a failure dump. weights: a checkpoint to take instead of the failure dump's own or the one that it names.
 
     bound: absolute values from here on count as trouble, not only those that are not finite. Raises `ConfigError` when the
@@ -157,7 +157,7 @@ def replay(
     config, notes = _single_process_config(facts)
     trainer = _build_trainer(config, facts, providers[config.model.architecture])
     notes += _load_weights(trainer, _weights_folder(folder, facts, weights), facts)
-    replayed = Replayed(facts, {}, 0.0, notes)
+    replayed = ReplayResult(facts, {}, 0.0, notes)
     replayed.bad_weights = [
         spec_of(param).name
         for stage in trainer.stages

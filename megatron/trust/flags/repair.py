@@ -30,7 +30,7 @@ from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfi
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, TrainConfig
-from megatron.training.cli.preflight import Preflight, examine, fitted, preflight
+from megatron.training.cli.preflight import Preflight, fit_to_ranks, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -217,7 +217,7 @@ class RequestedSetup:
 
     def as_started(self) -> RequestedSetup:
         """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
-        config, ranks = fitted(self.config, self.world_size)
+        config, ranks = fit_to_ranks(self.config, self.world_size)
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
         return dataclasses.replace(self, config=config, world_size=ranks)
 
@@ -229,7 +229,7 @@ class RequestedSetup:
         """Every rule that is broken, a line each."""
         if self.world_size < 1:
             return (BrokenRule("world-size", f"{self.world_size} ranks: there must be at least 1"),)
-        problems = self.validated().problems if self.whole else examine(self.config, self.world_size)[1]
+        problems = self.validated().problems if self.whole else resolve_and_examine(self.config, self.world_size)[1]
         return tuple(BrokenRule(rule, line.strip()) for rule, message in problems for line in message.splitlines())
 
 
@@ -306,10 +306,10 @@ class _Search:
         return self.setting.with_values({name: edit.after for name, edit in done.items()})
 
     def _editable_flags(self, one: BrokenRule) -> list[str]:
-        return [name for name in named(one, self.setting) if name not in self.fixed]
+        return [name for name in flags_of_rule(one, self.setting) if name not in self.fixed]
 
 
-def named(one: BrokenRule, setting: RequestedSetup) -> list[str]:
+def flags_of_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
     """The flags that a rule speaks of when it is broken, by their fields; for a size that was not given, what it follows from."""
     names: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
@@ -329,7 +329,7 @@ def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[Flag
         setting.value(name),
         {float(text) for text in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.])", one.says)},
     )
-    for other in named(one, setting):
+    for other in flags_of_rule(one, setting):
         value = setting.value(other)
         numbers |= {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
     flag = _declared_flags()[name]

@@ -97,7 +97,7 @@ class ShortRun:
     steps: tuple[ShortStep, ...]
 
 
-def run_of(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
+def make_run(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
     """A run on this process's ranks (or alone). The config is resolved and has a vocabulary."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single(device) if alone else Mesh.build(config.parallel, device)
@@ -200,11 +200,11 @@ def _with_padding(
 def batches(run: Run, iteration: int) -> Iterator[Batch]:
     """This rank's microbatches of an iteration, in the order of the single sampler; those of all ranks regrouped, if asked."""
     if run.config.parallel.hybrid_context_parallel:
-        return RebalancedBatches(rows(run, iteration, Axis("dp")), run.mesh, run.config)
-    return rows(run, iteration, run.mesh.dp)
+        return RebalancedBatches(rank_microbatches(run, iteration, Axis("dp")), run.mesh, run.config)
+    return rank_microbatches(run, iteration, run.mesh.dp)
 
 
-def rows(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
+def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
     """The microbatches of one rank of a data axis."""
     whole, train, data = samples(run.config, iteration), run.config.train, run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
@@ -247,7 +247,7 @@ def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfi
 
     finetuning: the task of a run of finetune.py; left out, language modeling.
     """
-    run, provider = run_of(config), PROVIDERS[config.model.architecture]
+    run, provider = make_run(config), PROVIDERS[config.model.architecture]
     watch = _Watch(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
     step: ForwardStep = provider.forward_step if task is None else PreferenceStep(task)
@@ -300,7 +300,7 @@ def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients, answers: B
             step.losses[name] = total / count if count else 0.0
     assert made.grad_norm is not None, "a training step has the norm of its gradient"
     step.norm = float(made.grad_norm)
-    step.weights = owned(trainer, [segment.data for segment in trainer.optimizer.segments])
+    step.weights = owned_by_parameter(trainer, [segment.data for segment in trainer.optimizer.segments])
     return step
 
 
@@ -320,10 +320,10 @@ def gradients_of(trainer: Trainer) -> Tree:
     """What this rank owns of the gradient, once data-parallel ranks agree; the step's own sums are still to come."""
     segments = [replace(segment, grad=segment.grad.clone()) for segment in trainer.optimizer.segments]
     finalize(segments, trainer.run.mesh)
-    return owned(trainer, [segment.grad for segment in segments])
+    return owned_by_parameter(trainer, [segment.grad for segment in segments])
 
 
-def owned(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
+def owned_by_parameter(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
     """Return copies of what belongs to the parameters that this rank owns, by name.
 
     values: [elements] for each of its segments.

@@ -72,7 +72,7 @@ class Hardware:
 
     def matmul_seconds(self, flops: float, dtype: str) -> float:
         """Return the seconds of one matrix product."""
-        return flops / (self.flops(dtype) * between(self.matmul, flops)) if flops else 0.0
+        return flops / (self.flops(dtype) * interpolate_share(self.matmul, flops)) if flops else 0.0
 
     def attention_seconds(self, flops: float, dtype: str, *, backward: bool) -> float:
         """Return the seconds of one attention kernel. flops: of the keys that are attended to."""
@@ -91,7 +91,7 @@ class Hardware:
         return Link(min(self.inside.rate, together * self.network.rate), self.network.latency)
 
 
-def between(points: Sequence[tuple[float, float]], size: float) -> float:
+def interpolate_share(points: Sequence[tuple[float, float]], size: float) -> float:
     """Interpolate a share linearly over the logarithm of the size; outside of the table, the end values."""
     if size <= points[0][0]:
         return points[0][1]

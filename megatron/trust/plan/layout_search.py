@@ -21,7 +21,7 @@ from typing import Any
 from megatron.core.config.flags import spelling
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import AnalyticEstimate, analytic_estimate, with_vocabulary
 from megatron.trust.plan.cost import StepTime
@@ -133,7 +133,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Fits:
+class FittingLayout:
     """A layout that fits. needs: bytes of its fullest rank. planned: whether a dry run confirmed it."""
 
     layout: Layout
@@ -147,7 +147,7 @@ class Fits:
 class LayoutRanking:
     """Result of a search, the fastest layout first. complete: nothing was skipped for lack of time."""
 
-    fits: list[Fits] = field(default_factory=list)
+    fits: list[FittingLayout] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     tried: int = 0
     complete: bool = True
@@ -162,7 +162,7 @@ def divisors(value: int, most: int) -> list[int]:
     return [size for size in range(1, min(value, most) + 1) if value % size == 0]
 
 
-def shapes(setting: RequestedSetup, node: int) -> Iterator[Layout]:
+def rank_divisions(setting: RequestedSetup, node: int) -> Iterator[Layout]:
     """Yield every division of the ranks, with micro batch 0 and nothing else set. node: largest tensor size, which needs fast links."""
     model, train, ranks = setting.config.model, setting.config.train, setting.world_size
     layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
@@ -209,7 +209,7 @@ def search(
 ) -> LayoutRanking:
     """Search all layouts of a setting. planner: makes a dry run; None: formulas only. plans: number of dry runs. seconds: time limit."""
     started, ranking = time.monotonic(), LayoutRanking()
-    divisions = list(shapes(setting, hardware.node))
+    divisions = list(rank_divisions(setting, hardware.node))
     for done, shape in enumerate(divisions):
         progress(done, len(divisions), "rules and formulas")
         if time.monotonic() - started > seconds * (0.6 if planner else 1.0):
@@ -225,7 +225,7 @@ def search(
     return ranking
 
 
-def _sort_key(one: Fits) -> tuple[bool, float, float]:
+def _sort_key(one: FittingLayout) -> tuple[bool, float, float]:
     """Sort key: layouts with a dry run first, then by time, then by memory."""
     return not one.planned, round(one.time.seconds, 9), one.needs
 
@@ -291,7 +291,7 @@ def _keep_pareto_variants(
 ) -> None:
     """Keep those variants of one layout that fit and that no other variant beats in both time and memory."""
     ranking.tried += len(drawn)
-    fitting: list[Fits] = []
+    fitting: list[FittingLayout] = []
     for layout, config, one in sorted(drawn, key=lambda row: (row[2].time.seconds, row[2].needs)):
         if one.needs > hardware.budget():
             ranking.rejected.append(Rejected(layout, ("memory",), (_too_much(one.needs, hardware, one.position),)))
@@ -304,14 +304,14 @@ def _keep_pareto_variants(
                 )
             )
         else:
-            fitting.append(Fits(layout, config, one.needs, one.time))
+            fitting.append(FittingLayout(layout, config, one.needs, one.time))
     ranking.fits += fitting
 
 
 def _resolve_layout(setting: RequestedSetup, layout: Layout, ranking: LayoutRanking) -> RunConfig | None:
     """Return the resolved config of a layout; None if rules forbid it, which is noted in the ranking."""
     given = setting.with_values(layout.values(setting))
-    config, problems = examine(given.config, setting.world_size)
+    config, problems = resolve_and_examine(given.config, setting.world_size)
     if not problems:
         return config
     ranking.tried += 1

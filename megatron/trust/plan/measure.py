@@ -45,7 +45,7 @@ def measured(say: Say) -> Hardware | None:
     hardware = _measure_process(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
     dist.init_process_group(backend_of(device))
     try:
-        hardware = links(hardware, device, say if is_first else _say_nothing)
+        hardware = measure_links(hardware, device, say if is_first else _say_nothing)
     finally:
         dist.destroy_process_group()
     return hardware if is_first else None
@@ -79,12 +79,12 @@ def _measure_process(device: torch.device, say: Say) -> Hardware:
         memory=memory,
         memory_rate=copied,
         launch=launch,
-        sleep=lateness(),
+        sleep=timer_lateness(),
         source=f"measured on {device.type}",
     )
 
 
-def links(base: Hardware, device: torch.device, say: Say) -> Hardware:
+def measure_links(base: Hardware, device: torch.device, say: Say) -> Hardware:
     """Return the profile with measured links between this job's ranks. All ranks call it."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
@@ -93,11 +93,11 @@ def links(base: Hardware, device: torch.device, say: Say) -> Hardware:
     inside = network = None
     size = 2
     while size <= len(node):
-        inside = link(node[:size], device)
+        inside = measure_link(node[:size], device)
         say(f"inside a node, {size} ranks: {inside.rate / 1e9:.3g} GB/s, {inside.latency * 1e6:.3g} us")
         size *= 2
     if len(first) > 1:
-        network = link(first, device)
+        network = measure_link(first, device)
         say(f"between {len(first)} nodes: {network.rate / 1e9:.3g} GB/s, {network.latency * 1e6:.3g} us")
     return replace(
         base,
@@ -107,7 +107,7 @@ def links(base: Hardware, device: torch.device, say: Say) -> Hardware:
     )
 
 
-def link(ranks: Sequence[int], device: torch.device) -> Link:
+def measure_link(ranks: Sequence[int], device: torch.device) -> Link:
     """Measure the link between these ranks. All ranks of the job call it and get it."""
     group, n = dist.new_group(list(ranks)), len(ranks)
     seconds = [0.0, 0.0]
@@ -118,10 +118,10 @@ def link(ranks: Sequence[int], device: torch.device) -> Link:
     shared = [seconds]
     dist.broadcast_object_list(shared, ranks[0])
     small, large = shared[0]
-    return link_of(small, large, n)
+    return link_from_times(small, large, n)
 
 
-def link_of(small: float, large: float, n: int) -> Link:
+def link_from_times(small: float, large: float, n: int) -> Link:
     """Compute a link from the seconds in which n ranks reduce SMALL and LARGE elements.
 
     On a busy machine the small one can take most of the large one's time, and their difference is noise; the rate is then that of the large one alone.
@@ -130,7 +130,7 @@ def link_of(small: float, large: float, n: int) -> Link:
     return Link(2 * (n - 1) / n * 4 * LARGE / max(left, 1e-9), max(small / (2 * (n - 1)), 1e-7))
 
 
-def lateness(pause: float = 0.005, rounds: int = 20) -> float:
+def timer_lateness(pause: float = 0.005, rounds: int = 20) -> float:
     """Return by how many seconds a pause of the process ends late: the median of some rounds."""
     seconds = []
     for _ in range(rounds):

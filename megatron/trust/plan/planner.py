@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import analytic_estimate, with_vocabulary
 from megatron.trust.plan.cost import Cost, cost
@@ -84,7 +84,7 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRun
     return RunPlan(run, cost(run, hardware), hardware, time.monotonic() - started)
 
 
-def advised(
+def with_advice(
     planned: RunPlan, setting: RequestedSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
 ) -> RunPlan:
     """Add changes that save memory to the plan of a setting that does not fit: each is simulated, alone and then combined until the run fits.
@@ -162,7 +162,7 @@ class _Trial:
     def of(self, words: str, values: Mapping[str, Any]) -> Advice | None:
         """Simulate a change; None if rules forbid it."""
         ranks, before, hardware = self.setting.world_size, self.planned.run, self.planned.hardware
-        config, problems = examine(self.setting.with_values(values).config, ranks)
+        config, problems = resolve_and_examine(self.setting.with_values(values).config, ranks)
         if problems:
             return None
         config = with_vocabulary(config, self.true_vocab_size)
@@ -178,7 +178,7 @@ class _Trial:
         return Advice(words, peak, before.worst.peak - peak, times[1] / times[0] - 1.0, peak <= hardware.budget())
 
 
-def why(run: DryRun) -> list[str]:
+def explain_peak(run: DryRun) -> list[str]:
     """Explain why the fullest rank is the fullest: what it holds more of than the emptiest one, and which part of the layout causes that."""
     worst, least = run.worst, min(run.traces, key=lambda trace: trace.peak)
     if worst.peak - least.peak < 0.001 * worst.peak:
@@ -192,7 +192,7 @@ def why(run: DryRun) -> list[str]:
     reasons = [
         f"rank {worst.rank} holds {bytes_text(worst.peak - least.peak)} more than rank {least.rank}: " + ", ".join(more)
     ]
-    facts = [(holds(run, trace), in_flight(run, trace)) for trace in (worst, least)]
+    facts = [(stage_contents(run, trace), in_flight(run, trace)) for trace in (worst, least)]
     if facts[0] != facts[1]:
         for trace, (what, alive) in zip((worst, least), facts):
             waiting = (
@@ -206,7 +206,7 @@ def why(run: DryRun) -> list[str]:
     return reasons
 
 
-def holds(run: DryRun, trace: Trace) -> str:
+def stage_contents(run: DryRun, trace: Trace) -> str:
     """Name what a rank's stages hold besides layers."""
     stages = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
     has = [

@@ -20,7 +20,7 @@ from megatron.core.models.describe import count_parameters
 from megatron.core.pipeline_parallel.schedules import num_stages
 from megatron.trust.plan.cost import FUSED
 from megatron.trust.plan.layout_search import LayoutRanking
-from megatron.trust.plan.planner import RunPlan, holds, why
+from megatron.trust.plan.planner import RunPlan, explain_peak, stage_contents
 from megatron.trust.simulate.trace import KINDS, DryRun, MemoryByKind, Trace
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 
@@ -41,7 +41,7 @@ def text(planned: RunPlan) -> str:
         + (f", {summit.module}" if summit.module else "")
         + (f", {summit.where}" if summit.where else ""),
     ]
-    lines += [f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(why(run))]
+    lines += [f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(explain_peak(run))]
     parts = [
         f"{part} {seconds / time.seconds:.0%}"
         for part, seconds in time.parts.items()
@@ -119,7 +119,7 @@ def plain(planned: RunPlan) -> dict[str, Any]:
         "budget": hardware.budget(),
         "world_size": run.world_size,
         "worst_rank": run.worst.rank,
-        "why": why(run),
+        "why": explain_peak(run),
         "notes": notes(run),
         "ranks": ranks,
         "microbatches": run.whole_microbatches,
@@ -171,7 +171,7 @@ def page(planned: RunPlan, command: Sequence[str]) -> str:
         conclusion=html.escape(conclusion(planned)),
         headline=html.escape(headline(run)),
         memory=_html_table(_memory_rows(planned, most=DRAWN_ROWS)),
-        why="".join(f"<li>{html.escape(line)}</li>" for line in (*why(run), *notes(run))),
+        why="".join(f"<li>{html.escape(line)}</li>" for line in (*explain_peak(run), *notes(run))),
         figures=figures,
         keys=keys,
         schedule=schedule_picture(planned),
@@ -337,7 +337,7 @@ def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     for trace, count in sorted(fullest[:most], key=lambda pair: pair[0].rank):
         held = [f"{size / unit:.2f}" for size in _bytes_by_kind(trace.at_peak)]
         mark = " <- fullest" if trace is fullest[0][0] and len(fullest) > 1 else ""
-        has = holds(run, trace).replace("the ", "").replace(" and ", "+")
+        has = stage_contents(run, trace).replace("the ", "").replace(" and ", "+")
         stage = f"pp {trace.place.get('pp', 0)}" + (f" {has}" if has else "") + f", rank {trace.rank}"
         rows.append([stage, f"{count:,}", f"{trace.peak / unit:.2f}", *held[:-1], held[-1] + mark])
     if len(fullest) > most:

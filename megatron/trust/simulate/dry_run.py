@@ -104,7 +104,7 @@ class _ForwardingFlightRecorder(FlightRecorder):
 def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     """Build a trainer as every run does, with a flight recorder that reports to `recorder`."""
     shared: dict[str, Any] = {"flight_recorder": _ForwardingFlightRecorder(recorder), "overlap": Overlap()}
-    axes = {name: replace(mesh.axis(name), **shared) for name in axes_of(mesh)}
+    axes = {name: replace(mesh.axis(name), **shared) for name in axis_names(mesh)}
     mesh = replace(mesh.with_axes(axes), hybrid_cp=tuple(replace(axis, **shared) for axis in mesh.hybrid_cp))
     if config.parallel.use_torch_fsdp2:
         recorder.shared = {
@@ -205,7 +205,7 @@ def dry_run(
     lists = axis_ranks(config.parallel, world_size) | hybrid_cp_ranks(config.parallel, world_size)
     count = _microbatches(config, world_size)
     enough = count if whole else _microbatches_to_peak(config, count)
-    kinds = kinds_of(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
+    kinds = rank_kinds(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
     short = _with_microbatches(config, world_size, enough)
     world = FakeTensorCache()
     try:
@@ -220,7 +220,14 @@ def dry_run(
             sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in traces
         )
     return DryRun(
-        config, world_size, traces, tuple(kinds), plan_of(config, enough), enough, plan_of(config, count), count
+        config,
+        world_size,
+        traces,
+        tuple(kinds),
+        schedule_plan(config, enough),
+        enough,
+        schedule_plan(config, count),
+        count,
     )
 
 
@@ -232,7 +239,7 @@ def _of_more(trace: Trace, known: int, count: int) -> Trace:
     )
 
 
-def kinds_of(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
+def rank_kinds(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
     """Return the ranks of a world, grouped by kind.
 
     Pipeline stages differ, and ranks with different shares of the documents. Along the other axes, the first, the last and the ranks between can
@@ -309,7 +316,7 @@ def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunCon
     return replace(config, train=train)
 
 
-def plan_of(config: RunConfig, count: int) -> Plan:
+def schedule_plan(config: RunConfig, count: int) -> Plan:
     """Return the pipeline schedule of a step of so many microbatches."""
     parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
     return with_reduction(
@@ -346,7 +353,7 @@ def _trace_in_groups(
     mesh, ranks = _mesh_of_own_groups(lists, rank)
     recorder = FakeRecorder(
         ranks,
-        choices_of(config),
+        routing_sizes(config),
         world,
         knows=config.parallel.hybrid_context_parallel,
         masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
@@ -382,20 +389,20 @@ def _can_replay_microbatches(config: RunConfig) -> bool:
 
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     """Record this rank's step on real tensors, together with all other ranks; `fake_trace` must agree with it."""
-    axes = (*map(mesh.axis, axes_of(mesh)), *mesh.hybrid_cp)
+    axes = (*map(mesh.axis, axis_names(mesh)), *mesh.hybrid_cp)
     recorder = Recorder(
-        {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, choices_of(config)
+        {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, routing_sizes(config)
     )
     with _without_collector(), recorder, recorder.patched():
         return record_step(make_trainer(config, mesh, recorder), recorder)
 
 
-def axes_of(mesh: Mesh) -> list[str]:
+def axis_names(mesh: Mesh) -> list[str]:
     """Return the names of a mesh's axes, in the order in which their groups are made."""
     return [field.name for field in fields(Mesh) if isinstance(getattr(mesh, field.name), Axis)]
 
 
-def choices_of(config: RunConfig) -> tuple[int, int] | None:
+def routing_sizes(config: RunConfig) -> tuple[int, int] | None:
     """Return (number of experts, experts chosen by a token), or None without experts."""
     moe = config.model.moe
     return (moe.num_experts, moe.moe_router_topk) if moe.num_experts else None
@@ -438,7 +445,7 @@ def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, d
         ranks[made[axis.ranks].group_name] = axis.ranks
         return replace(axis, group=made[axis.ranks])
 
-    for name in axes_of(mesh):
+    for name in axis_names(mesh):
         if name == "pp_backward":  # as in Mesh.build
             made.clear()
         axes[name] = grouped(mesh.axis(name))

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.context_parallel.planner import ranks_needed
 from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import RebalancedBatches, divided
+from megatron.training.data.rebalance import RebalancedBatches, divide_documents
 from megatron.training.data.sample_order import needs_text
 from megatron.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list
         for _ in range(config.train.micro_batch_size)
         for length in document_lengths(config, number)
     ]
-    shares = divided(lengths, config, ranks).shares
+    shares = divide_documents(lengths, config, ranks).shares
     return [
         [
             (share.size, place - share.first, sum(lengths[number] for number in share.sequences))

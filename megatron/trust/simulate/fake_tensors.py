@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.trust.simulate.recorder import OpFacts, Recorder, facts_of, tensors_of
+from megatron.trust.simulate.recorder import OpFacts, Recorder, op_facts, tensors_of
 
 aten = torch.ops.aten
 _MOST_KNOWN = 1 << 21  # elements of a tensor whose values are kept
@@ -87,7 +87,7 @@ class FakeRecorder(Recorder):
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """Derive the result of an operation from shapes; see `Recorder.perform`."""
         if func is aten._local_scalar_dense.default:
-            return self._known_number(args[0], where), facts_of(func, args, kwargs, None)
+            return self._known_number(args[0], where), op_facts(func, args, kwargs, None)
         if func is aten.randint.default:  # a seed, of which one is as good as another
             result, facts = self._infer_shape(func, args, kwargs)
             with torch._C._DisableTorchDispatch():
@@ -99,7 +99,7 @@ class FakeRecorder(Recorder):
         if known is not None and torch.Tag.dynamic_output_shape in func.tags:
             made = [torch.empty(value.shape, dtype=value.dtype) for value in tensors_of((known,))]
             result = made[0] if isinstance(known, Tensor) else tuple(made)
-            facts = facts_of(func, args, kwargs, result)
+            facts = op_facts(func, args, kwargs, result)
         else:
             result, facts = self._infer_shape(func, args, kwargs)
         self._attach_values(func, args, result, known)
@@ -179,13 +179,13 @@ class FakeRecorder(Recorder):
                 result = func(*args, **kwargs)
             finally:
                 self.world.mode.cache_enabled = True
-            return result, facts_of(func, args, kwargs, result)
+            return result, op_facts(func, args, kwargs, result)
         inputs: list[Tensor] = []
         key = (func, _cache_key(args, inputs), _cache_key(tuple(kwargs.items()), inputs) if kwargs else ())
         plan = self.world.plans.get(key)
         if plan is None or any(_constant_values(tensor) is not None for tensor in inputs):
             result = func(*args, **kwargs)
-            facts = facts_of(func, args, kwargs, result)
+            facts = op_facts(func, args, kwargs, result)
             if key not in self.world.plans and func not in _MAKES_CONSTANTS:
                 self.world.plans[key] = _output_plan(result, inputs, facts)
             return result, facts

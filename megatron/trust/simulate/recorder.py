@@ -65,7 +65,7 @@ class OpFacts:
     factors: str
 
 
-def facts_of(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpFacts:
+def op_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpFacts:
     """Compute FLOPs, bytes moved, shape and dtypes of an operation from its arguments and its result."""
     made = tuple(tensors_of((result,)))
     count = flop_registry.get(func._overloadpacket)
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._is_router_choice(func, args):
             result[1].copy_(self._fake_routing(result[1]))
-        return result, facts_of(func, args, kwargs, result)
+        return result, op_facts(func, args, kwargs, result)
 
     def _is_in_host_memory(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
         """Whether the result of an operation is in host memory: allocated there, or computed only from tensors there."""

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel.planner import Assignment, assign_sequences, cost, largest_block, ranks_needed
+from megatron.core.context_parallel.planner import (
+    Assignment,
+    assign_sequences,
+    largest_block,
+    ranks_needed,
+    sequence_cost,
+)
 
 
 @st.composite
@@ -48,7 +54,7 @@ def test_loads_are_the_work_of_the_shares(problem: tuple[list[int], int, int, fl
     if ranks & (ranks - 1) == 0:  # else a block may wait for one that is no part of a larger
         for rank in range(ranks):
             own = sum(
-                cost(lengths[number], linear) / share.size
+                sequence_cost(lengths[number], linear) / share.size
                 for share in plan.shares
                 if share.includes(rank)
                 for number in share.sequences
@@ -62,7 +68,7 @@ def test_no_rank_has_more_to_do_than_the_mean_and_one_sequence(problem: tuple[li
     lengths, ranks, limit, linear = problem
     plan = plan_of(problem)
     if lengths and ranks & (ranks - 1) == 0:
-        one = max(cost(length, linear) / ranks_needed(length, limit) for length in lengths)
+        one = max(sequence_cost(length, linear) / ranks_needed(length, limit) for length in lengths)
         assert max(plan.loads) <= sum(plan.loads) / ranks + one + 1e-6
 
 

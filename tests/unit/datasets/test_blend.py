@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import blend as blend_module
-from megatron.core.datasets.blend import BlendedDataset, build_datasets, build_splits, usage
+from megatron.core.datasets.blend import BlendedDataset, build_datasets, build_splits, source_usage
 from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.gpt import GPTDataset, WindowOptions
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
@@ -448,7 +448,7 @@ def test_a_run_says_what_it_draws_from_each_source(prefixes, caplog):
     config = DataConfig(data_path=("0.5", a, "0.25", b, "0.25", c), split="1", warn_epochs=2.0)
     train, _, _ = build(config, 200)
     ids = drawn_ids(train, 200)
-    uses = usage(train, 200)
+    uses = source_usage(train, 200)
     for number, (use, documents) in enumerate(zip(uses, (40, 80, 20)), 1):
         assert use.samples == ids.count(number) and use.tokens == 10 * use.samples
         assert use.epochs == pytest.approx(10 * use.samples / (11 * documents))
@@ -465,8 +465,8 @@ def test_a_run_says_what_it_draws_from_each_source(prefixes, caplog):
 
 def test_what_goes_round_in_cycles_is_counted_as_often_as_it_comes(prefixes):
     train, _, _ = build(DataConfig(data_path=tuple(prefixes), split="1", dataloader_type="cyclic"), 1000)
-    assert sum(use.samples for use in usage(train, 1000)) == 1000
-    assert [use.samples for use in usage(train, 302)] == [2 * count for count in train.drawn.tolist()]
+    assert sum(use.samples for use in source_usage(train, 1000)) == 1000
+    assert [use.samples for use in source_usage(train, 302)] == [2 * count for count in train.drawn.tolist()]
 
 
 @dataclass(frozen=True)

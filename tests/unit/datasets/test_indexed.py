@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets import indexed, sidecar, storage
 from megatron.core.datasets.gpt import GPTDataset, WindowOptions
 from megatron.core.datasets.indexed import BuilderProgress, DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype
-from megatron.core.datasets.pair_check import problems_of
+from megatron.core.datasets.pair_check import pair_problems
 from megatron.core.datasets.sidecar import Sidecar
 from tests.helpers.sentences import some_documents
 from tests.helpers.sentences import write as write_sentences
@@ -161,7 +161,7 @@ def test_a_failure_while_finishing_leaves_the_old_pair_and_no_temporary_files(tm
     def full_disk(file: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(indexed, "sync", full_disk)
+    monkeypatch.setattr(indexed, "fsync_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         with IndexedDatasetBuilder(by_hand, np.int32) as builder:
             builder.end_document()
@@ -321,7 +321,7 @@ def test_any_documents_are_written_to_the_bytes_of_the_table_and_read_back(tmp_p
             )
     for name in ("one", "flat"):
         assert ((folder / f"{name}.bin").read_bytes(), (folder / f"{name}.idx").read_bytes()) == (ids, index)
-        assert problems_of(str(folder / name)) == []
+        assert pair_problems(str(folder / name)) == []
     data = IndexedDataset(folder / "one", mmap=bool(len(documents) % 2))
     bounds = data.document_indices.tolist()
     assert [[data[i].tolist() for i in range(*pair)] for pair in zip(bounds, bounds[1:])] == documents
@@ -446,8 +446,8 @@ def test_a_fuzzed_index_gives_an_error_or_the_right_sequences_and_checks_find_it
     for name in ("told", "bare"):
         (folder / f"{name}.bin").write_bytes(ids)
         (folder / f"{name}.idx").write_bytes(content)
-    assert bool(problems_of(str(folder / "told"))) == (content != index), "checksums tell every change"
-    good = not problems_of(str(folder / "bare"), vocab_size=100)
+    assert bool(pair_problems(str(folder / "told"))) == (content != index), "checksums tell every change"
+    good = not pair_problems(str(folder / "bare"), vocab_size=100)
     try:
         data = IndexedDataset(folder / "bare")
         result = [data[number].tolist() for number in range(len(data))]

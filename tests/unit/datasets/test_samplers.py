@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samplers import FILL, collate, cyclic, digest, single, whole
+from megatron.core.datasets.samplers import (
+    FILL,
+    collate,
+    cyclic_sampler,
+    digest,
+    sequential_sampler,
+    single_pass_sampler,
+)
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -24,24 +31,30 @@ def global_batches(sampler, num_samples, *, batch, micro, ranks, steps, consumed
 
 @pytest.mark.parametrize("micro, ranks", [(1, 1), (2, 1), (4, 3), (1, 12), (3, 2), (2, 6)])
 def test_the_samples_of_a_global_batch_do_not_depend_on_the_layout(micro, ranks):
-    steps = global_batches(single, 200, batch=12, micro=micro, ranks=ranks, steps=5, consumed=24)
+    steps = global_batches(sequential_sampler, 200, batch=12, micro=micro, ranks=ranks, steps=5, consumed=24)
     for step, rows in enumerate(steps):
         first = 24 + 12 * step
         assert sorted(sum(rows, [])) == list(range(first, first + 12))
 
 
 def test_rank_r_takes_the_r_th_micro_batch_of_each_block():
-    rows = [list(single(20, consumed_samples=3, micro_batch_size=2, rank=rank, num_ranks=3)) for rank in range(3)]
+    rows = [
+        list(sequential_sampler(20, consumed_samples=3, micro_batch_size=2, rank=rank, num_ranks=3))
+        for rank in range(3)
+    ]
     assert rows == [[[3, 4], [9, 10]], [[5, 6], [11, 12]], [[7, 8], [13, 14]]]
 
 
 def test_a_last_block_that_is_not_full_is_left_out():
-    assert list(single(9, consumed_samples=0, micro_batch_size=2, rank=1, num_ranks=2)) == [[2, 3], [6, 7]]
-    assert list(single(8, consumed_samples=0, micro_batch_size=2, rank=1, num_ranks=2)) == [[2, 3], [6, 7]]
-    assert list(single(8, consumed_samples=8, micro_batch_size=2, rank=1, num_ranks=2)) == []
+    assert list(sequential_sampler(9, consumed_samples=0, micro_batch_size=2, rank=1, num_ranks=2)) == [[2, 3], [6, 7]]
+    assert list(sequential_sampler(8, consumed_samples=0, micro_batch_size=2, rank=1, num_ranks=2)) == [[2, 3], [6, 7]]
+    assert list(sequential_sampler(8, consumed_samples=8, micro_batch_size=2, rank=1, num_ranks=2)) == []
 
 
-@pytest.mark.parametrize("sampler, options", [(single, {}), (cyclic, {"sharded": True}), (cyclic, {"sharded": False})])
+@pytest.mark.parametrize(
+    "sampler, options",
+    [(sequential_sampler, {}), (cyclic_sampler, {"sharded": True}), (cyclic_sampler, {"sharded": False})],
+)
 def test_a_resumed_run_goes_on_where_it_stopped_whatever_the_number_of_micro_batches(sampler, options):
     layout = dict(micro_batch_size=2, rank=1, num_ranks=2, **options)
     whole = list(islice(sampler(50, consumed_samples=0, **layout), 12))
@@ -56,7 +69,7 @@ def test_a_cyclic_epoch_draws_every_whole_block_once_and_then_shuffles_anew(shar
     block = micro * ranks
     blocks = num_samples // block
     epochs = global_batches(
-        cyclic, num_samples, batch=blocks * block, micro=micro, ranks=ranks, steps=3, sharded=sharded
+        cyclic_sampler, num_samples, batch=blocks * block, micro=micro, ranks=ranks, steps=3, sharded=sharded
     )
     for rows in epochs:
         drawn = sum(rows, [])
@@ -72,19 +85,19 @@ def test_cyclic_order_is_torchs_permutation_seeded_by_the_epoch():
     generator.manual_seed(2)
     parts = torch.randperm(12, generator=generator).tolist()
     layout = dict(consumed_samples=48, micro_batch_size=3, num_ranks=2)
-    rows = [sum(islice(cyclic(24, rank=rank, **layout), 4), []) for rank in range(2)]
+    rows = [sum(islice(cyclic_sampler(24, rank=rank, **layout), 4), []) for rank in range(2)]
     assert rows == [parts, [12 + place for place in parts]]
     generator.manual_seed(2)
     order = torch.randperm(24, generator=generator).tolist()
-    dealt = [sum(islice(cyclic(24, rank=rank, sharded=False, **layout), 4), []) for rank in range(2)]
+    dealt = [sum(islice(cyclic_sampler(24, rank=rank, sharded=False, **layout), 4), []) for rank in range(2)]
     assert dealt == [order[0::2], order[1::2]]
 
 
 def test_cyclic_refuses_what_it_cannot_resume_or_fill():
     with pytest.raises(DataError, match="5 consumed samples end within a block of micro batch 2 x .* size 2"):
-        next(cyclic(50, consumed_samples=5, micro_batch_size=2, rank=0, num_ranks=2))
+        next(cyclic_sampler(50, consumed_samples=5, micro_batch_size=2, rank=0, num_ranks=2))
     with pytest.raises(DataError, match="3 samples are fewer than one block"):
-        next(cyclic(3, consumed_samples=0, micro_batch_size=2, rank=0, num_ranks=2))
+        next(cyclic_sampler(3, consumed_samples=0, micro_batch_size=2, rank=0, num_ranks=2))
 
 
 def test_collate_stacks_every_key():
@@ -100,7 +113,7 @@ def test_any_data_parallel_size_reads_the_same_samples_in_a_step_of_any_size(dat
     kind = data.draw(st.sampled_from(["single", "dealt"]))
     sizes = data.draw(st.lists(st.integers(1, 4).map(lambda k: 12 * k), min_size=1, max_size=6))
     num_samples = -(-sum(sizes) // 12) * 12 + data.draw(st.integers(0, 2)) * 12
-    sampler, options = (single, {}) if kind == "single" else (cyclic, {"sharded": False})
+    sampler, options = (sequential_sampler, {}) if kind == "single" else (cyclic_sampler, {"sharded": False})
     expected = None
     for trial in range(3):
         consumed, steps = 0, []
@@ -125,7 +138,7 @@ def test_any_data_parallel_size_reads_the_same_samples_in_a_step_of_any_size(dat
 def test_a_whole_pass_has_every_sample_once_and_ends_at_the_same_step_on_all_ranks(num_samples, micro, ranks, spare):
     blocks = -(-num_samples // (micro * ranks)) + spare
     rows = [
-        list(whole(num_samples, micro_batch_size=micro, rank=rank, num_ranks=ranks, blocks=blocks))
+        list(single_pass_sampler(num_samples, micro_batch_size=micro, rank=rank, num_ranks=ranks, blocks=blocks))
         for rank in range(ranks)
     ]
     assert all(len(row) == blocks and all(len(part) == micro for part in row) for row in rows)

@@ -16,8 +16,8 @@ from megatron.core.datasets.sentence_map import (
     MapOptions,
     SentenceMap,
     build_map,
+    fisher_yates_order,
     mt19937_64,
-    shuffled,
     usable_documents,
 )
 from tests.helpers.sentences import some_documents, write
@@ -132,8 +132,8 @@ def test_the_generators_are_those_of_the_cpp_standard() -> None:
 
 
 def test_a_shuffle_is_a_permutation_without_a_favourite() -> None:
-    assert sorted(shuffled(1000, 5).tolist()) == list(range(1000))
-    firsts = np.bincount([shuffled(5, seed)[0] for seed in range(2000)], minlength=5)
+    assert sorted(fisher_yates_order(1000, 5).tolist()) == list(range(1000))
+    firsts = np.bincount([fisher_yates_order(5, seed)[0] for seed in range(2000)], minlength=5)
     assert abs(firsts - 400).max() < 3 * (2000 * 0.2 * 0.8) ** 0.5 + 1, firsts
 
 

@@ -14,8 +14,8 @@ from megatron.core.config.flags import add_arguments
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import sidecar, storage
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.pair_check import problems_of
-from megatron.core.datasets.storage import BlockReader, DataError, local_copy, patiently, replacing
+from megatron.core.datasets.pair_check import pair_problems
+from megatron.core.datasets.storage import BlockReader, DataError, atomic_file, local_copy, with_retries
 
 BLOCK = storage.BLOCK_BYTES
 
@@ -58,7 +58,7 @@ def test_a_remote_pair_reads_like_a_local_one(tmp_path, remote, kept, mmap):
     again = pickle.loads(pickle.dumps(data))
     assert again[1999].tolist() == data[1999].tolist() and again.cache == data.cache
     assert [path.name.split("-", 1)[1] for path in cache.glob("*")] == ([f"{tmp_path.name}.idx"] if kept else [])
-    assert problems_of(remote) == []
+    assert pair_problems(remote) == []
 
 
 def test_a_prefix_with_file_scheme_is_read_through_fsspec(tmp_path):
@@ -175,17 +175,17 @@ def test_a_busy_store_is_asked_again_and_then_given_up(monkeypatch):
             raise answer
         return answer
 
-    assert patiently(ask, "s3://b/x") == "content" and len(pauses) == 2
+    assert with_retries(ask, "s3://b/x") == "content" and len(pauses) == 2
     answers[:] = [TimeoutError("too late")] * 4
     with pytest.raises(DataError, match="s3://b/x cannot be read: too late"):
-        patiently(ask, "s3://b/x")
+        with_retries(ask, "s3://b/x")
     assert len(pauses) == 5 and not answers
 
 
 def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
     path = tmp_path / "x"
     path.write_text("old")
-    with pytest.raises(RuntimeError, match="half way"), replacing(path) as file:
+    with pytest.raises(RuntimeError, match="half way"), atomic_file(path) as file:
         file.write(b"new")
         raise RuntimeError("half way")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -27,7 +27,7 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from megatron.core.datasets.marks import frame  # noqa: E402
-from megatron.evaluation.harness import MegatronLM, generation  # noqa: E402
+from megatron.evaluation.harness import MegatronLM, parse_gen_kwargs  # noqa: E402
 
 TEXT = (
     "We hold that the Union is strong, and the whale is not. Call me what you will: the Congress of the United States "
@@ -152,9 +152,9 @@ def test_only_rotary_positions_go_on_beyond_what_was_trained(pair: tuple[str, HF
 
 
 def test_ways_to_generate_that_are_not_known_are_refused() -> None:
-    assert generation({"until": "x", "num_beams": 1, "max_tokens": 7, "temperature": 0.7}, 9)[:2] == (["x"], 7)
+    assert parse_gen_kwargs({"until": "x", "num_beams": 1, "max_tokens": 7, "temperature": 0.7}, 9)[:2] == (["x"], 7)
     with pytest.raises(ConfigError, match="generation asks for num_beams=4"):
-        generation({"num_beams": 4}, 9)
+        parse_gen_kwargs({"num_beams": 4}, 9)
 
 
 TASK = """

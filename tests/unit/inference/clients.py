@@ -18,7 +18,7 @@ from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.server.app import LOCAL, build_app
 from megatron.inference.server.chat import Chat
-from megatron.inference.server.run import Server, bound
+from megatron.inference.server.run import Server, bind_socket
 from megatron.inference.server.serving import Limits, Serving
 from megatron.inference.service import Service
 from tests.unit.inference.serving import engine_of, stages_on
@@ -123,7 +123,7 @@ def serving(
     """A server over an engine, which ends as after a signal."""
     service = Service(engine)
     service.start()
-    sock = bound("127.0.0.1", 0)
+    sock = bind_socket("127.0.0.1", 0)
     app = build_app(
         Serving(service, NAME, limits, **adapters),
         chat=Chat(engine.tokenizer, chat) if chat else None,

@@ -18,7 +18,7 @@ from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.cache import KVCache
 from megatron.inference.samples import Prompts, continuations, read_prompts
 from megatron.inference.sampling import Sampling
-from megatron.training.evaluate import resting
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.programme import trained, write_tokens
@@ -90,7 +90,7 @@ def stretch(changes: dict[str, Any], samples: Prompts | None) -> tuple[list[floa
         )  # which may leave weights on their way
         losses += collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
         if samples is not None:
-            with resting(trainer):
+            with evaluation_mode(trainer):
                 said.append(continuations(trainer.stages, WORDS, samples))
     for parallel in trainer.parallels:
         parallel.finish_gather()
@@ -130,7 +130,7 @@ def test_samples_are_what_the_network_says_and_leave_no_memory_behind() -> None:
     before = pools()
     gc.disable()
     try:
-        with resting(trainer):
+        with evaluation_mode(trainer):
             found = continuations(trainer.stages, WORDS, prompts())
             expected = likeliest(trainer.stages[0])
         assert pools() <= before, "the cache is still there"

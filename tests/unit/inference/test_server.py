@@ -17,10 +17,10 @@ from megatron.core.config.flags import ConfigError
 from megatron.inference.beam import beam_search
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.app import LOCAL, Chunks, awake, host_of
+from megatron.inference.server.app import LOCAL, EventStream, host_name, with_keepalives
 from megatron.inference.server.put_api import requests_of
-from megatron.inference.server.run import bound
-from megatron.inference.server.serving import Limits, Serving, Spelling
+from megatron.inference.server.run import bind_socket
+from megatron.inference.server.serving import Limits, Serving, TokenTexts
 from tests.unit.inference.clients import NAME, POSITIONS, Answer, Running, bytes_engine, serving, until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -424,7 +424,7 @@ def test_who_leaves_before_the_first_word_is_not_decoded() -> None:
 
     call = CompletionRequest()
     with pytest.raises(BaseException):
-        asyncio.run(Chunks(call, words())({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, gone))
+        asyncio.run(EventStream(call, words())({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, gone))
     assert call.cancelled
 
 
@@ -502,7 +502,7 @@ def test_only_names_of_this_machine_may_be_called(server: Running, host: str, st
     for method, path, body in (("GET", "/", None), ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})):
         answer = server.ask(method, path, body, {"Host": host})
         assert answer.status == status and (status == 200 or "--allowed-hosts" in answer.json["error"]["message"])
-    assert host_of(host.encode()) in LOCAL or status == 421
+    assert host_name(host.encode()) in LOCAL or status == 421
 
 
 def test_a_long_silence_has_signs_of_life_in_it() -> None:
@@ -512,7 +512,7 @@ def test_a_long_silence_has_signs_of_life_in_it() -> None:
         yield "last"
 
     async def heard(seconds: float) -> list[str]:
-        return [word async for word in awake(words(), seconds)]
+        return [word async for word in with_keepalives(words(), seconds)]
 
     found = asyncio.run(heard(0.03))
     assert (found[0], found[-1]) == ("first", "last") and set(found[1:-1]) == {": not yet\n\n"} and len(found) > 3
@@ -530,7 +530,7 @@ def test_a_stream_that_is_left_in_its_silence_ends_what_it_waits_for() -> None:
             ended.append("words")
 
     async def leave() -> None:
-        stream = awake(words(), 0.01)
+        stream = with_keepalives(words(), 0.01)
         assert [await anext(stream), await anext(stream)] == ["first", ": not yet\n\n"]
         await stream.aclose()
         assert ended == ["words"]
@@ -584,20 +584,20 @@ def test_an_engine_that_fails_ends_the_server_and_tells_who_waits() -> None:
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    with bound("127.0.0.1", 0) as other:
+    with bind_socket("127.0.0.1", 0) as other:
         other.listen()
         with pytest.raises(ConfigError, match=r"--host 127.0.0.1 --port \d+ cannot be had: .*in use"):
-            bound("127.0.0.1", other.getsockname()[1])
+            bind_socket("127.0.0.1", other.getsockname()[1])
 
 
 def test_text_of_ids_is_the_same_however_they_come() -> None:
     tokenizer = bytes_engine().tokenizer
     ids = tokenizer.tokenize("a\u20acb\U0001f600 and more than sixteen bytes \u00e4")
-    spelling = Spelling(tokenizer)
+    spelling = TokenTexts(tokenizer)
     one_by_one = [
         piece for place, token in enumerate(ids) for piece in spelling.add([token], last=place + 1 == len(ids))
     ]
-    assert one_by_one == Spelling(tokenizer).add(ids, last=True) and bytes(ids).decode() == "".join(one_by_one)
+    assert one_by_one == TokenTexts(tokenizer).add(ids, last=True) and bytes(ids).decode() == "".join(one_by_one)
     assert one_by_one[1:4] == ["", "", "\u20ac"]
 
 

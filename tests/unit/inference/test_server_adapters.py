@@ -21,7 +21,7 @@ from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.tools.run_text_generation_server import adapters_of, opener
+from megatron.tools.run_text_generation_server import adapter_opener, adapters_of
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.unit.inference.clients import NAME, bytes_engine, bytes_network, serving
 from tests.unit.inference.serving import engine_of
@@ -143,7 +143,7 @@ def test_a_mixed_batch_gives_the_logits_of_peft(tmp_path: Path) -> None:
     tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 49}
     loaded = load_network(str(tmp_path / "base"), GPT, tokenizer=tokenizer)
     engine = Engine(loaded.stages, loaded.tokenizer)
-    reads = opener(loaded.source, loaded.config.model)
+    reads = adapter_opener(loaded.source, loaded.config.model)
     for name in settings:
         engine.adapters.load(name, reads(str(tmp_path / name)))
     prompts = [tuple(torch.randint(0, 50, (6 + place,)).tolist()) for place in range(6)]

@@ -16,7 +16,7 @@ from megatron.preference.data import ReferencedBatches
 from megatron.preference.dataset import PreferenceDataset, RowSource, _mismatched
 from megatron.preference.rows import Judged, Pair, Row
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.evaluate import resting
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.report.metrics import Step, _resolve_steps
 from megatron.training.step import train_step
 from tests.helpers.preference import random_rows, train_pairs_here, trainer_of
@@ -59,7 +59,7 @@ def step_and_norm(config: dict[str, Any], losses: Any) -> None:
     """A step's loss and gradient norm are those of losses(stage, reference), one a row, whose mean is taken."""
     trainer, data = trainer_of(PreferenceConfig(**config), **LLAMA, clip_grad=0.0)
     stage = trainer.stages[0]
-    with resting(trainer):
+    with evaluation_mode(trainer):
         expected = torch.stack(losses(stage, data._reference.stages[0] if data._reference else None)).mean()
         weights = [param for param in stage.parameters() if param.requires_grad]
         gradients = torch.autograd.grad(expected, weights, allow_unused=True)

@@ -18,7 +18,7 @@ from megatron.preference.data import ReferencedBatches
 from megatron.preference.losses import PAIR_LOSSES
 from megatron.preference.options import WITHOUT_REFERENCE
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.evaluate import resting
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.preference import random_pairs, train_pairs_here, trainer_of
@@ -87,7 +87,7 @@ def test_a_step_is_that_of_the_formulas(loss: str) -> None:
     pairs = [random_pairs(40)[place] for index in _samples(data, 8) for place in index]
     reference = data._reference.stages[0] if data._reference is not None else None
     losses = []
-    with resting(trainer):
+    with evaluation_mode(trainer):
         for pair in pairs:
             c, r = (answer_logprob(stage, one) for one in (pair.chosen, pair.rejected))
             with torch.no_grad():

@@ -23,7 +23,7 @@ from megatron.rl import losses as losses_module
 from megatron.rl.environments.base import Environment
 from megatron.rl.policy_loss import PolicyLoss
 from megatron.rl.rollout_queue import RolloutQueue
-from megatron.training.evaluate import resting
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, EvenIds, trainer_of
 from tests.unit.rl.test_policy import LLAMA
@@ -34,7 +34,7 @@ KL = {"grpo_kl_beta": 0.1}
 def plain_logprobs(trainer: Any, ids: tuple[int, ...]) -> list[float]:
     """Log-probabilities of all ids but the first, by one plain forward pass and a softmax over the whole vocabulary."""
     (stage,) = trainer.stages
-    with torch.no_grad(), resting(trainer):
+    with torch.no_grad(), evaluation_mode(trainer):
         logits = stage(ids=torch.tensor([ids[:-1]]))[:, 0, : trainer.run.config.model.true_vocab_size]
         return [0.0, *logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()]
 

@@ -14,7 +14,7 @@ from megatron.core.parallel.spec import spec_of
 from megatron.rl.advantages import generalized_advantages, whitened
 from megatron.rl.losses import value_loss
 from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.evaluate import resting
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, train_policy_here, trainer_of
 from tests.helpers.world import Worlds
@@ -73,7 +73,7 @@ def test_the_value_loss_is_the_larger_of_the_clipped_and_the_plain_error() -> No
 
 def plain_values(trainer: Any, ids: tuple[int, ...]) -> list[float]:
     """The critic's values before all ids but the first."""
-    with torch.no_grad(), resting(trainer):
+    with torch.no_grad(), evaluation_mode(trainer):
         return [0.0, *trainer.stages[0].critic(ids=torch.tensor([ids[:-1]]))[0].tolist()]
 
 

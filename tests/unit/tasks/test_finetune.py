@@ -24,7 +24,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tasks import finetune
-from megatron.tasks.finetune import Epochs, Judged, Sets, writers_of
+from megatron.tasks.finetune import Epochs, Prediction, TaskData, writers_of
 from megatron.tasks.flags import TaskConfig, defaults_of
 from megatron.tasks.glue import Text
 from megatron.tasks.race import Question
@@ -83,17 +83,19 @@ def trainer_of(task: str, **changes: Any) -> Trainer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     config = config_of(size, micro_batch_size=2, **changes)
     run = replace(tiny.run_of(config), tokenizer=tokenizer())
-    return build_trainer(run, lambda run, stage: finetune.model_of(run, stage, TaskConfig(task=task)), finetune.judging)  # type: ignore[arg-type]
+    return build_trainer(
+        run, lambda run, stage: finetune.model_of(run, stage, TaskConfig(task=task)), finetune.forward_and_loss
+    )  # type: ignore[arg-type]
 
 
-def after_an_epoch(task: str, changes: dict[str, Any]) -> list[Judged]:
+def after_an_epoch(task: str, changes: dict[str, Any]) -> list[Prediction]:
     """On every rank: what is said after an epoch with a last batch that is not full."""
     trainer = trainer_of(task, **changes)
     epochs = Epochs(trainer.run, samples(task), full=8, keep_last=True)
     batches = epochs.batches(0)
     for _ in range(epochs.steps):
         train_step(trainer, batches)
-    return finetune.predictions(trainer, samples(task))
+    return finetune.predict(trainer, samples(task))
 
 
 @pytest.mark.parametrize("task", ["MNLI", "RACE", "STS-B"])
@@ -154,11 +156,11 @@ def test_scores_loss_and_gradients_are_those_of_the_published_classifier(tmp_pat
     )
     labels = torch.tensor([text.label for text in given.texts])
     theirs = published(ids, token_type_ids=types, attention_mask=mask, labels=labels)
-    found = finetune.predictions(trainer, given)
+    found = finetune.predict(trainer, given)
     assert np.allclose([row.scores for row in found], theirs.logits.detach(), rtol=1e-4, atol=1e-5)
     theirs.loss.backward()
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    scores, loss = finetune.judging(
+    scores, loss = finetune.forward_and_loss(
         trainer.run, iter([Batch.from_arrays(arrays, torch.device("cpu"), positions=False)]), stage
     )
     total, count, _ = loss(scores)
@@ -168,7 +170,7 @@ def test_scores_loss_and_gradients_are_those_of_the_published_classifier(tmp_pat
 
 
 def test_an_answer_that_is_not_there_is_never_chosen() -> None:
-    found = finetune.predictions(trainer_of("RACE"), samples("RACE"))
+    found = finetune.predict(trainer_of("RACE"), samples("RACE"))
     assert all(row.predicted < 2 + row.index % 3 for row in found)
     assert any(row.scores[3] == -np.inf for row in found)
 
@@ -195,7 +197,7 @@ def test_epochs_see_every_sample_once_in_orders_of_their_own() -> None:
 def bert_checkpoint(folder: Path, **changes: Any) -> Trainer:
     """Save a tiny BERT."""
     config = config_of(1, save=str(folder), async_save=False, **changes)
-    trainer = build_trainer(replace(tiny.run_of(config), tokenizer=tokenizer()), _bert, finetune.judging)
+    trainer = build_trainer(replace(tiny.run_of(config), tokenizer=tokenizer()), _bert, finetune.forward_and_loss)
     with torch.no_grad():
         for param in trainer.stages[0].parameters():
             param += 0.25  # not what the seed draws
@@ -238,9 +240,9 @@ def test_evaluation_without_a_model_is_refused() -> None:
 
 def test_predictions_are_written_with_the_names_of_the_classes(tmp_path: Path) -> None:
     run, texts = trainer_of("MNLI").run, samples("MNLI", 2)
-    rows = [Judged(0, 2, 0, (0.1, 0.2, 0.7)), Judged(1, 1, None, (0.0, 1.0, 0.5))]
+    rows = [Prediction(0, 2, 0, (0.1, 0.2, 0.7)), Prediction(1, 1, None, (0.0, 1.0, 0.5))]
     task = TaskConfig(task="MNLI", output_file=str(tmp_path / "a" / "said.jsonl"))
-    finetune.write_predictions(task, Sets(None, (texts,), ("dev.tsv",)), [rows], run)
+    finetune.write_predictions(task, TaskData(None, (texts,), ("dev.tsv",)), [rows], run)
     found = [json.loads(line) for line in (tmp_path / "a" / "said.jsonl").read_text().splitlines()]
     assert found == [
         {
@@ -264,7 +266,10 @@ def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: 
     run, texts = trainer_of("STS-B").run, samples("STS-B", 2)
     task = TaskConfig(task="STS-B", output_file=str(tmp_path / "said.jsonl"))
     finetune.write_predictions(
-        task, Sets(None, (texts,), ("dev.tsv",)), [[Judged(0, 2.25, 0.0, (2.25,)), Judged(1, 4.0, None, (4.0,))]], run
+        task,
+        TaskData(None, (texts,), ("dev.tsv",)),
+        [[Prediction(0, 2.25, 0.0, (2.25,)), Prediction(1, 4.0, None, (4.0,))]],
+        run,
     )
     found = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     assert found == [
@@ -272,8 +277,8 @@ def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: 
         {"file": "dev.tsv", "uid": "1", "prediction": 4.0},
     ]
     trainer = trainer_of("STS-B")
-    sets = Sets(None, (samples("STS-B"),), ("dev.tsv",))
-    results, (rows,) = finetune.measure(trainer, task, sets)
+    sets = TaskData(None, (samples("STS-B"),), ("dev.tsv",))
+    results, (rows,) = finetune.evaluate_sets(trainer, task, sets)
     assert list(results) == ["pearson", "spearman"]
     expected = np.corrcoef([row.predicted for row in rows], [row.label for row in rows])[0, 1]
     assert results["pearson"] == pytest.approx(expected)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed import DataError
-from megatron.tasks.glue import TASKS, accuracy, f1, matthews, measured, pearson, read_glue, spearman
+from megatron.tasks.glue import TASKS, accuracy, f1, matthews, pearson, read_glue, spearman, task_metrics
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/mnli"
@@ -119,7 +119,7 @@ def test_metrics_are_those_of_their_definitions() -> None:
         hits = sum(a * b for a, b in pairs)
         precision, recall = (hits / sum(side) if sum(side) else 0.0 for side in (found, true))
         assert f1(pairs) == pytest.approx(2 * precision * recall / (precision + recall) if hits else 0.0)
-    assert measured(TASKS["CoLA"], [(1, 1), (0, 0)]) == {"matthews": 1.0, "accuracy": 1.0}
+    assert task_metrics(TASKS["CoLA"], [(1, 1), (0, 0)]) == {"matthews": 1.0, "accuracy": 1.0}
 
 
 @pytest.mark.parametrize("tied", [False, True])

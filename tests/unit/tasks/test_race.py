@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.datasets.indexed import DataError
-from megatron.tasks.race import joined, overall, read_race
+from megatron.tasks.race import overall_accuracy, question_with_answer, read_race
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/race_dev"
@@ -41,7 +41,7 @@ def test_a_passage_becomes_its_questions(tmp_path: Path) -> None:
 
 
 def test_a_gap_of_several_strokes_is_one_gap() -> None:
-    assert joined("It is ____ , said he .", r"\1 wet") == r"It is \1 wet , said he ."
+    assert question_with_answer("It is ____ , said he .", r"\1 wet") == r"It is \1 wet , said he ."
 
 
 def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_overall_share_weighs_questions_not_folders() -> None:
-    assert overall([(1, 1), (0, 3)]) == 0.25
+    assert overall_accuracy([(1, 1), (0, 3)]) == 0.25
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real rows are not beside this checkout")

@@ -13,7 +13,7 @@ from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.rng import RandomStreams
 from megatron.tools.checkpoint import resume_check
 from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.trust.compare.contents import fits
+from megatron.trust.compare.contents import matches_pattern
 from megatron.trust.state_inventory import INVENTORY, Item
 from tests.helpers.architecture import ROOT
 from tests.helpers.programme import TINY, trained
@@ -60,7 +60,7 @@ class RanksHere:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Runs take place in this process."""
-    monkeypatch.setattr(resume_check, "Ranks", RanksHere)
+    monkeypatch.setattr(resume_check, "RankProcesses", RanksHere)
     return monkeypatch
 
 
@@ -94,7 +94,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("runs")
     plan = resume_check.Plan(ROOT / "pretrain_gpt.py", tuple(FLAGS), 1, STEPS, work)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume_check, "Ranks", RanksHere)
+        patch.setattr(resume_check, "RankProcesses", RanksHere)
         resume_check.run_straight(plan)
         resume_check.run_and_kill(plan)
     return work
@@ -143,7 +143,7 @@ def test_an_item_that_is_never_saved_is_named(
     here.setattr(
         Checkpoint,
         "state",
-        lambda self: {name: value for name, value in real(self).items() if not fits(name, item.names)},
+        lambda self: {name: value for name, value in real(self).items() if not matches_pattern(name, item.names)},
     )
     equal, rows, out = checked(capsys)
     assert not equal and names(rows, "MISSING") == {item.what}, out

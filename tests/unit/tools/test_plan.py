@@ -184,7 +184,7 @@ def test_this_machine_is_measured(tool: ModuleType, monkeypatch: pytest.MonkeyPa
 
 def measured_link() -> Link:
     """The link between two ranks, on each of them."""
-    return measure.link(range(dist.get_world_size()), measure.pick_device())
+    return measure.measure_link(range(dist.get_world_size()), measure.pick_device())
 
 
 def test_all_ranks_learn_the_link_that_was_measured(world) -> None:
@@ -199,7 +199,7 @@ def test_all_ranks_learn_the_link_that_was_measured(world) -> None:
 def test_a_link_that_was_measured_in_noise_is_no_faster_than_its_large_sum(
     small: float, large: float, rate: float
 ) -> None:
-    found = measure.link_of(small, large, 4)
+    found = measure.link_from_times(small, large, 4)
     assert found.rate == pytest.approx(2 * 3 / 4 * 4 * measure.LARGE / rate) and found.latency == pytest.approx(
         max(small / 6, 1e-7)
     )

@@ -15,7 +15,7 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.context_parallel import attention as over_ranks
 from megatron.core.kernels import fused, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.training.health.causality_check import demand_no_leak, kinds, leak_of, length_of
+from megatron.training.health.causality_check import demand_no_leak, find_leak, kinds, probe_length
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -155,5 +155,5 @@ def test_every_kind_of_layer_is_probed_once() -> None:
     run = run_with(**WINDOWS, **LONG)
     found = kinds(run.build, layer_rows(run.config.model))
     assert [(kind.layer, kind.window) for kind in found] == [(0, (5, 0)), (1, None)]
-    assert [length_of(run, kind) for kind in found] == [276, 256]
-    assert leak_of(run.build, found[0], 276, separate=False) == ""
+    assert [probe_length(run, kind) for kind in found] == [276, 256]
+    assert find_leak(run.build, found[0], 276, separate=False) == ""

@@ -15,7 +15,7 @@ import torch
 from megatron.core.config.flags import from_values
 from megatron.core.config.settings.run import RunConfig
 from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.cli.preflight import examine, fitted
+from megatron.training.cli.preflight import fit_to_ranks, resolve_and_examine
 from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import in_turn
 from megatron.training.launch.elastic import layout_change
@@ -56,7 +56,7 @@ CHOICES = [
 def test_the_nearest_layout_that_keeps_every_rule_is_chosen(
     flags: dict[str, Any], ranks: int, expected: tuple[int, ...]
 ) -> None:
-    config, used = fitted(given(**flags), ranks)
+    config, used = fit_to_ranks(given(**flags), ranks)
     parallel = config.parallel
     sizes = (
         parallel.tp,
@@ -66,15 +66,15 @@ def test_the_nearest_layout_that_keeps_every_rule_is_chosen(
         parallel.data_parallel_size(used),
     )
     assert sizes == expected
-    found, problems = examine(given(**flags), ranks)
+    found, problems = resolve_and_examine(given(**flags), ranks)
     assert not problems and found.train.global_batch_size == flags.get("global_batch_size", 8), problems
-    assert fitted(config, ranks) == (config, used), "a fitted layout fits"
+    assert fit_to_ranks(config, ranks) == (config, used), "a fitted layout fits"
 
 
 def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
     flags = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
-    assert fitted(given(**flags), 2)[0].parallel.num_virtual_stages_per_pipeline_rank == 2
-    config, used = fitted(given(**flags), 1)
+    assert fit_to_ranks(given(**flags), 2)[0].parallel.num_virtual_stages_per_pipeline_rank == 2
+    config, used = fit_to_ranks(given(**flags), 1)
     assert config.parallel.num_virtual_stages_per_pipeline_rank is None
     line = layout_change(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
     assert (
@@ -83,21 +83,21 @@ def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
 
 
 def test_the_line_says_who_stands_by_and_nothing_where_nothing_changes() -> None:
-    config, used = fitted(given(), 6)
+    config, used = fit_to_ranks(given(), 6)
     assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in layout_change(
         given().parallel, config.parallel, world_size=6, ranks=used
     )
-    config, used = fitted(given(), 8)
+    config, used = fit_to_ranks(given(), 8)
     assert layout_change(given().parallel, config.parallel, world_size=8, ranks=used) == ""
 
 
 def test_without_the_flag_nothing_is_fitted() -> None:
-    assert [name for name, _ in examine(given(elastic=False), 6)[1]] == ["global-batch"]
+    assert [name for name, _ in resolve_and_examine(given(elastic=False), 6)[1]] == ["global-batch"]
 
 
 def test_rules_that_no_layout_mends_are_said_and_do_not_hide_the_fit() -> None:
-    assert [name for name, _ in examine(given(lr=None), 6)[1]] == ["learning-rate"]
-    assert [name for name, _ in examine(given(global_batch_size=None), 6)[1]] == ["elastic"]
+    assert [name for name, _ in resolve_and_examine(given(lr=None), 6)[1]] == ["learning-rate"]
+    assert [name for name, _ in resolve_and_examine(given(global_batch_size=None), 6)[1]] == ["elastic"]
 
 
 Seen = list[tuple[int, list[int]]]
@@ -106,7 +106,7 @@ Seen = list[tuple[int, list[int]]]
 def stretch(changes: dict[str, Any], steps: int) -> tuple[list[float], Seen, Held]:
     """On every rank: go on from the last checkpoint in the layout for these ranks, for some steps, and save."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config, used = fitted(given(**changes), ranks)
+    config, used = fit_to_ranks(given(**changes), ranks)
     assert used == ranks, "the pool's ranks all train here"
     values = {
         **ELASTIC,

@@ -27,7 +27,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.data.batch import Batch
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import needs_text, samples_needed
-from megatron.training.loader import all_once, build_data, microbatches, pinned, take
+from megatron.training.loader import all_once, build_data, microbatches, next_batch, pin_arrays
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -230,7 +230,7 @@ def test_a_run_that_only_evaluates_needs_no_training_samples() -> None:
 
 def test_taking_from_data_that_is_over_names_the_matter() -> None:
     with pytest.raises(DataError, match="the data ended before the run did"):
-        take(iter(()))
+        next_batch(iter(()))
 
 
 class Broken(Numbers):
@@ -417,7 +417,7 @@ def test_caches_are_built_once_where_the_folder_is_shared_and_once_a_machine_els
 @pytest.mark.gpu
 def test_pinned_microbatches_reach_the_device_unchanged() -> None:
     arrays = collate([Numbers(9)[number] for number in range(8)])
-    held = pinned(arrays)
+    held = pin_arrays(arrays)
     for name, array in arrays.items():
         assert torch.from_numpy(held[name]).is_pinned() and (held[name] == array).all()
     batch = Batch.from_arrays(held, torch.device("cuda"), positions=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.training import entry
 from megatron.training.health.watchdog import _parse_answer
 from megatron.training.launch.launch_info import LaunchInfo
-from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, printable
+from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, printable_text
 
 
 def master() -> dist.TCPStore:
@@ -81,6 +81,6 @@ def test_what_a_stranger_left_in_the_store_is_neither_printed_nor_believed() -> 
     store.set("megatron/0/first-failure", b"\x80\x04\x95\x1b[2J\x07end")
     store.get("megatron/0/first-failure")  # set() returns before the server has the value; an answer means that it has
     assert board.read(FIRST_FAILURE) == "\ufffd?\ufffd?[2J?end"
-    assert printable(b"a\n\tb\r" * 100_000).count("\n") < 20_000
+    assert printable_text(b"a\n\tb\r" * 100_000).count("\n") < 20_000
     for text in ("{}", "[1]", "", '["a", "b", "c", "d", "e", "f"]', '["a", 1.0, "c", "d", "e", 7]', "\x00"):
         assert _parse_answer(text) is None, text

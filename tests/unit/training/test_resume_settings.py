@@ -1,6 +1,6 @@
 """Every setting of a run, changed by itself, against a checkpoint: an equal network, refused, or named.
 
-The settings come from `RunConfig`, so a new one is changed here without being added. What `unused` says of a network is
+The settings come from `RunConfig`, so a new one is changed here without being added. What `unused_settings` says of a network is
 checked from outside: both networks are built and fed.
 """
 

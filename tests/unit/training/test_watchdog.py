@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training.health import watchdog
-from megatron.training.health.failures import described, origin
+from megatron.training.health.failures import error_origin, error_text
 from megatron.training.health.watchdog import Answer, HangDetector, RankLost, waited_for
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, lacks_board
@@ -140,6 +140,6 @@ def test_an_error_is_described_with_its_place_and_notes() -> None:
         raise ValueError("wrong")
     except ValueError as error:
         error.add_note("on rank 3")
-        assert described(error) == "ValueError: wrong\non rank 3"
-        assert origin(error).startswith("unit/training/test_watchdog.py:")
-        assert origin(error).endswith("in test_an_error_is_described_with_its_place_and_notes")
+        assert error_text(error) == "ValueError: wrong\non rank 3"
+        assert error_origin(error).startswith("unit/training/test_watchdog.py:")
+        assert error_origin(error).endswith("in test_an_error_is_described_with_its_place_and_notes")

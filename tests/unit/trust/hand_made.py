@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action, training_plan, with_reduction
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import read_command
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_vocabulary
@@ -44,7 +44,7 @@ def setting_of(flags: str = "", ranks: int = 1) -> RequestedSetup:
 
 def config_of(flags: str = "", ranks: int = 1) -> RunConfig:
     """Its config, resolved and with its vocabulary."""
-    config, problems = examine(setting_of(flags, ranks).config, ranks)
+    config, problems = resolve_and_examine(setting_of(flags, ranks).config, ranks)
     assert not problems, problems
     return with_vocabulary(config, VOCABULARY)
 

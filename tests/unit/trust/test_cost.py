@@ -18,7 +18,15 @@ from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import Action, num_stages, training_plan, with_reduction
 from megatron.core.pipeline_parallel.transfers import script
 from megatron.trust.plan.cost import bytes_of, cost, event_seconds, rank_time
-from megatron.trust.plan.hardware import PROFILES, Link, between, collective_seconds, from_json, hardware_of, to_json
+from megatron.trust.plan.hardware import (
+    PROFILES,
+    Link,
+    collective_seconds,
+    from_json,
+    hardware_of,
+    interpolate_share,
+    to_json,
+)
 from megatron.trust.simulate.dry_run import dry_run
 from megatron.trust.simulate.trace import Event
 from tests.helpers import tiny
@@ -131,7 +139,9 @@ def test_products_of_8_bits_run_at_the_rate_that_the_machine_has_for_them() -> N
 
 def test_shares_lie_straight_between_the_points_of_a_table() -> None:
     points = ((1e6, 0.2), (1e8, 0.6))
-    assert [between(points, size) for size in (1.0, 1e6, 1e7, 1e8, 1e12)] == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.6])
+    assert [interpolate_share(points, size) for size in (1.0, 1e6, 1e7, 1e8, 1e12)] == pytest.approx(
+        [0.2, 0.2, 0.4, 0.6, 0.6]
+    )
 
 
 @pytest.mark.parametrize("pp, microbatches", [(1, 8), (2, 8), (4, 8)])

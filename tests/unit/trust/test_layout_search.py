@@ -10,7 +10,7 @@ import pytest
 from megatron.core.config.stages import stages_of
 from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import read_command
 from megatron.trust.plan.analytic_estimate import analytic_estimate, groups, microbatches, with_vocabulary
 from megatron.trust.plan.cost import StepTime
@@ -32,7 +32,7 @@ def found_on(memory: float, flags: str = "", ranks: int = 4) -> LayoutRanking:
 def needed(layout: Layout, ranks: int, flags: str = "") -> float | None:
     """Bytes of a layout by the formula; None if the rules forbid it."""
     setting = setting_of(flags, ranks)
-    config, problems = examine(setting.with_values(layout.values(setting)).config, ranks)
+    config, problems = resolve_and_examine(setting.with_values(layout.values(setting)).config, ranks)
     if problems:
         return None
     config = with_vocabulary(config, VOCABULARY)
@@ -83,7 +83,7 @@ def test_a_layout_is_rejected_with_the_rules_that_it_breaks() -> None:
     by_rules = [one for one in found.rejected if not {"memory", "no-gain"} & set(one.rules)]
     assert "heads-over-tensor" in found.reasons()
     for one in by_rules:
-        _, problems = examine(setting.with_values(one.layout.values(setting)).config, 4)
+        _, problems = resolve_and_examine(setting.with_values(one.layout.values(setting)).config, 4)
         assert one.rules == tuple(dict.fromkeys(rule for rule, _ in problems))
 
 
@@ -114,7 +114,7 @@ def test_the_flags_of_a_layout_make_it(flags: str, ranks: int) -> None:
             given = given[:place] + given[end:]
         command = read_command([*given, *words.split("(without ")[0].split()], ranks=ranks)
         assert command.setting is not None and not command.unread, words
-        config, problems = examine(command.setting.config, ranks)
+        config, problems = resolve_and_examine(command.setting.config, ranks)
         assert not problems
         config = with_vocabulary(config, VOCABULARY)
         assert (config.parallel, config.train, config.recompute) == (

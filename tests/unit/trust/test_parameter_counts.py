@@ -16,7 +16,7 @@ from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_ranks
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags import parameter_counts as built
 from megatron.trust.flags.parameter_counts import check_build, mesh_of
 from megatron.trust.flags.repair import RequestedSetup, smallest_repair
@@ -143,7 +143,7 @@ FEW = {"deadline": None, "derandomize": True, "suppress_health_check": list(Heal
 @given(case=CONFIGS)
 def accepted(found: list[tuple[dict[str, Any], int]], case: tuple[dict[str, Any], int]) -> None:
     """Collect what the rules accept, once each. On the way: no rule fails, whatever it is asked."""
-    if case not in found and not examine(from_values(RequestedRun, case[0]), case[1])[1]:
+    if case not in found and not resolve_and_examine(from_values(RequestedRun, case[0]), case[1])[1]:
         found.append(case)
 
 

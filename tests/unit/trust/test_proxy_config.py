@@ -13,7 +13,7 @@ from megatron.core.config.rules.engine import broken
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.pipeline_parallel.schedules import can_overlap, training_plan
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import read_command
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config, small_degrees
@@ -29,7 +29,7 @@ BASE = (
 def config_of(flags: str, ranks: int, entry: str = "pretrain_gpt.py") -> RunConfig:
     """The resolved config of flags that keep the rules."""
     setting = read_command(shlex.split(BASE + flags), ranks=ranks, entry=entry).setting
-    config, problems = examine(setting.config, ranks)
+    config, problems = resolve_and_examine(setting.config, ranks)
     assert not problems, problems
     return config
 

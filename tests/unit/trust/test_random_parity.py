@@ -15,7 +15,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.settings.run import RequestedRun
-from megatron.training.cli.preflight import examine
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.parameter_counts import check_build
 from megatron.trust.parity.local_ranks import RankFailed
 from megatron.trust.parity.parity import compare
@@ -73,7 +73,7 @@ def accepted(source: Callable[[Random], Case], seed: int, count: int) -> list[Ca
     random, found = Random(seed), []
     while len(found) < count:
         values, ranks = source(random)
-        if not examine(from_values(RequestedRun, values), ranks)[1]:
+        if not resolve_and_examine(from_values(RequestedRun, values), ranks)[1]:
             found.append((values, ranks))
     return found
 

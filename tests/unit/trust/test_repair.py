@@ -12,7 +12,7 @@ from megatron.core.config.flags import flag_fields
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
 from megatron.core.config.settings.run import RequestedRun
 from megatron.trust.flags.command import Command, read_command
-from megatron.trust.flags.repair import WORLD, BrokenRule, RequestedSetup, candidates, named, smallest_repair
+from megatron.trust.flags.repair import WORLD, BrokenRule, RequestedSetup, candidates, flags_of_rule, smallest_repair
 from tests.unit.trust.bad_configs import BAD, GPT
 
 
@@ -110,7 +110,7 @@ def test_the_nearest_of_equally_few_changes_is_chosen() -> None:
     (one,) = start.broken()
     mending = [
         edit
-        for name in named(one, start)
+        for name in flags_of_rule(one, start)
         for edit in candidates(start, one, name)
         if not start.with_values({name: edit.after}).broken()
     ]
@@ -171,7 +171,7 @@ def test_changes_are_said_as_flags(flags: str, said: str) -> None:
     ],
 )
 def test_the_flags_that_a_rule_speaks_of_are_found(says: str, names: list[str]) -> None:
-    assert named(BrokenRule("x", says), setting("")) == names
+    assert flags_of_rule(BrokenRule("x", says), setting("")) == names
 
 
 def test_values_that_a_rule_names_are_tried() -> None:

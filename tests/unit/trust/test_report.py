@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.trust.plan.planner import RunPlan, advised, memory_savings, plan, why
+from megatron.trust.plan.planner import RunPlan, explain_peak, memory_savings, plan, with_advice
 from megatron.trust.plan.report import TALL, memory_picture, page, plain, schedule_picture, text, ticks
 from megatron.trust.simulate.trace import DryRun, Event
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
@@ -67,7 +67,7 @@ def test_the_fullest_rank_is_marked_and_explained() -> None:
     assert "rank 1 holds 256.00 MiB more than rank 0: " in said
     assert "rank 0 holds the embedding, and at most 2 forward passes at once still await their" in said
     assert "rank 1 holds the head, and at most 1 forward pass at once still awaits its" in said
-    assert why(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
+    assert explain_peak(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
 
 
 def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
@@ -177,7 +177,7 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
         return run_of(config, ranks, passes, peaks=[int(peak)])
 
     setting = setting_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2)
-    planned = advised(
+    planned = with_advice(
         plan(config_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2), 2, PLAIN, dry),
         setting,
         dry,

@@ -24,7 +24,7 @@ from megatron.training.health.bad_steps import StepValidator
 from megatron.training.loader import build_data
 from megatron.training.loop import Session
 from megatron.training.trainer import build_trainer
-from megatron.trust.compare.contents import fits
+from megatron.trust.compare.contents import matches_pattern
 from megatron.trust.state_inventory import DERIVED, INVENTORY, items_at, why_derived
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, VOCABULARY, write_tokens
@@ -128,7 +128,7 @@ def forgotten(flags: list[str], folder: Path) -> list[str]:
         if (
             items_at(place)
             and not why_derived(place)
-            and not any(fits(name, item.names) for item in items_at(place) for name in moved)
+            and not any(matches_pattern(name, item.names) for item in items_at(place) for name in moved)
         ):
             wrong.append(f"{place} changes, but what a save holds of {items_at(place)[0].what} does not")
     return wrong
@@ -217,5 +217,5 @@ def test_no_row_of_the_tables_is_a_dead_letter(folder: Path) -> None:
             live |= set(held(roots(one)))
     rows = [(pattern, item.what) for item in INVENTORY for pattern in item.places]
     rows += [(pattern, reason) for patterns, reason in DERIVED.items() for pattern in patterns]
-    dead = [row for row in rows if not any(fits(place, row[:1]) for place in live)]
+    dead = [row for row in rows if not any(matches_pattern(place, row[:1]) for place in live)]
     assert not dead, dead

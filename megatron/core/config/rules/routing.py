@@ -6,7 +6,7 @@ from megatron.core.config.rules.rule import Rule, Setting
 from megatron.core.config.settings.moe import MoEConfig
 
 
-def choice(s: Setting) -> str:
+def router_choice(s: Setting) -> str:
     """How many experts a token uses, out of which groups, by which scores."""
     run = s.run
     moe = run.model.moe
@@ -68,7 +68,7 @@ def _expert_group_problems(moe: MoEConfig) -> list[str]:
     return []
 
 
-def balance(s: Setting) -> str:
+def load_balancing(s: Setting) -> str:
     """What keeps the choice even."""
     run = s.run
     moe, problems = run.model.moe, []
@@ -136,7 +136,11 @@ def _uses_sinkhorn(moe: MoEConfig) -> bool:
 
 
 RULES = (
-    Rule("choice-of-experts", choice, "a token can choose as many experts as it shall, and the choice can be learned"),
-    Rule("balance-of-experts", balance, "ways to balance experts fit together and have a weight each"),
+    Rule(
+        "choice-of-experts",
+        router_choice,
+        "a token can choose as many experts as it shall, and the choice can be learned",
+    ),
+    Rule("balance-of-experts", load_balancing, "ways to balance experts fit together and have a weight each"),
     Rule("upcycling", upcycling, "the MLPs of a dense checkpoint can become these experts"),
 )

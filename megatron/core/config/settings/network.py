@@ -65,7 +65,7 @@ def network_fields() -> dict[str, str]:
     return {name: role for name, role in roles_of(RequestedModel).items() if role in ("network", "adaptable")}
 
 
-def unused(model: ModelConfig) -> frozenset[str]:
+def unused_settings(model: ModelConfig) -> frozenset[str]:
     """Settings of which this network makes no use, since others say so. model: resolved."""
     rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
     latent, mixers = model.mla.multi_latent_attention, {plan.mixer for plan in layer_rows(model)}
@@ -107,7 +107,7 @@ def unused(model: ModelConfig) -> frozenset[str]:
 def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Names of the settings by which two networks, resolved, are two functions; of what neither uses nothing is said."""
     idle, given, canonical = (
-        unused(a) & unused(b),
+        unused_settings(a) & unused_settings(b),
         (to_values(a), to_values(b)),
         (_canonical_values(a), _canonical_values(b)),
     )

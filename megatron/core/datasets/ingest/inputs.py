@@ -103,7 +103,7 @@ def _input_file(path: str, format: Format, text_documents: TextDocuments) -> Inp
     return InputFile(path, kind, compression, 0 if path == STANDARD_INPUT else os.path.getsize(path))
 
 
-def identity(source: InputFile) -> list[str | int]:
+def source_fingerprint(source: InputFile) -> list[str | int]:
     """What is equal when the source is the same as before: path, size, time, and a hash of its two ends."""
     if source.path == STANDARD_INPUT:
         return [STANDARD_INPUT]
@@ -115,7 +115,7 @@ def identity(source: InputFile) -> list[str | int]:
     return [os.path.abspath(source.path), source.size, os.stat(source.path).st_mtime_ns, ends.hexdigest()]
 
 
-def spans_of(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> list[InputSpan]:
+def shard_spans(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> list[InputSpan]:
     """What a run reads: everything, or shard (i, n), counted from 0, of n that hold about the same number of bytes.
 
     The inputs stand end to end and are cut in n, so that the shards in order hold what one run reads, in order. Where a

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron.core.datasets.indexed import BuilderProgress, DataError
 from megatron.core.datasets.ingest.source import SourcePosition
-from megatron.core.datasets.storage import replacing
+from megatron.core.datasets.storage import atomic_file
 
 VERSION = 1
 PARTIAL = "partial"  # ending of everything that is unfinished
@@ -31,7 +31,7 @@ RESTART = "throw the unfinished work away with --restart, or choose another --ou
 
 
 @dataclass(slots=True)
-class Dropped:
+class DroppedRecords:
     """Records left out for one reason: how many, and the first by file and number."""
 
     count: int = 0
@@ -47,7 +47,7 @@ class Totals:
     num_bytes: int = 0
     consumed: int = 0
     empty: list[int] = field(default_factory=list)
-    dropped: dict[str, Dropped] = field(default_factory=dict)
+    dropped: dict[str, DroppedRecords] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class JournalState:
 
 
 @contextmanager
-def locked(prefix: str) -> Iterator[None]:
+def lock_prefix(prefix: str) -> Iterator[None]:
     """The right to write to a prefix. Raises `DataError` when another process has it."""
     path = Path(f"{prefix}.lock.{PARTIAL}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def journal_path(prefix: str) -> Path:
 def save(prefix: str, command: Mapping[str, Any], state: JournalState) -> None:
     """Write down how far a run has come; what `state` names is on disk already."""
     content = {"version": VERSION, "command": command, **dataclasses.asdict(state)}
-    with replacing(journal_path(prefix)) as file:
+    with atomic_file(journal_path(prefix)) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
@@ -106,7 +106,7 @@ def load(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
                 f"{path} has version {content['version']!r}; this programme knows version {VERSION}: {RESTART}"
             )
         before, totals = content["command"], content["totals"]
-        dropped = {reason: Dropped(**drop) for reason, drop in totals.pop("dropped").items()}
+        dropped = {reason: DroppedRecords(**drop) for reason, drop in totals.pop("dropped").items()}
         state = JournalState(
             SourcePosition(**content["place"]),
             [BuilderProgress(**marks) for marks in content["marks"]],

@@ -64,7 +64,7 @@ class _ZstdBytes(io.RawIOBase):
 
 
 @contextmanager
-def opened(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
+def open_lines(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
     """(the content, the file on disk under it) of a source that is not a table; damage is told as `DataError`."""
     if source.path == STANDARD_INPUT:
         yield sys.stdin.buffer, sys.stdin.buffer
@@ -89,7 +89,7 @@ def opened(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
 def read_lines(number: int, span: InputSpan, place: SourcePosition) -> Iterator[Chunk]:
     """The lines of a span, from a place on. number: which span of the run it is."""
     source = span.source
-    with opened(source) as (file, raw):
+    with open_lines(source) as (file, raw):
         digest = xxhash.xxh3_128() if source.path == STANDARD_INPUT else None
         if digest:
             _skip_again(file, place, digest)
@@ -117,7 +117,7 @@ def read_document(number: int, span: InputSpan, place: SourcePosition) -> Iterat
     """A plain text file as one document."""
     if place.unit:
         return
-    with opened(span.source) as (file, _):
+    with open_lines(span.source) as (file, _):
         content = file.read()
     yield Chunk(
         "document", [[content]], SourcePosition(number), SourcePosition(number, 1, 1), len(content), span.source.size
@@ -128,7 +128,7 @@ def count_bytes(source: InputFile) -> int:
     """The size of a file after decompression."""
     if not source.compression:
         return source.size
-    with opened(source) as (file, _):
+    with open_lines(source) as (file, _):
         return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
 
 
@@ -137,7 +137,7 @@ def lines_before(source: InputFile, position: int) -> int:
     if position == 0:
         return 0
     lines, left = 1, position - 1
-    with opened(source) as (file, _):
+    with open_lines(source) as (file, _):
         while left and (content := file.read(min(left, CHUNK_BYTES))):
             lines += content.count(b"\n")
             left -= len(content)

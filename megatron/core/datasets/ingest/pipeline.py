@@ -26,8 +26,8 @@ from megatron.core.datasets.indexed import (
 )
 from megatron.core.datasets.ingest import journal
 from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, Encoder
-from megatron.core.datasets.ingest.inputs import identity, name_record, read_spans, spans_of
-from megatron.core.datasets.ingest.journal import PARTIAL, Dropped, JournalState, Totals
+from megatron.core.datasets.ingest.inputs import name_record, read_spans, shard_spans, source_fingerprint
+from megatron.core.datasets.ingest.journal import PARTIAL, DroppedRecords, JournalState, Totals
 from megatron.core.datasets.ingest.records import BLANK, PLACES
 from megatron.core.datasets.ingest.sentences import version
 from megatron.core.datasets.ingest.source import Chunk, InputFile, SourcePosition
@@ -79,7 +79,7 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
     skipped; no file under a final name has changed then, and what the journal names stays for the next run.
     """
     prefix = order.prefix
-    with journal.locked(prefix):
+    with journal.lock_prefix(prefix):
         encoder = Encoder(order.job)
         mark, dtype = fingerprint(encoder.tokenizer), best_dtype(encoder.tokenizer.vocab_size)
         engine = encoder.tokenizer.engine
@@ -110,7 +110,7 @@ def measure(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
     """(documents, seconds) of reading and encoding the first documents, about so many; nothing is written."""
     documents, began = 0, time.perf_counter()
     chunks = _limit_records(
-        read_spans(spans_of(order.sources, order.shard), order.job.keys, SourcePosition()), max_documents
+        read_spans(shard_spans(order.sources, order.shard), order.job.keys, SourcePosition()), max_documents
     )
     for _, encoded in encode_all(chunks, order.job, order.workers):
         documents += len(encoded.columns[0].sequences)
@@ -136,7 +136,7 @@ def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[st
         "split-sentences": job.language and [job.language, job.keep_newlines, f"NLTK {version()}"],
         "shard": order.shard,
         "kinds of input": [source.kind for source in order.sources],
-        "input": [identity(source) for source in order.sources],
+        "input": [source_fingerprint(source) for source in order.sources],
     }
 
 
@@ -202,7 +202,7 @@ class _Writer:
         self.totals = state.totals if state else Totals(empty=[0] * len(order.job.keys))
         self._order, self._command, self._builders = order, command, builders
         self._place = state.place if state else SourcePosition()
-        self._spans = spans_of(order.sources, order.shard)
+        self._spans = shard_spans(order.sources, order.shard)
         self._marked = time.monotonic()
 
     def write_all(self, report: Report, work: Encoder | EncodeOptions) -> None:
@@ -223,7 +223,7 @@ class _Writer:
     def _write_chunk(self, chunk: Chunk, encoded: Encoded) -> None:
         totals, span = self.totals, self._spans[chunk.end.span]
         for reason, drop in encoded.drops.items():
-            total = totals.dropped.setdefault(reason, Dropped())
+            total = totals.dropped.setdefault(reason, DroppedRecords())
             total.count += drop.count
             for record in drop.records[: PLACES - len(total.places)]:
                 total.places.append(name_record(span, record))

@@ -40,7 +40,7 @@ _WORDS = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class GlobalParameter:
     """A parameter as a checkpoint has it. boxes: what one rank each saved of it, of all that are different."""
 
     key: str
@@ -49,7 +49,7 @@ class Global:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """What a rank's parameter holds of a global one. inside: where, of the parameter in its shape; transposed: with axes exchanged."""
 
     key: str
@@ -59,12 +59,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalParameter:
     """A parameter of one rank. name: as the module tree of its stage has it. shared: its stage has a copy of another's word embedding."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
     shared: bool = False
 
     @property
@@ -79,7 +79,7 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class WriterLayout:
     """Sizes of the layout that wrote a checkpoint, and how it builds a network."""
 
     tensor: int
@@ -94,7 +94,7 @@ class Ranks:
     last: int | None
 
     @staticmethod
-    def of(arguments: Mapping[str, Any], layers: int) -> Ranks:
+    def of(arguments: Mapping[str, Any], layers: int) -> WriterLayout:
         """From the arguments of a run. Raises `Unreadable` for one whose stages cannot be known."""
         tensor, pipeline = (int(arguments.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
         odd = [
@@ -112,7 +112,7 @@ class Ranks:
         fused = arguments.get("transformer_impl") == "transformer_engine"
         native = not fused or bool(arguments.get("moe_use_legacy_grouped_gemm"))
         grouped = ("native" if native else "fused") if arguments.get("moe_grouped_gemm") else ""
-        return Ranks(
+        return WriterLayout(
             tensor,
             pipeline,
             int(arguments.get("virtual_pipeline_model_parallel_size") or 1),
@@ -144,11 +144,18 @@ class Ranks:
         return layer // each % self.pipeline, layer // each // self.pipeline
 
 
-def locals_of(
-    model: Sequence[Global], ranks: Ranks, *, tensor: int, pipeline: int, expert: int, expert_tensor: int, tied: bool
-) -> list[list[Local]]:
+def local_parameters(
+    model: Sequence[GlobalParameter],
+    ranks: WriterLayout,
+    *,
+    tensor: int,
+    pipeline: int,
+    expert: int,
+    expert_tensor: int,
+    tied: bool,
+) -> list[list[LocalParameter]]:
     """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix."""
-    chunks: list[list[Local]] = [[] for _ in range(ranks.chunks)]
+    chunks: list[list[LocalParameter]] = [[] for _ in range(ranks.chunks)]
     for one in model:
         for layer, part in _layers_of_stack(one):
             stage = _stage_of_layer(part.key, layer, ranks)
@@ -164,7 +171,7 @@ def locals_of(
     return [sorted(chunk, key=lambda one: _sort_key(one.name)) for chunk in chunks]
 
 
-def _share_words(chunks: list[list[Local]], words: Local, *, last: bool) -> None:
+def _share_words(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:
     """Mark the tied matrix as shared by the first and the last stage, the last of which holds it as its output layer."""
     if last:
         chunks[-1].append(replace(words, name="output_layer.weight", shared=True))
@@ -184,7 +191,7 @@ def _sort_key(name: str) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _layers_of_stack(one: Global) -> Iterator[tuple[int, Global]]:
+def _layers_of_stack(one: GlobalParameter) -> Iterator[tuple[int, GlobalParameter]]:
     """(layer, parameter of it) of a stack of layers; the parameter itself where it is no stack. Boxes lose no axis."""
     if not _STACKED.match(one.key):
         match = _LAYER.match(one.key)
@@ -193,10 +200,10 @@ def _layers_of_stack(one: Global) -> Iterator[tuple[int, Global]]:
     stack, _, rest = one.key.partition(".layers.")
     for layer in range(one.shape[0]):
         boxes = tuple(box for box in one.boxes if box.offset[0] == layer and box.shape[0] == 1)
-        yield layer, Global(f"{stack}.layers.{layer}.{rest}", one.shape, boxes)
+        yield layer, GlobalParameter(f"{stack}.layers.{layer}.{rest}", one.shape, boxes)
 
 
-def _stage_of_layer(key: str, layer: int, ranks: Ranks) -> tuple[int, int]:
+def _stage_of_layer(key: str, layer: int, ranks: WriterLayout) -> tuple[int, int]:
     if key.startswith("embedding."):
         return 0, 0
     if key.startswith(("decoder.layers.", "encoder.layers.")):
@@ -204,7 +211,7 @@ def _stage_of_layer(key: str, layer: int, ranks: Ranks) -> tuple[int, int]:
     return ranks.pipeline - 1, ranks.chunks - 1
 
 
-def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: Global) -> list[Box]:
+def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: GlobalParameter) -> list[Box]:
     """Which of the boxes of a parameter a rank of `size` holds: one, two of a gated matrix. lead: axes of layers and experts."""
     places = sorted(boxes, key=lambda box: box.offset[lead:])
     if len(places) == 1:
@@ -216,7 +223,7 @@ def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: G
     raise Unreadable(f"{one.key} is saved in {len(places)} boxes, which are not those of {size} tensor ranks")
 
 
-def _rank_parameter(part: Global, one: Global, ranks: Ranks, rank: int) -> Local:
+def _rank_parameter(part: GlobalParameter, one: GlobalParameter, ranks: WriterLayout, rank: int) -> LocalParameter:
     """The parameter of the module tree for one of the checkpoint's, as a tensor rank holds it."""
     lead = 1 if _STACKED.match(one.key) else 0
     boxes = _boxes_on_rank(part.boxes, lead, rank, ranks.tensor, one)
@@ -226,20 +233,21 @@ def _rank_parameter(part: Global, one: Global, ranks: Ranks, rank: int) -> Local
     return _stack_boxes(name, one.key, boxes, lead)
 
 
-def _stack_boxes(name: str, key: str, boxes: Sequence[Box], lead: int) -> Local:
+def _stack_boxes(name: str, key: str, boxes: Sequence[Box], lead: int) -> LocalParameter:
     """Boxes one below the other, as one parameter without the leading axes."""
     shape = boxes[0].shape[lead:]
     rows = [0] if len(boxes) == 1 else [number * shape[0] for number in range(len(boxes))]
     whole = shape if len(boxes) == 1 else (len(boxes) * shape[0], *shape[1:])
     parts = tuple(
-        Part(key, box, Box((row, *(0,) * (len(shape) - 1)) if shape else (), shape)) for row, box in zip(rows, boxes)
+        ParameterPart(key, box, Box((row, *(0,) * (len(shape) - 1)) if shape else (), shape))
+        for row, box in zip(rows, boxes)
     )
-    return Local(name, whole, parts)
+    return LocalParameter(name, whole, parts)
 
 
 def _expert_parameters(
-    part: Global, one: Global, ranks: Ranks, rank: int, expert: int, *, matrix: re.Match[str]
-) -> list[Local]:
+    part: GlobalParameter, one: GlobalParameter, ranks: WriterLayout, rank: int, expert: int, *, matrix: re.Match[str]
+) -> list[LocalParameter]:
     """The experts of a rank, each a parameter of its own, or all of them one."""
     lead, size = 1 if _STACKED.match(one.key) else 0, ranks.expert_tensor
     count = one.shape[lead] // ranks.expert
@@ -261,7 +269,9 @@ def _expert_parameters(
     return experts
 
 
-def _grouped_experts(name: str, one: Global, part: Global, lead: int, mine: range, rank: int, size: int) -> Local:
+def _grouped_experts(
+    name: str, one: GlobalParameter, part: GlobalParameter, lead: int, mine: range, rank: int, size: int
+) -> LocalParameter:
     """All experts of a rank as one matrix with axes exchanged: [experts, h, f], and gate beside up."""
     boxes = [box for box in part.boxes if box.offset[lead] == mine.start and box.shape[lead] == len(mine)]
     if not boxes:
@@ -269,7 +279,7 @@ def _grouped_experts(name: str, one: Global, part: Global, lead: int, mine: rang
     boxes = _boxes_on_rank(boxes, lead + 1, rank, size, one)
     rows, columns = boxes[0].shape[lead + 1 :]
     parts = tuple(
-        Part(one.key, box, Box((0, 0, number * rows), (len(mine), columns, rows)), True)
+        ParameterPart(one.key, box, Box((0, 0, number * rows), (len(mine), columns, rows)), True)
         for number, box in enumerate(boxes)
     )
-    return Local(name, (len(mine), columns, len(boxes) * rows), parts)
+    return LocalParameter(name, (len(mine), columns, len(boxes) * rows), parts)

@@ -25,10 +25,10 @@ from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.experts import with_experts_apart
-from megatron.core.families.megatron.export_arguments import arguments_of, flags_beside, padded
+from megatron.core.families.megatron.export_arguments import arguments_of, flags_beside, padded_vocabulary
 from megatron.core.families.megatron.export_index import write_tensors
 from megatron.core.families.megatron.expressible import without_counterpart
-from megatron.core.families.megatron.names import Layout, cut, divided_over, is_over_vocabulary
+from megatron.core.families.megatron.names import Layout, divided_over, is_over_vocabulary, split_shards
 from megatron.core.parallel.boxes import whole_box
 
 _WORDS = "embedding.word_embeddings.weight"
@@ -84,9 +84,9 @@ class _Export:
         """What each tensor rank holds of a parameter, in memory of its own."""
         tensor = self.source.read(f"model.{name}", whole_box(self.source.formats[f"model.{name}"].shape))
         if is_over_vocabulary(name):  # as Megatron's converters do, rows of padding are the last one again
-            rows = padded(tensor.shape[0], self.source.settings, self.tensor_size) - tensor.shape[0]
+            rows = padded_vocabulary(tensor.shape[0], self.source.settings, self.tensor_size) - tensor.shape[0]
             tensor = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])
-        return [shard.clone() for shard in cut(name, tensor, ranks, self.layout, whole_latents=self.fused)]
+        return [shard.clone() for shard in split_shards(name, tensor, ranks, self.layout, whole_latents=self.fused)]
 
     def common(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
         """Entries beside the tensors."""
@@ -95,7 +95,7 @@ class _Export:
             self.model,
             self.source.settings,
             {
-                "padded_vocab_size": padded(rows, self.source.settings, self.tensor_size),
+                "padded_vocab_size": padded_vocabulary(rows, self.source.settings, self.tensor_size),
                 "iteration": self.iteration,
                 "tensor_model_parallel_size": self.tensor_size,
                 "pipeline_model_parallel_size": pipeline_size,
@@ -156,7 +156,9 @@ def _tensor_format(name: str, export: _Export) -> Tensor:
     """A parameter's shape and dtype as it is written, without its values."""
     one = export.source.formats[f"model.{name}"]
     rows = (
-        padded(one.shape[0], export.source.settings, export.tensor_size) if is_over_vocabulary(name) else one.shape[0]
+        padded_vocabulary(one.shape[0], export.source.settings, export.tensor_size)
+        if is_over_vocabulary(name)
+        else one.shape[0]
     )
     return torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta")
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.config.flags import spelling, to_values
 from megatron.core.config.layer_pattern import read_pattern
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.network import network_fields, unused
+from megatron.core.config.settings.network import network_fields, unused_settings
 from megatron.core.families.megatron.expressible import fuses_gelu
 
 _PATTERNS = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
@@ -46,7 +46,7 @@ _TAKEN = frozenset(
 _OURS = frozenset(("architecture", "openai_gelu", "true_vocab_size"))  # said otherwise there, or not at all
 
 
-def padded(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
+def padded_vocabulary(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
     """Rows of a vocabulary that so many tensor ranks share."""
     multiple = int(settings.get("make_vocab_size_divisible_by") or 128) * ranks
     return math.ceil(rows / multiple) * multiple
@@ -82,7 +82,7 @@ def flags_beside(model: ModelConfig) -> str:
 
     Empty when it takes all of this one. model: resolved.
     """
-    values, usual, idle = to_values(model), to_values(ModelConfig()), unused(model)
+    values, usual, idle = to_values(model), to_values(ModelConfig()), unused_settings(model)
     words = [
         f"{spelling(name)}{_shell_value(values[name])}"
         for name in network_fields()

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.config.flags import spelling, to_values
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.network import network_fields, unused
+from megatron.core.config.settings.network import network_fields, unused_settings
 
 ANY: Collection[Any] | None = None
 # Setting -> the values beside its default of which Megatron has a counterpart.
@@ -92,7 +92,7 @@ LATENT: Mapping[str, Collection[Any] | None] = {
 
 def without_counterpart(model: ModelConfig) -> list[str]:
     """The settings by which a network is none that Megatron builds, a line each. model: resolved."""
-    values, usual, idle = to_values(model), _field_defaults(ModelConfig), unused(model)
+    values, usual, idle = to_values(model), _field_defaults(ModelConfig), unused_settings(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
     lines = [
         f"{spelling(name)}{_flag_value(values[name])}: Megatron builds no such network"

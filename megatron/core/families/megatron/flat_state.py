@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable, spans
-from megatron.core.families.megatron.definition_order import Global, Local, Ranks, locals_of
-from megatron.core.families.megatron.stored import Chunk, Flat, Stored
+from megatron.core.families.megatron.definition_order import (
+    GlobalParameter,
+    LocalParameter,
+    WriterLayout,
+    local_parameters,
+)
+from megatron.core.families.megatron.stored import Chunk, FlatBox, IndexEntry
 
 _BUCKET = re.compile(
     r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
@@ -31,15 +36,15 @@ _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.(.+)$")
 _OTHERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|inv_freq$")
 _LAYERS = re.compile(r"^(?:encoder|decoder)\.layers\.(\d+)\.")
 _COMPARED = 2**16  # elements; larger parameters are not read twice to compare their weights
-Entries = dict[str, Stored]
-Read = Callable[[Stored, Chunk | Flat], Tensor]
+Entries = dict[str, IndexEntry]
+Read = Callable[[IndexEntry, Chunk | FlatBox], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """One buffer of a rank: its buckets' tensors by slot."""
 
-    buckets: Mapping[str, list[Stored]]
+    buckets: Mapping[str, list[IndexEntry]]
 
     @property
     def sizes(self) -> list[int]:
@@ -47,12 +52,12 @@ class Buffer:
         return [stored.shape[0] for stored in self.buckets["param"]]
 
 
-def is_flat(tensors: Mapping[str, Stored]) -> bool:
+def is_flat(tensors: Mapping[str, IndexEntry]) -> bool:
     """Whether state is stored in buckets."""
     return any(_FLAT.match(key) for key in tensors)
 
 
-def unflattened(tensors: Mapping[str, Stored]) -> Entries:
+def unflatten_entries(tensors: Mapping[str, IndexEntry]) -> Entries:
     """Entries by parameter whose boxes were stored as rows of elements, with the boxes of the weights."""
     unflat = {}
     for key, stored in tensors.items():
@@ -65,25 +70,25 @@ def unflattened(tensors: Mapping[str, Stored]) -> Entries:
         boxes = []
         for chunk in weight.chunks:
             place = tuple(start // size for start, size in zip(chunk.box.offset, chunk.box.shape))
-            boxes.append(Flat(chunk.box, stored, (*place, 0), chunk.box.shape, (0,) * len(chunk.box.shape)))
-        unflat[key] = Stored(key, weight.shape, stored.dtype, tuple(boxes))
+            boxes.append(FlatBox(chunk.box, stored, (*place, 0), chunk.box.shape, (0,) * len(chunk.box.shape)))
+        unflat[key] = IndexEntry(key, weight.shape, stored.dtype, tuple(boxes))
     return unflat
 
 
-def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], read: Read, *, tied: bool) -> Entries:
+def by_parameter(tensors: Mapping[str, IndexEntry], arguments: Mapping[str, Any], read: Read, *, tied: bool) -> Entries:
     """Entries `optimizer.state.<slot>.<parameter>` for what is stored in buckets.
 
     read: the values of a box. tied: words and output layer are one matrix. Raises `Unreadable` when it cannot be known what
     belongs to which parameter.
     """
     model = [
-        Global(key, stored.shape, tuple(chunk.box for chunk in stored.chunks))
+        GlobalParameter(key, stored.shape, tuple(chunk.box for chunk in stored.chunks))
         for key, stored in tensors.items()
         if not _OTHERS.search(key) and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
     ]
-    ranks = Ranks.of(arguments, _num_layers(model))
+    ranks = WriterLayout.of(arguments, _num_layers(model))
     buffers = _flat_buffers(tensors)
-    chunks: dict[tuple[str, str], dict[tuple[int, ...], Flat]] = {}  # (slot, parameter) -> by offset
+    chunks: dict[tuple[str, str], dict[tuple[int, ...], FlatBox]] = {}  # (slot, parameter) -> by offset
     for (chain, group, number), buffer in sorted(buffers.items()):
         members = _buffer_parameters(model, ranks, chain, group, number, tensors, tied=tied)
         layout = spans([(one.name, one.size) for one in members], buffer.sizes)
@@ -95,7 +100,7 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
         for slot, buckets in buffer.buckets.items():
             for one in members:
                 for part in one.parts:
-                    flat = Flat(
+                    flat = FlatBox(
                         part.box,
                         buckets[layout[one.name].bucket],
                         (layout[one.name].start,),
@@ -109,19 +114,19 @@ def by_parameter(tensors: Mapping[str, Stored], arguments: Mapping[str, Any], re
     for (slot, name), boxes in chunks.items():
         if name in keys:
             key = f"optimizer.state.{slot}.{name}"
-            state[key] = Stored(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
+            state[key] = IndexEntry(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
             _demand_same_weights(state[key], tensors[name], slot, read)
     return state
 
 
-def _num_layers(model: Sequence[Global]) -> int:
+def _num_layers(model: Sequence[GlobalParameter]) -> int:
     stacked = [one.shape[0] for one in model if re.match(r"^(encoder|decoder)\.layers\.(?!\d)", one.key)]
     return max([*stacked, *(1 + int(match[1]) for one in model for match in [_LAYERS.match(one.key)] if match)])
 
 
-def _flat_buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], Buffer]:
+def _flat_buffers(tensors: Mapping[str, IndexEntry]) -> dict[tuple[int, int, int], Buffer]:
     """(optimizer of a chain, group, number) -> buffer."""
-    by_buffer: dict[tuple[int, int, int], dict[str, dict[int, Stored]]] = {}
+    by_buffer: dict[tuple[int, int, int], dict[str, dict[int, IndexEntry]]] = {}
     for key, stored in tensors.items():
         if _FLAT.match(key):
             match = _BUCKET.match(key)
@@ -145,15 +150,15 @@ def _flat_buffers(tensors: Mapping[str, Stored]) -> dict[tuple[int, int, int], B
 
 
 def _buffer_parameters(
-    model: Sequence[Global],
-    ranks: Ranks,
+    model: Sequence[GlobalParameter],
+    ranks: WriterLayout,
     chain: int,
     group: int,
     number: int,
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, IndexEntry],
     *,
     tied: bool,
-) -> list[Local]:
+) -> list[LocalParameter]:
     """The parameters of one buffer, in the order of definition."""
     experts_apart = ranks.expert > 1
     expert, expert_tensor = 0, 0
@@ -171,7 +176,7 @@ def _buffer_parameters(
         raise Unreadable(
             f"there is a group {group}, and the arguments say {ranks.tensor} tensor and {ranks.pipeline} pipeline ranks; {WAY_OUT}"
         )
-    chunks = locals_of(
+    chunks = local_parameters(
         model, ranks, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor, tied=tied
     )
     members = []
@@ -184,7 +189,7 @@ def _buffer_parameters(
     return members[number]
 
 
-def _demand_same_weights(state: Stored, weight: Stored, slot: str, read: Read) -> None:
+def _demand_same_weights(state: IndexEntry, weight: IndexEntry, slot: str, read: Read) -> None:
     """Demand that state covers its weight; and compare fp32 weights with the model's where the parameter is small."""
     covered = {chunk.box.offset for chunk in state.chunks}
     missing = [chunk for chunk in weight.chunks if chunk.box.offset not in covered]

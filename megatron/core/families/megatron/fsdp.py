@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.families.megatron.experts import expert_of
-from megatron.core.families.megatron.stored import Chunk, Stored
+from megatron.core.families.megatron.stored import Chunk, IndexEntry
 from megatron.core.parallel.boxes import Box
 
 _WEIGHT = re.compile(r"^model\.(?:module\.)*(.+)$")
@@ -33,9 +33,9 @@ def is_fsdp(names: Collection[str]) -> bool:
     return "args" in names and any(name.startswith("model.module.") for name in names)
 
 
-def as_distributed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def as_distributed(tensors: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
     """Entries under the names of the distributed format: weights by their own, moments as `optimizer.state.<slot>.<parameter>`."""
-    renamed: dict[str, Stored] = {}
+    renamed: dict[str, IndexEntry] = {}
     for key, stored in tensors.items():
         moment, weight = _MOMENT.match(key), _WEIGHT.match(key)
         if moment:
@@ -45,7 +45,7 @@ def as_distributed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return _stack_experts(_join_gated_halves(renamed))
 
 
-def _join_gated_halves(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+def _join_gated_halves(entries: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
     """Both halves of a gated matrix as one, the second below the first."""
     joined = {}
     for key, stored in entries.items():
@@ -56,13 +56,13 @@ def _join_gated_halves(entries: Mapping[str, Stored]) -> dict[str, Stored]:
             below = entries[f"{half[1]}_v"]
             rows, shift = stored.shape[0], (stored.shape[0], *(0,) * (len(stored.shape) - 1))
             chunks = (*stored.chunks, *(replace(chunk, box=chunk.box.shifted(shift)) for chunk in below.chunks))
-            joined[half[1]] = Stored(half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks)
+            joined[half[1]] = IndexEntry(half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks)
     return joined
 
 
-def _stack_experts(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+def _stack_experts(entries: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
     """Experts as one tensor with a leading axis."""
-    tensors, stacks = {}, dict[str, dict[int, Stored]]()
+    tensors, stacks = {}, dict[str, dict[int, IndexEntry]]()
     for key, stored in entries.items():
         if one := expert_of(key):
             stacks.setdefault(one[0], {})[one[1]] = stored
@@ -71,7 +71,7 @@ def _stack_experts(entries: Mapping[str, Stored]) -> dict[str, Stored]:
     for key, experts in stacks.items():
         first = next(iter(experts.values()))
         chunks = tuple(_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)
-        tensors[key] = Stored(key, (len(experts), *first.shape), first.dtype, chunks)
+        tensors[key] = IndexEntry(key, (len(experts), *first.shape), first.dtype, chunks)
     return tensors
 
 

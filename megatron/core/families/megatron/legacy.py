@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import Unreadable
 from megatron.core.families.megatron.experts import StackedExperts, with_stacked_experts
 from megatron.core.families.megatron.hybrid import in_pairs
-from megatron.core.families.megatron.names import flattened, our_names
+from megatron.core.families.megatron.names import flatten_state, our_names
 from megatron.core.families.megatron.pickles import attributes, read_torch_file
-from megatron.core.families.megatron.progress import values_of
+from megatron.core.families.megatron.progress import saved_counters
 from megatron.core.families.megatron.rank_state import rank_state
 from megatron.core.families.megatron.source import MegatronSource, Shards, make_source
 from megatron.core.models.names import WORD_EMBEDDING
@@ -54,7 +54,7 @@ class RankFile:
         names = sorted(
             (name for name in self.content if re.fullmatch(r"model\d*", name)), key=lambda name: int(name[5:] or 0)
         )
-        return [flattened(self.content[name]) for name in names]
+        return [flatten_state(self.content[name]) for name in names]
 
 
 def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
@@ -71,7 +71,7 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> M
         raise CheckpointError(f"{folder}: its ranks do not fit together", problems)
     if len({tensor.shape[0] for tensor in parts.get(WORD_EMBEDDING, ())}) > 1:
         raise CheckpointError(f"{folder}: the tensor ranks hold different numbers of rows of the word embedding")
-    values = values_of(first)
+    values = saved_counters(first)
     states, skipped = _optimizer_state(files, parts) if values else ({}, "")
     return make_source(
         folder,

@@ -97,12 +97,12 @@ class Layout:
         )
 
 
-def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+def flatten_state(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors (any shape) of a nested state dict, by their names joined with dots."""
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            tensors |= flattened(value, f"{prefix}{name}.")
+            tensors |= flatten_state(value, f"{prefix}{name}.")
         elif isinstance(value, Tensor):
             tensors[f"{prefix}{name}"] = value
     return tensors
@@ -133,7 +133,7 @@ def is_over_vocabulary(name: str) -> bool:
     return bool(_VOCABULARY.match(name))
 
 
-def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
+def merge_shards(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
     """Merge the shards of the tensor ranks into the whole parameter, in this project's order of rows.
 
     name: this project's. shards: [rows/tp, ...] or [rows, columns/tp], in Megatron's order.
@@ -156,7 +156,7 @@ def merged(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
     return torch.cat(list(shards), dim=1) if _COLUMNS.search(name) else shards[0]
 
 
-def cut(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_latents: bool = False) -> list[Tensor]:
+def split_shards(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_latents: bool = False) -> list[Tensor]:
     """Split a whole parameter of this project into the shards of `ranks` tensor ranks, in Megatron's order (checkpoint
     version 3).
 

@@ -8,12 +8,12 @@ from typing import Any
 from megatron.core.families.megatron.pickles import attributes
 
 
-def parameter_of(name: str) -> str:
+def parameter_of_state(name: str) -> str:
     """The parameter that a name of a saved state is about."""
     return name.split(".", 2)[2] if name.startswith("optimizer.") else name.removeprefix("model.")
 
 
-def values_of(common: Mapping[str, Any]) -> dict[str, Any]:
+def saved_counters(common: Mapping[str, Any]) -> dict[str, Any]:
     """Counters that a run continues from, as far as they are known. common: what a checkpoint holds beside the model."""
     arguments = attributes(common.get("args"))
     iteration = common.get("iteration")

@@ -113,7 +113,9 @@ def _without_disabled_features(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in unused}
 
 
-def completed(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, where: str) -> dict[str, Any]:
+def complete_settings(
+    settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, where: str
+) -> dict[str, Any]:
     """Settings of a file as its tensors complete them, and without arguments the head size of the published ones.
 
     shapes: of the parameters (our names); of one that ranks share, of one rank's. Raises `CheckpointError` when the settings

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import Format
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merged
-from megatron.core.families.megatron.progress import parameter_of
-from megatron.core.families.megatron.settings import completed, run_settings_of, settings_of
+from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merge_shards
+from megatron.core.families.megatron.progress import parameter_of_state
+from megatron.core.families.megatron.settings import complete_settings, run_settings_of, settings_of
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
 
@@ -66,8 +66,8 @@ class MegatronSource:
 
     def _unpadded_tensor(self, name: str, device: str) -> Tensor:
         """The whole tensor without the rows that pad the vocabulary."""
-        parameter, size = parameter_of(name), self.settings.get("true_vocab_size")
-        whole = merged(parameter, [shard.to(device) for shard in self._shards[name]], self._layout)
+        parameter, size = parameter_of_state(name), self.settings.get("true_vocab_size")
+        whole = merge_shards(parameter, [shard.to(device) for shard in self._shards[name]], self._layout)
         return whole[:size] if size and is_over_vocabulary(parameter) else whole
 
 
@@ -90,12 +90,12 @@ def make_source(
     if words is None:
         raise CheckpointError(f"{folder} holds no {WORD_EMBEDDING}; it has {', '.join(sorted(shards)[:5])}, ...")
     shapes = {
-        parameter_of(name): held[0].to("meta").shape for name, held in shards.items() if name.startswith("model.")
+        parameter_of_state(name): held[0].to("meta").shape for name, held in shards.items() if name.startswith("model.")
     }
-    settings = completed(settings_of(arguments, given), shapes, where=str(folder))
+    settings = complete_settings(settings_of(arguments, given), shapes, where=str(folder))
     if "output_layer.weight" in shapes and not settings.setdefault("untie_embeddings_and_output_weights", True):
         # The last stage's copy of a tied matrix.
-        shards = {name: held for name, held in shards.items() if parameter_of(name) != "output_layer.weight"}
+        shards = {name: held for name, held in shards.items() if parameter_of_state(name) != "output_layer.weight"}
     _check_vocabulary(folder, words, settings.get("true_vocab_size") or 0)
     if any(name.startswith("optimizer.") for name in shards) and "run.optimizer_steps" not in values:
         shards = {name: held for name, held in shards.items() if not name.startswith("optimizer.")}

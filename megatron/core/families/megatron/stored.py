@@ -25,7 +25,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatBox:
     """A box of a tensor, kept as elements in a row of another.
 
     stored, offset: that one, and where in it the elements begin; shape: of what they are together, of which the box is the part
@@ -33,7 +33,7 @@ class Flat:
     """
 
     box: Box
-    stored: Stored
+    stored: IndexEntry
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     inside: tuple[int, ...]
@@ -42,13 +42,13 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class IndexEntry:
     """A tensor as the index has it. layer: the slice along its first axis that is meant, if layers are stacked."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk | Flat, ...]
+    chunks: tuple[Chunk | FlatBox, ...]
     layer: int | None = None
 
 
@@ -56,7 +56,7 @@ class Stored:
 class StoredTensor:
     """A stored tensor and the folder that it is read from."""
 
-    stored: Stored
+    stored: IndexEntry
     folder: Path
 
     def to(self, device: str) -> Tensor:
@@ -64,10 +64,10 @@ class StoredTensor:
         if device == "meta":
             shape = self.stored.shape if self.stored.layer is None else self.stored.shape[1:]
             return torch.empty(shape, dtype=self.stored.dtype, device=device)
-        return assembled(self.stored, self.folder)
+        return assemble_tensor(self.stored, self.folder)
 
 
-def assembled(stored: Stored, folder: Path, box: Box | None = None) -> Tensor:
+def assemble_tensor(stored: IndexEntry, folder: Path, box: Box | None = None) -> Tensor:
     """Return a box of a stored tensor (any shape), or all of it, or one layer of a stack [layers, ...], from the chunks
     that intersect it.
     """
@@ -87,11 +87,11 @@ def assembled(stored: Stored, folder: Path, box: Box | None = None) -> Tensor:
     return tensor if stored.layer is None else tensor[0]
 
 
-def values_of_chunk(chunk: Chunk | Flat, stored: Stored, folder: Path) -> Tensor:
+def values_of_chunk(chunk: Chunk | FlatBox, stored: IndexEntry, folder: Path) -> Tensor:
     """Return the values of one stored chunk, in the shape of its box (any shape)."""
-    if isinstance(chunk, Flat):
+    if isinstance(chunk, FlatBox):
         row = Box(chunk.offset, (*(1,) * (len(chunk.offset) - 1), math.prod(chunk.shape)))
-        values = assembled(chunk.stored, folder, row).reshape(chunk.shape)[
+        values = assemble_tensor(chunk.stored, folder, row).reshape(chunk.shape)[
             Box(chunk.inside, chunk.part or chunk.shape).slices()
         ]
         return (values.transpose(-1, -2) if chunk.transposed else values).reshape(chunk.box.shape)

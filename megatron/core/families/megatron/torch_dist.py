@@ -23,14 +23,14 @@ import torch
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
-from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflattened
+from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflatten_entries
 from megatron.core.families.megatron.fsdp import COMMON, STEP, as_distributed, is_fsdp
 from megatron.core.families.megatron.hybrid import in_pairs
 from megatron.core.families.megatron.names import our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
-from megatron.core.families.megatron.progress import parameter_of, values_of
+from megatron.core.families.megatron.progress import parameter_of_state, saved_counters
 from megatron.core.families.megatron.source import MegatronSource, make_source
-from megatron.core.families.megatron.stored import Chunk, Stored, StoredTensor, assembled, values_of_chunk
+from megatron.core.families.megatron.stored import Chunk, IndexEntry, StoredTensor, assemble_tensor, values_of_chunk
 from megatron.core.parallel.boxes import Box
 
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
@@ -59,7 +59,7 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
         {name: [StoredTensor(stored, folder)] for name, stored in in_pairs(_by_our_names(tensors), arguments).items()},
         arguments,
         given=given or {},
-        values=values_of({**common, "optimizer": [common.get("optimizer"), *_optimizer_groups(texts, folder)]}),
+        values=saved_counters({**common, "optimizer": [common.get("optimizer"), *_optimizer_groups(texts, folder)]}),
         skipped=skipped,
     )
 
@@ -124,7 +124,7 @@ def _read_index(path: Path) -> Any:
         raise CheckpointError(f"{path} is no index of torch.distributed.checkpoint, or is damaged: {error}") from None
 
 
-def _index_entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[str, Chunk]]:
+def _index_entries(index: Any, folder: Path) -> tuple[dict[str, IndexEntry], dict[str, Chunk]]:
     """The tensors of an index, and where its other values lie."""
     try:
         places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
@@ -144,7 +144,7 @@ def _index_entries(index: Any, folder: Path) -> tuple[dict[str, Stored], dict[st
                             Box(tuple(chunk.offsets), tuple(chunk.sizes)), info.relative_path, info.offset, info.length
                         )
                     )
-                tensors[name] = Stored(name, tuple(entry.size), _tensor_dtype(entry.properties), tuple(chunks))
+                tensors[name] = IndexEntry(name, tuple(entry.size), _tensor_dtype(entry.properties), tuple(chunks))
             elif (name, None) in places:
                 info = places[name, None]
                 texts[name] = Chunk(Box((), ()), info.relative_path, info.offset, info.length)
@@ -174,7 +174,7 @@ def _tensor_dtype(properties: Any) -> torch.dtype:
     return value
 
 
-def _common_state(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+def _common_state(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, IndexEntry]) -> dict[str, Any]:
     """What is no tensor: arguments, counters, the optimizer's groups."""
     if is_fsdp((*texts, *tensors)):
         return _common_of_fsdp(folder, texts, tensors)
@@ -189,18 +189,18 @@ def _common_state(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str
     return {}
 
 
-def _common_of_fsdp(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+def _common_of_fsdp(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, IndexEntry]) -> dict[str, Any]:
     steps = [
         *(_read_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
-        *(assembled(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
+        *(assemble_tensor(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
     ]
     common = {name: _read_object(texts[name], folder, name) for name in COMMON if name in texts}
     return {**common, "optimizer": [{"step": step} for step in steps]}
 
 
 def _with_state(
-    tensors: Mapping[str, Stored], texts: Mapping[str, Chunk], folder: Path, arguments: Mapping[str, Any]
-) -> tuple[dict[str, Stored], str]:
+    tensors: Mapping[str, IndexEntry], texts: Mapping[str, Chunk], folder: Path, arguments: Mapping[str, Any]
+) -> tuple[dict[str, IndexEntry], str]:
     """Entries in which all state of the optimizer is there by parameter; or without it, and why it is left out."""
     tied = not arguments.get("untie_embeddings_and_output_weights", "output_layer.weight" in tensors)
     try:
@@ -208,7 +208,7 @@ def _with_state(
             raise Unreadable(
                 f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
             )
-        entries = {**tensors, **unflattened(tensors)}
+        entries = {**tensors, **unflatten_entries(tensors)}
         if is_flat(tensors):
             entries |= by_parameter(
                 tensors, arguments, lambda stored, chunk: values_of_chunk(chunk, stored, folder), tied=tied
@@ -220,26 +220,26 @@ def _with_state(
         }, f"the optimizer's state is left out: {error}"
 
 
-def _by_our_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _by_our_names(tensors: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
     """Our name in a saved state -> where it lies; layers that are stacked are told apart."""
-    entries: dict[str, Stored] = {}
+    entries: dict[str, IndexEntry] = {}
     for prefix, key, stored in _optimizer_parameters(tensors):
         match = _STACKED.match(key)
         if match and stored.shape:
             for layer in range(stored.shape[0]):
-                one = Stored(stored.key, stored.shape, stored.dtype, stored.chunks, layer)
+                one = IndexEntry(stored.key, stored.shape, stored.dtype, stored.chunks, layer)
                 entries[f"{prefix}{match[1]}.layers.{layer}.{match[2]}"] = one
         else:
             entries[f"{prefix}{key}"] = stored
-    renamed = our_names([parameter_of(name) for name in entries])
+    renamed = our_names([parameter_of_state(name) for name in entries])
     return {
-        f"{name[: len(name) - len(parameter_of(name))]}{renamed[parameter_of(name)]}": stored
+        f"{name[: len(name) - len(parameter_of_state(name))]}{renamed[parameter_of_state(name)]}": stored
         for name, stored in entries.items()
-        if parameter_of(name) in renamed
+        if parameter_of_state(name) in renamed
     }
 
 
-def _optimizer_parameters(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, Stored]]:
+def _optimizer_parameters(tensors: Mapping[str, IndexEntry]) -> Iterator[tuple[str, str, IndexEntry]]:
     """(beginning of our name, their parameter, entry) of weights and of moments by parameter."""
     for key, stored in tensors.items():
         slot = _OPTIMIZER.match(key)
