@@ -212,7 +212,8 @@ class StepCache:
         pool, groups = self._state_slots
         outputs = [group.scan(pool, mixer, parts, mix) for group in groups]
         if self._filling:
-            like = outputs[0] if outputs else parts[0]
+            # Without a text, what the mixer makes of one padding token has the shape: keys and values may differ in heads and size.
+            like = outputs[0] if outputs else mix([part[:1] for part in parts], mixer.first_state(1))[0]
             outputs.append(like.new_zeros((self._filling, *like.shape[1:])))
         return _concat_outputs(outputs)
 

@@ -34,6 +34,7 @@ from megatron.training.data.sample_order import needs_text
 from megatron.trust.flags.command import ENTRIES
 
 SHOWN_TEXT = 72
+_READS_AS = {"hybrid": "gpt", "mamba": "gpt"}  # scripts that read the samples of another
 
 
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -63,7 +64,10 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "took up these flags; needed only where a batch size changed",
     )
     parser.add_argument(
-        "--entry", choices=tuple(KINDS), default="gpt", help="script that trains: pretrain_ENTRY.py (default: gpt)"
+        "--entry",
+        choices=(*KINDS, *_READS_AS),
+        default="gpt",
+        help="script that trains: pretrain_ENTRY.py (default: gpt)",
     )
     parser.add_argument("--full-text", action="store_true", help="do not shorten texts")
     parser.add_argument("--json", action="store_true", help="a JSON object a line, with whole texts")
@@ -94,7 +98,11 @@ def _build_explanation(options: argparse.Namespace, flags: Sequence[str]) -> tup
         raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")
     start = Start(*(options.resumed_at or ()))
     explanation = Explanation(
-        config, build_tokenizer(config.tokenizer), world_size=options.world_size, entry=options.entry, start=start
+        config,
+        build_tokenizer(config.tokenizer),
+        world_size=options.world_size,
+        entry=_READS_AS.get(options.entry, options.entry),
+        start=start,
     )
     return explanation, ranks
 

@@ -24,10 +24,16 @@ from megatron.trust.compare.contents import matches_pattern
 Settings = Mapping[str, Any]
 # Weights whose products may be in low precision: their stack, their layer's number, and whether it predicts tokens ahead.
 _ROUNDED = re.compile(
-    r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*linear_(?:qkv|gate|proj|fc[12]|q|kv|q_proj|q_up_proj|kv_up_proj)\.weight$"
+    r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*"
+    r"(?:linear_(?:qkv|gate|proj|fc[12]|q|kv|q_proj|q_up_proj|kv_up_proj)|in_proj|out_proj)\.weight$"
 )
 _UNTRAINED = ".expert_bias"  # ends of the names of parameters that no gradient moves
-_MATRICES = (".linear_", ".router.", ".eh_proj.", ".gate_weight", "lm_head.", "pooler.", "binary_head.")
+_FP32 = (
+    ".A_log",
+    ".D",
+    ".dt_bias",
+)  # of parameters that are in fp32 in every format, and so are their own main weights
+_MATRICES = (".linear_", ".out_proj.", ".router.", ".eh_proj.", ".gate_weight", "lm_head.", "pooler.", "binary_head.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +119,10 @@ def _always_present(*names: str) -> Callable[[Settings, int, list[str]], list[st
     return lambda settings, ranks, parameters: list(names)
 
 
-def _is_half(settings: Settings) -> bool:
-    return bool(settings["bf16"] or settings["fp16"])
+def _main_weights(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    """Those of weights in half precision."""
+    slot = _optimizer_slot("master", lambda settings: bool(settings["bf16"] or settings["fp16"]))
+    return slot(settings, ranks, [name for name in parameters if not name.endswith(_FP32)])
 
 
 def _random_streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
@@ -159,7 +167,7 @@ INVENTORY = (
         "fp32 master weights",
         ("optimizer.master.*",),
         ("trainer.optimizer.main_weights.*", "trainer.optimizer.rules.*.states.*.slots.master.*"),
-        _optimizer_slot("master", _is_half),
+        _main_weights,
     ),
     Item(
         "first moments (Adam)",

@@ -42,6 +42,17 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 5,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_layer_freq": "2"}
+HYBRID: dict[str, Any] = {
+    "num_layers": None,
+    "hybrid_layer_pattern": "M*|G-",
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "rope": {},
     "learned": {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False},

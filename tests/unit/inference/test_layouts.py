@@ -17,7 +17,7 @@ from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
 from tests.helpers import repeats, tiny
 from tests.helpers.world import Worlds
-from tests.unit.inference.serving import EXPERTS, LATENT, prompts, stages_on
+from tests.unit.inference.serving import EXPERTS, HYBRID, LATENT, prompts, stages_on
 
 SETTINGS = {
     "inference_dynamic_batching_block_size": 4,
@@ -52,6 +52,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "pp2 ahead": (2, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}),
     "tp2 dp2 ahead": (4, {"tensor_model_parallel_size": 2, "mtp_num_layers": 2}),
+    "tp2 states": (2, {"tensor_model_parallel_size": 2, **HYBRID}),
+    "pp2 states": (2, {"pipeline_model_parallel_size": 2, **HYBRID}),
+    "tp2 sp pp2 states": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2, **HYBRID},
+    ),
+    "ep2 states": (2, {"expert_model_parallel_size": 2, **HYBRID, "hybrid_layer_pattern": "ME*G", **EXPERTS}),
     "pp2 dp2 tied": (4, {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}),
 }
 

@@ -362,3 +362,12 @@ def test_masked_samples_show_where_they_came_from_and_what_is_left_of_them(
     assert len(lines) == 4 and sample["texts"]["text"].startswith("[CLS]") and "[MASK]" in sample["texts"]["text"]
     assert sample["loss"] and all(piece["text"] == "" and piece["prefix"] == "mock data" for piece in sample["pieces"])
     assert 64 >= sum(piece["length"] for piece in sample["pieces"]) > 30
+
+
+def test_a_hybrid_reads_what_a_gpt_reads(data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = ["--hybrid-layer-pattern", "M*|M-", "--mamba-head-dim", "8", "--mamba-num-groups", "2"]
+    said = []
+    for entry, flags in (("gpt", FLAGS), ("hybrid", [*FLAGS[2:], *pattern])):  # the first two are --num-layers
+        main([*flags, *data, "--entry", entry, "--step", "3", "--json"])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and len(said[0].splitlines()) > 1

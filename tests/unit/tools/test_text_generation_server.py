@@ -31,6 +31,7 @@ from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers.architecture import ROOT
 from tests.unit.inference.clients import until
+from tests.unit.inference.serving import HYBRID
 from tests.unit.tools.test_generate_text import trained
 
 TOOL, CLI = ROOT / "tools" / "run_text_generation_server.py", ROOT / "tools" / "text_generation_cli.py"
@@ -120,6 +121,23 @@ def test_the_example_says_what_is_missing_before_there_is_anything_to_serve(tmp_
         timeout=60,
     )
     assert done.returncode == 1 and "examples/quickstart.sh" in done.stderr and str(tmp_path / "none") in done.stderr
+
+
+def test_the_tool_serves_a_hybrid_though_room_is_short(tmp_path: Path) -> None:
+    trained({**HYBRID, "seq_length": 64, "max_position_embeddings": 64}, str(tmp_path / "network"))
+    loaded = load_network(str(tmp_path / "network"), GPT)
+    engine = Engine(loaded.stages, loaded.tokenizer)
+    texts = [tuple((7 * start + place) % 23 + 1 for place in range(30)) for start in range(5)]
+    expected = [reply.ids for reply in engine.run([Request(text, 20, Sampling(0.0)) for text in texts])]
+    gigabytes = 100.5 * engine.metrics().bytes_per_token / 1e9  # two of the five
+    tight = f"--inference-dynamic-batching-block-size 4 --inference-dynamic-batching-buffer-size-gb {gigabytes:.9f}"
+    command = [sys.executable, str(TOOL), "--load", str(tmp_path / "network"), *tight.split()]
+    with started(command, tmp_path / "log") as (_, port):
+        words = [" ".join(map(str, text)) for text in texts]
+        status, answer = put(port, prompts=words, tokens_to_generate=20, top_k=1)
+        said = metrics(port).decode()
+    assert status == 200 and [tuple(map(int, text.split()))[30:] for text in answer["text"]] == expected
+    assert re.search(r"preemptions_total [1-9]", said) and re.search(r"state_bytes [1-9]", said), said
 
 
 def metrics(port: int) -> bytes:

@@ -28,6 +28,7 @@ from megatron.trust.compare.contents import matches_pattern
 from megatron.trust.state_inventory import DERIVED, INVENTORY, items_at, why_derived
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, VOCABULARY, write_tokens
+from tests.helpers.training import train_on
 from tests.helpers.world import Worlds
 from tests.parity.table import MODELS
 from tests.unit.trust.walking import changed, held, roots
@@ -206,6 +207,24 @@ def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
         to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")]
     )
     assert expected and set(expected) == {name for name in state if name.startswith("run.amax.")}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bf16": True, "fp8_format": "hybrid"}, {"optimizer": "muon"}, {"fp16": True, "optimizer": "adafactor"}]
+)
+def test_a_checkpoint_of_a_hybrid_holds_what_it_must(changes: dict[str, Any]) -> None:
+    sizes = {"mamba_num_heads": 16, "mamba_state_dim": 8, "linear_value_head_dim": 8, "linear_key_head_dim": 8}
+    settings = tiny.config(**{**MODELS["hybrid"], **sizes, "hybrid_layer_pattern": "MG*-", **changes})
+    trainer = tiny.trainer_of(tiny.run_of(settings))
+    train_on(trainer, 1)
+    state = Checkpoint(trainer).state()
+    parameters = [name.removeprefix("model.") for name in state if name.startswith("model.")]
+    expected = {name for item in INVENTORY for name in item.expected(to_values(settings), 1, parameters)}
+    held = {name for name in state if name.startswith(("optimizer.", "run.amax."))}
+    assert (
+        len(held) > len(parameters)
+        and {name for name in expected if name.startswith(("optimizer.", "run.amax."))} == held
+    )
 
 
 def test_no_row_of_the_tables_is_a_dead_letter(folder: Path) -> None:
