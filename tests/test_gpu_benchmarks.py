@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import calls, goals, launches, results, roofline
+from benchmarks.gpu import calls, goals, launches, layers, results, roofline
 from benchmarks.train_gpu import Job, Work, profile_of, works
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,6 +191,26 @@ def test_the_table_of_launches_has_a_row_for_every_configuration() -> None:
     name = names[3]
     changed = launches.with_rows(page, {name: f"| {name} | 1 | 2 | 3 | 4 | 5 |"})
     assert changed.count("\n") == page.count("\n") and f"| {name} | 1 |" in changed
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the stand-in is for a torch without CUDA")
+def test_small_layers_are_measured_in_every_way_on_the_stand_in(tmp_path: Path) -> None:
+    file = tmp_path / results.FILE
+    more = {"PYTHON": sys.executable, "BENCHMARK_RESULTS": str(file)}
+    done = subprocess.run(
+        ["bash", "tests/without_gpu/run.sh", "benchmarks/gpu/layers.py", "--small"],
+        cwd=ROOT,
+        env={**PLAIN, **more},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    lines = {line["way"]: line for line in results.read(file)}
+    assert done.returncode == 0 and set(lines) == set(layers.WAYS), done.stdout + done.stderr
+    assert not [line for line in lines.values() if "failed" in line]
+    assert all(line["tflops"] > 0 and line["peak_gb"] > 0 for line in lines.values())
 
 
 @pytest.mark.nightly
