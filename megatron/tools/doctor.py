@@ -19,9 +19,11 @@ from collections.abc import Sequence
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.table import Kernels, Need, select
+from megatron.core.kernels.startup_check import ChosenKernels, choose
+from megatron.core.kernels.table import Need
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import pick_device, set_current_device
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
@@ -72,12 +74,27 @@ def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckRes
     return config, [CheckResult("rules", "OK", f"all are kept on {world_size()} rank(s)")]
 
 
-def kernels_of(need: Need, wishes: dict[str, str]) -> tuple[Kernels, list[CheckResult]]:
-    """The kernels of the run; where a wish cannot be met, those of no wish, and a row that says so."""
+def kernels_of(config: RunConfig, need: Need, mesh: Mesh) -> tuple[ChosenKernels, list[CheckResult]]:
+    """The kernels of the run, as its start chooses them, with a row for each default that failed its trial; where a wish cannot be met, those of no
+    wish, and a row that says so.
+    """
+
+    def chosen(wishes: dict[str, str]) -> ChosenKernels:
+        return choose(
+            config, need, mesh.device, wishes=wishes, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
+        )
+
     try:
-        return select(need, wishes), []
+        chosen_kernels, rows = chosen(config.model.kernel_wishes), list[CheckResult]()
     except ConfigError as error:
-        return select(need), [CheckResult("kernels", "FAIL", str(error))]
+        chosen_kernels, rows = chosen({}), [CheckResult("kernels", "FAIL", str(error))]
+    return chosen_kernels, [
+        *rows,
+        *(
+            CheckResult("kernels", "WARN", line, "test the device, its driver and triton")
+            for line in chosen_kernels.failures
+        ),
+    ]
 
 
 def subject_of(
@@ -95,8 +112,8 @@ def subject_of(
         except (ConfigError, OSError):
             pass  # the check of the tokenizer tells on which ranks
     hosts = tuple(collectives.gather_objects(socket.gethostname(), mesh.world))
-    kernels, rows = kernels_of(need, config.model.kernel_wishes)
-    return RunUnderTest(config, mesh, kernels, need, hosts, whole, megabytes, all_kernels), rows
+    chosen, rows = kernels_of(config, need, mesh)
+    return RunUnderTest(config, mesh, chosen.kernels, chosen.need, hosts, whole, megabytes, all_kernels), rows
 
 
 def table(rows: Sequence[CheckResult]) -> str:

@@ -20,7 +20,7 @@ from megatron.core.config.flags import ConfigError, from_namespace, refuse
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
 from megatron.core.kernels.low_precision import recipes
-from megatron.core.kernels.table import select
+from megatron.core.kernels.startup_check import choose
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import (
     backend_of,
@@ -63,13 +63,15 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     keep_freed_memory(device)
     _set_deterministic(config)
     mesh = join(config, device)
-    kernels = select(kernel_need(config, device), config.model.kernel_wishes)
+    chosen = choose(
+        config, kernel_need(config, device), device, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
+    )
     streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
     run = Run(
         args=args,
         config=config,
         mesh=mesh,
-        kernels=kernels,
+        kernels=chosen.kernels,
         tokenizer=tokenizer,
         streams=streams,
         timers=_make_timers(config, mesh),
@@ -78,7 +80,8 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     )
     global_vars.install(run)
     parallel_state.install(mesh)
-    for message in (*getattr(args, "messages", ()), *filter(None, [lacks_board(launcher_place())])):
+    lines = (*getattr(args, "messages", ()), *chosen.failures)
+    for message in (*lines, *filter(None, [lacks_board(launcher_place())])):
         run.say(message)
     _startup_table(run)
     return run

@@ -31,6 +31,7 @@ from megatron.core.datasets.indexed import bin_path, idx_path
 from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.dist_checkpointing.store import CheckpointError, newest_iteration
+from megatron.core.kernels.kernel_check import TOLERANCE, errors, errors_of_all
 from megatron.core.kernels.table import Kernels, Need, kernel_flag
 from megatron.core.models.describe import count_parameters
 from megatron.core.models.flops import BYTES, state_bytes
@@ -40,7 +41,6 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.report.run_record import code_version
-from megatron.trust.kernel_check import TOLERANCE, errors, errors_of_all
 
 Status = Literal["OK", "WARN", "FAIL"]
 _EXPECTED = (OSError, ConfigError, DataError, CheckpointError, ValueError, ImportError)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.core.kernels import linear_loss, reference
+from megatron.core.kernels.kernel_check import TOLERANCE, errors_of_all
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.table import CANDIDATES
 from megatron.training.cli.device_checks import kernel_need
 from megatron.training.health.causality_check import demand_no_leak
-from megatron.trust.kernel_check import TOLERANCE, errors_of_all
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny
 

@@ -18,7 +18,8 @@ import pretrain_vision_classify
 from megatron.core.config.flags import from_values
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.startup_check import choose
+from megatron.core.kernels.table import Need
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -71,12 +72,12 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
-    kernels = select(Need(device=device.type, dtype=dtype, low=settings.precision.low), settings.model.kernel_wishes)
+    need = Need(device=device.type, dtype=dtype, low=settings.precision.low, compiled=settings.compilation.compile)
     return Run(
         args=argparse.Namespace(),
         config=settings,
         mesh=mesh,
-        kernels=kernels,
+        kernels=choose(settings, need, device).kernels,
         tokenizer=NullTokenizer(VOCABULARY),
         streams=RandomStreams.build(mesh, settings.train.seed),
         timers=Timers(level=0),

@@ -11,4 +11,5 @@ triton/       norms, gated activations, rotary embeddings, token permutation and
 external/     flash-attn 2 and 3, Transformer Engine, DeepEP, torchao
 low_precision/  fp8 and NVFP4 matrices, scaling recipes, and the GPU's native fp8 matrix products
 table.py      the Kernels record, and select(): the best candidate for each op, with reasons
+kernel_check.py  a trial of each op against its definition; startup_check.py: a run's kernels, with defaults that passed theirs
 """

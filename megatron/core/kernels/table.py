@@ -37,7 +37,8 @@ class Need:
     window, softcap, sinks, biased_scores: some layers have a window, some scores a cap, a sink or a bias. head_sizes: of keys and of values; uneven_heads: they
     differ. experts_cut: an expert is sharded over several ranks. overlapped_experts: computation runs while tokens are exchanged. pieces: attention gets shards of
     sequences. low: what is multiplied in low precision, and how; alone: no other rank works on a rank's tokens; delays_wgrad: weight gradients are computed
-    later. preferred: the library whose kernels are tried first.
+    later. preferred: the library whose kernels are tried first. compiled: torch's compiler makes kernels of the layers' formulas. checks: (op, name, problem)
+    of the defaults that were tried on this device (`startup_check.py`); no problem: "".
     """
 
     device: str = "cpu"
@@ -58,6 +59,13 @@ class Need:
     alone: bool = True
     delays_wgrad: bool = False
     preferred: str = ""
+    compiled: bool = False
+    checks: tuple[tuple[str, str, str], ...] = ()
+
+    def check_problem(self, op: str, name: str) -> str:
+        """Return why a kernel that is to be tried on the device is not taken by default, or ""."""
+        known = {(checked_op, checked): problem for checked_op, checked, problem in self.checks}
+        return known.get((op, name), "it was not tried on this device; it has to be asked for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class Candidate:
     """One way to compute an op. unfit: returns why it cannot serve a need, or "".
 
     kernel: a function, or where it is, for a module with optional dependencies; None: the layer computes the op itself. unasked: why it can but is not chosen
-    automatically.
+    automatically. checked: it is chosen automatically only once it was tried on the device (`Need.checks`).
     """
 
     op: str
@@ -85,6 +93,11 @@ class Candidate:
     kernel: Callable | Import | None
     unfit: Callable[[Need], str]
     unasked: Callable[[Need], str] = lambda _: ""
+    checked: bool = False
+
+    def not_by_default(self, need: Need) -> str:
+        """Return why it is not chosen automatically, or ""."""
+        return self.unasked(need) or (need.check_problem(self.op, self.name) if self.checked else "")
 
     @property
     def call(self) -> Any:
@@ -232,6 +245,10 @@ def _interpreted(_: Need) -> str:
     return "Triton's interpreter takes minutes; it has to be asked for" if interprets else ""
 
 
+def _compiled_or_interpreted(need: Need) -> str:
+    return "torch's compiler makes one kernel of the formula" if need.compiled else _interpreted(need)
+
+
 def _quantise_unfit(need: Need) -> str:
     if reason := _triton_unfit(need):
         return reason
@@ -242,6 +259,11 @@ def _quantise_unfit(need: Need) -> str:
 
 def _always_fits(_: Need) -> str:
     return ""
+
+
+def _checked(op: str, module: str, unasked: Callable[[Need], str]) -> Candidate:
+    """Return the Triton kernel of an op, the function of that name in `module`: the default on a GPU where it computes the op."""
+    return Candidate(op, "triton", Import(module, op), _triton_unfit, unasked, checked=True)
 
 
 CANDIDATES = (
@@ -261,12 +283,11 @@ CANDIDATES = (
     Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
     Candidate("rms_norm", "triton", Import("triton.norm", "rms_norm"), _triton_unfit, _not_measured),
     Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
+    # Not `_not_measured`: formulas of several operations, each of which reads and writes all that one kernel reads and writes once.
+    _checked("gated_activation", "triton.pointwise", _compiled_or_interpreted),
     Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
-    Candidate(
-        "gated_activation", "triton", Import("triton.pointwise", "gated_activation"), _triton_unfit, _not_measured
-    ),
+    _checked("rotary", "triton.pointwise", _compiled_or_interpreted),
     Candidate("rotary", "torch", reference.rotary, _always_fits),
-    Candidate("rotary", "triton", Import("triton.pointwise", "rotary"), _triton_unfit, _not_measured),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
@@ -290,7 +311,7 @@ CANDIDATES = (
     Candidate("low_linear", "own", None, _always_fits),
     Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _not_measured),
     # Not `_not_measured`: torch's operations go over the matrix some ten times.
-    Candidate("quantise", "triton", Import("triton.quantise", "KERNELS"), _quantise_unfit, _interpreted),
+    Candidate("quantise", "triton", Import("triton.quantise", "KERNELS"), _quantise_unfit, _interpreted, checked=True),
     Candidate("quantise", "torch", None, _always_fits),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
@@ -336,7 +357,7 @@ def _choose_candidate(need: Need, candidates: list[Candidate], requested: str) -
         if requested not in ("auto", candidate.name):
             continue
         is_default = requested == "auto" and candidate.name != need.preferred
-        reason = candidate.unfit(need) or (candidate.unasked(need) if is_default else "")
+        reason = candidate.unfit(need) or (candidate.not_by_default(need) if is_default else "")
         if not reason:
             return candidate, refusals
         refusals.append(f"{candidate.name}: {reason}")

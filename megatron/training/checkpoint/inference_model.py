@@ -9,6 +9,7 @@ asker's own.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,10 +34,12 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
 from megatron.core.families.hf import is_folder, model_settings
 from megatron.core.families.registry import model_of
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.startup_check import choose
+from megatron.core.kernels.table import Need
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
+from megatron.core.parallel import collectives
 from megatron.core.parallel.device import backend_of, keep_freed_memory, pick_device, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -218,8 +221,14 @@ def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, 
     """This rank's stages, filled from the checkpoint."""
     dtype = getattr(torch, config.precision.dtype)
     need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
+    chosen = choose(
+        config, need, mesh.device, wishes={}, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
+    )
+    if mesh.world.is_first:
+        for line in chosen.failures:
+            logging.getLogger("megatron").warning(line)
     build = Build(
-        model=config.model, mesh=mesh, kernels=select(need), dtype=dtype, streams=RandomStreams.build(mesh, _SEED)
+        model=config.model, mesh=mesh, kernels=chosen.kernels, dtype=dtype, streams=RandomStreams.build(mesh, _SEED)
     )
     stages = tuple(
         kind.model(spec, build).materialize(_SEED).eval() for spec in stages_of(config) if spec.rank == mesh.pp.rank

@@ -89,4 +89,5 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
         == 1,
         delays_wgrad=config.parallel.defers_weights,
         preferred=config.model.kernels.preferred,
+        compiled=config.compilation.compile,
     )

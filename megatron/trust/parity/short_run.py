@@ -30,7 +30,8 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.samplers import collate
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_optimizer_state
 from megatron.core.distributed.finalize import finalize
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.startup_check import choose
+from megatron.core.kernels.table import Need
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -101,12 +102,13 @@ def make_run(config: RunConfig, device: torch.device = torch.device("cpu")) -> R
     """A run on this process's ranks (or alone). The config is resolved and has a vocabulary."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single(device) if alone else Mesh.build(config.parallel, device)
-    kernels = select(Need(device=device.type, dtype=getattr(torch, config.precision.dtype)), config.model.kernel_wishes)
+    need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype))
+    chosen = choose(config, need, device, gather=lambda rows: collectives.gather_objects(rows, mesh.world))
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
     return Run(
         config=config,
         mesh=mesh,
-        kernels=kernels,
+        kernels=chosen.kernels,
         timers=Timers(level=0),
         tokenizer=NullTokenizer(config.model.true_vocab_size),
         streams=RandomStreams.build(mesh, config.train.seed),

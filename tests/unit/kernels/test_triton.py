@@ -226,7 +226,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match="--kernel rotary=triton cannot be used: triton: it needs a CUDA device; choose another of torch, triton",
+        match="--kernel rotary=triton cannot be used: triton: it needs a CUDA device; choose another of triton, torch",
     ):
         select(Need(), {"rotary": "triton"})
     assert available(Need(), {"rotary": "triton", "rms_norm": "reference", "attention": "auto"}) == {

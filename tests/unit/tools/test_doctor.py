@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import fused, reference
+from megatron.core.kernels import fused, kernel_check, reference
+from megatron.core.kernels.kernel_check import TOLERANCE, errors, kernel_trials
 from megatron.core.kernels.table import Kernels, select
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.cli.device_checks import kernel_need
-from megatron.trust import doctor, kernel_check
+from megatron.trust import doctor
 from megatron.trust.doctor import CheckResult, RunUnderTest
-from megatron.trust.kernel_check import TOLERANCE, errors, kernel_trials
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -12,8 +12,8 @@ from megatron.core.config.flags import flag
 NAMED: Mapping[str, tuple[str, ...]] = {
     "layer_norm": ("torch", "triton"),
     "rms_norm": ("torch", "triton", "reference"),
-    "gated_activation": ("torch", "triton"),
-    "rotary": ("torch", "triton"),
+    "gated_activation": ("triton", "torch"),
+    "rotary": ("triton", "torch"),
     "grouped_linear": ("torch", "grouped", "loop"),
     "permute": ("torch", "triton"),
     "residual_norm": ("apart", "triton"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,12 @@ from torch import Tensor
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.kernels import reference, scans
+from megatron.core.kernels import paged, reference, scans
 from megatron.core.kernels.linear_loss import VocabularyShard
+from megatron.core.kernels.low_precision.rounding_check import linear_in_8_bits, rounding_error, three_products
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.reference import Gating
-from megatron.core.kernels.table import CANDIDATES, Kernels, Need
+from megatron.core.kernels.table import CANDIDATES, Candidate, Kernels, Need
 
 LONGEST, WIDEST, MOST_HEADS, MOST_EXPERTS, MOST_STATE = 256, 512, 8, 8, 64
 # Largest difference over the largest value: some twenty times what sound kernels show at these sizes.
@@ -35,6 +36,29 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 }
 
 Op = Callable[..., Tensor]
+
+
+class Trial(Protocol):
+    """How far a kernel of an op is from the op's definition."""
+
+    @property
+    def op(self) -> str:
+        """The name in the kernel table."""
+
+    def error(self, kernel: Any, device: torch.device, dtype: torch.dtype) -> float:
+        """The largest relative difference; infinite where a value is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTrial:
+    """A trial of an op whose result is more than one tensor with gradients. measure: (kernel, device, dtype) -> error."""
+
+    op: str
+    measure: Callable[[Any, torch.device, torch.dtype], float]
+
+    def error(self, kernel: Any, device: torch.device, dtype: torch.dtype) -> float:
+        """See `Trial`."""
+        return self.measure(kernel, device, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +82,8 @@ class KernelTrial:
         return worst
 
 
-def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
-    """A trial for every op that the run calls."""
+def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
+    """A trial for every op that the run calls, or that decoding with its network does."""
     model, draw = config.model, _Draw(torch.Generator().manual_seed(0))
     width = min(model.hidden_size or WIDEST, WIDEST)
     length = min(config.train.seq_length or LONGEST, LONGEST)
@@ -109,6 +133,16 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[KernelTrial]:
         yield _permute_trial(draw, width)
     if model.state_mixers:
         yield from _state_trials(model, need, draw, length)
+    if need.low.recipe and need.low.fp4_format is None:
+        yield MeasuredTrial("quantise", partial(rounding_error, need.low))
+        yield KernelTrial(
+            "low_linear",
+            (draw(16, 2, width), draw(32, width) / width**0.5, draw(32)),
+            partial(linear_in_8_bits, need.low),
+            three_products,
+        )
+    if model.num_attention_heads and model.architecture == "gpt":
+        yield _paged_trial(model)
 
 
 def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
@@ -116,7 +150,7 @@ def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device
     names = {field.name for field in fields(Kernels)}
     assert all(trial.op in names for trial in kernel_trials(config, need)), "a trial is of an op that has kernels"
     return {
-        trial.op: _trial_error(trial, kernel, device, need)
+        trial.op: trial_error(trial, kernel, device, need)
         for trial in kernel_trials(config, need)
         if (kernel := getattr(kernels, trial.op))
     }
@@ -125,17 +159,18 @@ def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device
 def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[tuple[str, str], float | str]:
     """(op, name) -> the error of every kernel that this machine can use for the run, chosen or not."""
     return {
-        (trial.op, candidate.name): _trial_error(trial, call, device, need)
+        (trial.op, candidate.name): trial_error(trial, candidate, device, need)
         for trial in kernel_trials(config, need)
         for candidate in CANDIDATES
-        if candidate.op == trial.op and not candidate.unfit(need) and (call := candidate.call) is not None
+        if candidate.op == trial.op and not candidate.unfit(need) and candidate.kernel is not None
     }
 
 
-def _trial_error(trial: KernelTrial, kernel: Op, device: torch.device, need: Need) -> float | str:
-    """The trial's error, or what the kernel said."""
+def trial_error(trial: Trial, kernel: Candidate | Any, device: torch.device, need: Need) -> float | str:
+    """The trial's error, or what the kernel said, or its import."""
     try:
-        return trial.error(kernel, device, need.dtype)
+        with torch.enable_grad():
+            return trial.error(kernel.call if isinstance(kernel, Candidate) else kernel, device, need.dtype)
     except Exception as error:  # noqa: BLE001 - whatever a kernel does, the report tells it
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
@@ -157,6 +192,12 @@ def _heads_and_groups(model: ModelConfig) -> tuple[int, int]:
         return heads, heads
     groups = max(1, heads * model.num_query_groups // model.num_attention_heads)
     return heads, groups if heads % groups == 0 else 1
+
+
+def _paged_trial(model: ModelConfig) -> Trial:
+    heads, groups = _heads_and_groups(model)
+    sizes = {"heads": heads, "groups": groups, "size": model.kv_channels or 64}
+    return MeasuredTrial("paged_attention", lambda op, device, dtype: paged.error(op, device, dtype, **sizes))
 
 
 def _attention_trial(config: RunConfig, need: Need, draw: _Draw, length: int) -> KernelTrial:

@@ -1,0 +1,84 @@
+"""The kernels of a run, after a trial of the defaults that are to be tried on every machine.
+
+    select(need)            the formula, for what was not tried
+    choose(config, need)    the same, where a default kernel fits: each is compiled and compared with its op's definition on a small
+                            input, forward and backward (`kernel_check.py`); one that fails is named, and the next candidate taken
+
+A kernel that is asked for by name is not tried here, and never replaced; `tools/doctor.py` tries all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.kernels.kernel_check import TOLERANCE, kernel_trials, trial_error
+from megatron.core.kernels.table import CANDIDATES, Candidate, Kernels, Need, kernel_flag, select
+
+Checks = list[tuple[str, str, str]]  # (op, name, problem or "")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKernels:
+    """Kernels, what was asked of them, and a line for each default that failed its trial."""
+
+    kernels: Kernels
+    need: Need
+    failures: tuple[str, ...] = ()
+
+
+def choose(
+    config: RunConfig,
+    need: Need,
+    device: torch.device,
+    *,
+    wishes: dict[str, str] | None = None,
+    gather: Callable[[Checks], list[Checks]] = lambda checks: [checks],
+    candidates: tuple[Candidate, ...] = CANDIDATES,
+) -> ChosenKernels:
+    """Choose the kernels of a run as `select` does, with those defaults that pass their trial on this device.
+
+    wishes: op -> candidate name; None: as the config has it. gather: one rank's checks -> those of all ranks, so that all take the same. Raises `ConfigError`
+    with reasons.
+    """
+    wishes = config.model.kernel_wishes if wishes is None else wishes
+    checks = dict[tuple[str, str], str]()
+    for op, name, problem in (
+        one for rank in gather(check_defaults(config, need, device, wishes, candidates)) for one in rank
+    ):
+        checks[op, name] = checks.get((op, name)) or problem
+    need = replace(need, checks=tuple((*names, problem) for names, problem in checks.items()))
+    kernels = select(need, wishes, candidates)
+    taken = {op: name for op, name, _ in kernels.report}
+    failures = (
+        f"WARNING: {kernel_flag(op, name)} is no default here, {op} is by {taken[op]}: {problem}"
+        for op, name, problem in need.checks
+        if problem
+    )
+    return ChosenKernels(kernels, need, tuple(failures))
+
+
+def check_defaults(
+    config: RunConfig, need: Need, device: torch.device, wishes: dict[str, str], candidates: tuple[Candidate, ...]
+) -> Checks:
+    """Try every kernel that would be a default of the run if it passed."""
+    waiting = [
+        one
+        for one in candidates
+        if one.checked and wishes.get(one.op, "auto") == "auto" and not one.unfit(need) and not one.unasked(need)
+    ]
+    if not waiting:
+        return []
+    trials, limit, checks = {trial.op: trial for trial in kernel_trials(config, need)}, TOLERANCE[need.dtype], []
+    for one in waiting:
+        if one.op in trials:
+            error = trial_error(trials[one.op], one, device, need)
+            if isinstance(error, str):
+                problem = f"its trial failed, {error}"
+            else:
+                problem = "" if error <= limit else f"it was off by {error:.2g} of the largest value, {limit:g} allowed"
+            checks.append((one.op, one.name, problem))
+    return checks
