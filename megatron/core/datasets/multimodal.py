@@ -12,8 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -46,6 +48,14 @@ from megatron.core.tokenizers.base import Tokenizer
 # What a rank needs of images: their pixels (first stage), whether they are sound (the stage of the loss), or nothing.
 Use = Literal["pixels", "check", "nothing"]
 
+# Text before and after an image.
+IMAGE_TAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "nvlm": ("<Image>", "</Image>"),
+        "internvl": ("<img>", "</img>"),
+        "smolvlm": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
+    }
+)
 MOST_IN_A_ROW = 8  # damaged images, after which a run ends: with no sound one in a batch its loss would be no number
 
 logger = logging.getLogger(__name__)
@@ -288,8 +298,7 @@ def slot_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokeniz
     if config.use_tile_tags:
         names = [f"<tile_{place}>" for place in range(1, config.max_num_tiles + 1)]
         tags = tuple(map(ids, [*names, "<tile_global_thumbnail>"]))
-    around = {"nvlm": ("<Image>", "</Image>"), "internvl": ("<img>", "</img>")}
-    before, after = around.get(config.image_tag_type or "", ("", ""))
+    before, after = IMAGE_TAGS.get(config.image_tag_type or "", ("", ""))
     return SlotWriter(model.vision.rows, tags, (ids(before), ids(after)))
 
 

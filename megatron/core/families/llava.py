@@ -1,11 +1,12 @@
-"""Language models that see, in Hugging Face folders: LLaVA (1.5), and InternVL (3) with pixel shuffle and a norm before its projector.
+"""Language models that see, in Hugging Face folders: LLaVA (1.5), InternVL (3), and SmolVLM (Idefics3). Each is a row of `SHAPES`.
 
-    vision_tower.*            an encoder (`vision.py`), of which only the layers that are used are kept
-    multi_modal_projector.*   the projector
-    language_model.*          a decoder of any family known here, by its own names
+    LLaVA, InternVL           SmolVLM
+    vision_tower.*            model.vision_model.*   an encoder (`vision.py`), of which only the layers that are used are kept
+    multi_modal_projector.*   model.connector.*      the projector
+    language_model.*          model.text_model.*     a decoder of any family known here, by its own names
 
-The features are those after a layer (`vision_feature_layer`), before any norm of the encoder's output. So a folder with 24 layers
-whose last but one is used becomes an encoder of 23, and is written so.
+LLaVA's and InternVL's features are those after a layer (`vision_feature_layer`), before any norm of the encoder's output. So a folder with
+24 layers whose last but one is used becomes an encoder of 23, and is written so. SmolVLM's are those of the whole SigLIP.
 """
 
 from __future__ import annotations
@@ -43,7 +44,142 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
 }
-_TOWER, _PROJECTOR, _LANGUAGE = "vision_tower.", "multi_modal_projector.", "language_model."
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a published class of language models that see is written.
+
+    encoders: types that its encoder can be of. vision_type: `model_type` of its encoder, where the config leaves it out. token: the key
+    of the id of an image token. layer: the encoder's layer whose output is used where the config leaves it out; None: the whole
+    encoder with its norm. tower: what the encoder's names begin with. projector: our names and theirs. language: the name of a
+    decoder's parameter, given its own name and what its family's names begin with. reads, writes: the keys that it alone has, as
+    settings and from them. head: the names of the output layer and of the embeddings that it can be a copy of.
+    """
+
+    name: str
+    architecture: str
+    encoders: tuple[str, ...]
+    vision_type: str
+    token: str
+    layer: int | None
+    tower: str
+    projector: Mapping[str, str]
+    language: Callable[[str, str], str]
+    reads: Callable[[Keys, str], dict[str, Any]]
+    writes: Callable[[VisionConfig], dict[str, Any]]
+    head: tuple[str, str]
+    vision_defaults: Mapping[str, Any]
+
+
+def _read_selection(keys: Keys, kind: str) -> dict[str, Any]:
+    """Which of the encoder's tokens are used, and the activation of the projector."""
+    strategies = ("full",) if kind == "siglip" else ("default", "full")
+    strategy = keys.one_of("vision_feature_select_strategy", strategies, "default")
+    keys.one_of("projector_hidden_act", ("gelu",), "gelu")
+    return {"disable_vision_class_token": kind != "siglip" and strategy == "default"}
+
+
+def _read_llava(keys: Keys, kind: str) -> dict[str, Any]:
+    bias = keys.switch("multimodal_projector_bias", True)
+    return {**_read_selection(keys, kind), "vision_projection_bias": bias}
+
+
+def _read_internvl(keys: Keys, kind: str) -> dict[str, Any]:
+    keys.one_of("downsample_ratio", (0.5,), 0.5)
+    return {**_read_selection(keys, kind), "vision_projection_norm": True, "pixel_shuffle": True}
+
+
+def _read_smolvlm(keys: Keys, kind: str) -> dict[str, Any]:
+    factor = keys.whole("scale_factor", 2)
+    return {
+        "vision_projection_type": "affine",
+        "vision_projection_bias": False,
+        "pixel_shuffle": True,
+        "pixel_shuffle_factor": factor,
+    }
+
+
+def _written_selection(vision: VisionConfig) -> dict[str, Any]:
+    return {
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default" if vision.disable_vision_class_token else "full",
+        "projector_hidden_act": "gelu",
+        "image_seq_length": vision.rows,
+    }
+
+
+def _with_own_base(name: str, base: str) -> str:
+    return f"language_model.{name}"
+
+
+def _within_text_model(name: str, base: str) -> str:
+    return f"model.text_model.{name.removeprefix(base)}" if name.startswith(base) else name
+
+
+_MLP = {"encoder.linear_fc1": "linear_1", "encoder.linear_fc2": "linear_2"}
+_PROJECTOR = "multi_modal_projector."
+_LLAVA = Shape(
+    name="llava",
+    architecture="LlavaForConditionalGeneration",
+    encoders=("clip", "siglip", "dinov2"),
+    vision_type="clip_vision_model",
+    token="image_token_index",
+    layer=-2,
+    tower="vision_tower.",
+    projector={ours: f"{_PROJECTOR}{theirs}" for ours, theirs in _MLP.items()},
+    language=_with_own_base,
+    reads=_read_llava,
+    writes=lambda vision: {**_written_selection(vision), "multimodal_projector_bias": vision.vision_projection_bias},
+    head=("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
+    vision_defaults={},
+)
+_SMOLVLM = Shape(
+    name="smolvlm",
+    architecture="SmolVLMForConditionalGeneration",
+    encoders=("siglip",),
+    vision_type="smolvlm_vision",
+    token="image_token_id",
+    layer=None,
+    tower="model.vision_model.",
+    projector={"encoder.linear": "model.connector.modality_projection.proj"},
+    language=_within_text_model,
+    reads=_read_smolvlm,
+    writes=lambda vision: {"scale_factor": vision.pixel_shuffle_factor},
+    head=("lm_head.weight", "model.text_model.embed_tokens.weight"),
+    vision_defaults={
+        "hidden_size": 1152,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "image_size": 224,
+        "patch_size": 32,
+    },
+)
+SHAPES = (
+    _LLAVA,
+    replace(
+        _LLAVA,
+        name="internvl",
+        architecture="InternVLForConditionalGeneration",
+        encoders=("internvit", "internvit300M"),
+        vision_type="internvl_vision",
+        token="image_token_id",
+        layer=-1,
+        projector={"layernorm": f"{_PROJECTOR}layer_norm", **_LLAVA.projector},
+        reads=_read_internvl,
+        writes=lambda vision: {**_written_selection(vision), "downsample_ratio": 0.5},
+    ),
+    _SMOLVLM,
+    replace(_SMOLVLM, name="idefics3", architecture="Idefics3ForConditionalGeneration", vision_type="idefics3_vision"),
+)
+# Keys that say nothing of the network: of the whole, and those that SmolVLM's files keep of their training in the two parts.
+_SAYS_NOTHING = (
+    *("image_seq_length", "image_seq_len", "tie_word_embeddings", "ignore_index", "vocab_size", "_pad_token_id"),
+    *("is_llama_config", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "transformers.js_config"),
+    *("use_base_siglip", "max_image_size", "size", "_flash_attn_2_enabled"),
+)
+_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,55 +205,51 @@ class Decoders:
 
 
 def _settings_of_config(
-    config: Mapping[str, Any], *, decoders: Decoders, internvl: bool
+    config: Mapping[str, Any], *, decoders: Decoders, shape: Shape
 ) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
+    if shape.layer is None:
+        vocabulary = {"vocab_size": text["vocab_size"]} if "vocab_size" in text else {}
+        text = {**{name: value for name, value in text.items() if name not in _SAYS_NOTHING}, **vocabulary}
+        vision = {name: value for name, value in vision.items() if name not in _SAYS_NOTHING}
+        text = {"rms_norm_eps": 1e-5, **text, "tie_word_embeddings": config.get("tie_word_embeddings") or False}
     settings, problems = decoders.settings({"model_type": "llama", **text})
-    vision = {"model_type": "internvl_vision" if internvl else "clip_vision_model", **vision}
+    vision = {"model_type": shape.vision_type, **shape.vision_defaults, **vision}
     kind = kind_of(vision)
-    allowed = ("internvit", "internvit300M") if internvl else ("clip", "siglip", "dinov2")
-    if kind is None or kind not in allowed:
+    if kind is None or kind not in shape.encoders:
         return settings, [*problems, f"vision_config: model_type: {vision.get('model_type')} has no counterpart here"]
     inner = Keys(vision)
     sizes = sizes_in(inner, kind)
     problems += [f"vision_config: {problem}" for problem in inner.finish()]
     depth = sizes.pop("num_layers")
-    layer = keys.pop("vision_feature_layer")
-    layer = (-1 if internvl else -2) if layer is None else layer
-    if not isinstance(layer, int) or not -depth <= layer <= depth:
-        keys.problems.append(f"vision_feature_layer: {layer} has no counterpart here; one of {depth} layers has")
-        layer = -1
     renamed = {f"vision_{name}" if name in _SIZES else name: value for name, value in sizes.items()}
-    has_class = kind != "siglip"
-    strategies = ("default", "full") if has_class else ("full",)
-    strategy = keys.one_of("vision_feature_select_strategy", strategies, "default")
-    keys.one_of("projector_hidden_act", ("gelu",), "gelu")
-    for name in ("image_seq_length", "tie_word_embeddings", "ignore_index", "vocab_size"):
+    for name in _SAYS_NOTHING:
         keys.pop(name)
     result = {
         **settings,
         **renamed,
-        "vision_num_layers": depth + 1 + layer if layer < 0 else layer,
-        "vision_final_norm": "no",
-        "disable_vision_class_token": has_class and strategy == "default",
+        "vision_num_layers": depth if shape.layer is None else _used_layers(keys, depth, shape.layer),
+        "vision_final_norm": "yes" if shape.layer is None else "no",
         "vision_projection_hidden_size": settings.get("hidden_size"),
-        "vision_projection_norm": internvl,
-        "pixel_shuffle": internvl,
-        "image_token_index": keys.whole("image_token_id" if internvl else "image_token_index"),
+        "image_token_index": keys.whole(shape.token),
+        **shape.reads(keys, kind),
     }
-    if internvl:
-        keys.one_of("downsample_ratio", (0.5,), 0.5)
-    else:
-        result["vision_projection_bias"] = keys.switch("multimodal_projector_bias", True)
     return result, [*problems, *keys.finish()]
 
 
-_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
+def _used_layers(keys: Keys, depth: int, usual: int) -> int:
+    """The number of an encoder's layers up to the one whose output is used."""
+    layer = keys.pop("vision_feature_layer")
+    layer = usual if layer is None else layer
+    if not isinstance(layer, int) or not -depth <= layer <= depth:
+        keys.problems.append(f"vision_feature_layer: {layer} has no counterpart here; one of {depth} layers has")
+        return depth
+    return depth + 1 + layer if layer < 0 else layer
 
 
 def _config_of_settings(
-    model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, internvl: bool
+    model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, shape: Shape
 ) -> dict[str, Any]:
     vision = model.vision
     if not model.has_vision:
@@ -126,35 +258,34 @@ def _config_of_settings(
     text_like, vision_like = like.get("text_config") or {}, like.get("vision_config") or {}
     text = {**family.config_out(alone, text_like), "model_type": family.model_type}
     text["architectures"] = [family.architecture]
-    config = {
+    encoder = sizes_out(vision_encoder(model), vision_like)
+    if shape.layer is None:
+        encoder["model_type"] = shape.vision_type
+        encoder.pop("vision_use_head", None)
+    token = {} if vision.image_token_index is None else {shape.token: vision.image_token_index}
+    return {
         **passed_through(like, "ignore_index", "tie_word_embeddings"),
         "text_config": text,
-        "vision_config": sizes_out(vision_encoder(model), vision_like),
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default" if vision.disable_vision_class_token else "full",
-        "projector_hidden_act": "gelu",
-        "image_seq_length": vision.rows,
+        "vision_config": encoder,
         "tie_word_embeddings": model.ties_embeddings,
+        **shape.writes(vision),
+        **token,
     }
-    token = {"image_token_id" if internvl else "image_token_index": vision.image_token_index}
-    extra = {"downsample_ratio": 0.5} if internvl else {"multimodal_projector_bias": vision.vision_projection_bias}
-    return {**config, **extra, **(token if vision.image_token_index is not None else {})}
 
 
-def _parameter_rows(model: ModelConfig, *, decoders: Decoders) -> tuple[Row, ...]:
+def _parameter_rows(model: ModelConfig, *, decoders: Decoders, shape: Shape) -> tuple[Row, ...]:
     family, alone = decoders.of(model)
-    rows = encoder_rows(vision_encoder(model), _TOWER)
-    kinds = ("weight", "bias") if model.vision.vision_projection_bias else ("weight",)
-    if model.vision.vision_projection_norm:
+    rows = encoder_rows(vision_encoder(model), shape.tower)
+    for ours, theirs in shape.projector.items():
+        has_bias = model.vision.vision_projection_bias or ours == "layernorm"
         rows += [
-            Row(f"vision_projection.layernorm.{kind}", (f"{_PROJECTOR}layer_norm.{kind}",), same)
-            for kind in ("weight", "bias")
+            Row(f"vision_projection.{ours}.{kind}", (f"{theirs}.{kind}",), same)
+            for kind in (("weight", "bias") if has_bias else ("weight",))
         ]
-    for ours, theirs in (("linear_fc1", "linear_1"), ("linear_fc2", "linear_2")):
-        rows += [
-            Row(f"vision_projection.encoder.{ours}.{kind}", (f"{_PROJECTOR}{theirs}.{kind}",), same) for kind in kinds
-        ]
-    decoder = [Row(row.ours, tuple(_LANGUAGE + name for name in row.theirs), row.op) for row in family.rows(alone)]
+    decoder = [
+        Row(row.ours, tuple(shape.language(name, family.base) for name in row.theirs), row.op)
+        for row in family.rows(alone)
+    ]
     return (*rows, *decoder)
 
 
@@ -166,11 +297,11 @@ def _is_unused_encoder_layer(model: ModelConfig, name: str) -> bool:
 
 def _unused_final_norm(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], float]]:
     """The norm that CLIP and SigLIP have behind their last layer, and that a language model does not use."""
-    if model.vision.vision_model_type not in ("clip", "siglip", "dinov2"):
+    if model.vision.vision_model_type not in ("clip", "siglip", "dinov2") or model.vision.has_final_norm:
         return {}
     norm = "layernorm" if model.vision.vision_model_type == "dinov2" else "post_layernorm"
     width = (vision_encoder(model).hidden_size,)
-    return {f"{_TOWER}{norm}.weight": (width, 1.0), f"{_TOWER}{norm}.bias": (width, 0.0)}
+    return {f"vision_tower.{norm}.weight": (width, 1.0), f"vision_tower.{norm}.bias": (width, 0.0)}
 
 
 _SKIPPED = re.compile(
@@ -179,33 +310,31 @@ _SKIPPED = re.compile(
 )
 # Names of transformers 4: an encoder was a part of a class with a text encoder, and later the whole a part of `model`.
 _RESPELLED = (
-    (r"^vision_tower\.vision_model\.", _TOWER),
+    (r"^vision_tower\.vision_model\.", "vision_tower."),
     (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
-    (r"^model\.language_model\.", f"{_LANGUAGE}model."),
-    (r"^lm_head\.", f"{_LANGUAGE}lm_head."),
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
 )
 
 
-def _vlm_family(name: str, architecture: str, decoders: Decoders, *, internvl: bool) -> Family:
+def _vlm_family(decoders: Decoders, shape: Shape) -> Family:
+    is_llava = shape.layer is not None
     return Family(
-        name,
-        architecture,
-        name,
-        partial(_settings_of_config, decoders=decoders, internvl=internvl),
-        partial(_config_of_settings, decoders=decoders, internvl=internvl),
-        partial(_parameter_rows, decoders=decoders),
+        shape.name,
+        shape.architecture,
+        shape.name,
+        partial(_settings_of_config, decoders=decoders, shape=shape),
+        partial(_config_of_settings, decoders=decoders, shape=shape),
+        partial(_parameter_rows, decoders=decoders, shape=shape),
         base="",
         skipped=_SKIPPED,
-        copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
-        respelled=_RESPELLED,
+        copies=(shape.head,),
+        respelled=_RESPELLED if is_llava else (),
         unused=_is_unused_encoder_layer,
-        constants=_unused_final_norm,
+        constants=_unused_final_norm if is_llava else lambda model: {},
     )
 
 
 def readers_of_images(decoders: Decoders) -> tuple[Family, ...]:
     """The families of language models that see, with a decoder of one of these families."""
-    return (
-        _vlm_family("llava", "LlavaForConditionalGeneration", decoders, internvl=False),
-        _vlm_family("internvl", "InternVLForConditionalGeneration", decoders, internvl=True),
-    )
+    return tuple(_vlm_family(decoders, shape) for shape in SHAPES)

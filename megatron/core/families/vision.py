@@ -172,7 +172,8 @@ def sizes_in(keys: Keys, kind: str) -> dict[str, Any]:
     """Settings of an encoder of a type, from its config.json: sizes by the names of a "vit", and its part of `VisionConfig`."""
     hidden, patch = keys.whole("hidden_size"), _image_side(keys, "patch_size")
     image, heads = _image_side(keys, "image_size"), keys.whole("num_attention_heads")
-    activation = keys.one_of("hidden_act", tuple(_GELU), "quick_gelu" if kind == "clip" else "gelu")
+    usual = {"clip": "quick_gelu", "siglip": "gelu_pytorch_tanh"}.get(kind, "gelu")
+    activation = keys.one_of("hidden_act", tuple(_GELU), usual)
     for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
         keys.one_of(name, (0, 0.0), 0.0)
     keys.one_of("attention_probs_dropout_prob", (0, 0.0), 0.0)
@@ -300,9 +301,13 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     """The type of an encoder that a config.json describes, by its model_type; None: not known here."""
     if config.get("model_type") == "internvl_vision":
         return "internvit" if config.get("use_qk_norm") else "internvit300M"
-    return {"clip": "clip", "siglip": "siglip", **{there: kind for kind, there in MODEL_TYPES.items()}}.get(
-        str(config.get("model_type"))
-    )
+    within = {
+        "clip": "clip",
+        "siglip": "siglip",
+        "smolvlm_vision": "siglip",
+        **dict.fromkeys(("idefics3", "idefics3_vision"), "siglip"),
+    }
+    return {**within, **{there: kind for kind, there in MODEL_TYPES.items()}}.get(str(config.get("model_type")))
 
 
 def _settings_of_config(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[str]]:

@@ -8,10 +8,12 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 
 from megatron.core.config.settings.data import TokenizerConfig
@@ -144,6 +146,19 @@ def test_tiles_stand_behind_their_tags_and_the_thumbnail_comes_last(tmp_path: Pa
     sample = dataset(path, **more)[0]
     assert spans(sample)[0] == "<img><tile_1>####<tile_2>####<tile_global_thumbnail>####</img>cat"
     assert sample["images"].shape == (3, 3, 8, 8)
+
+
+def test_tags_of_a_whole_image_are_those_of_the_smolvlm_processor(tmp_path: Path) -> None:
+    path = write(tmp_path, [row("a.png", answer="cat")], a=picture(40, 20))
+    sample = dataset(path, image_tag_type="smolvlm", seq_length=96, max_position_embeddings=96)[0]
+    names = {"fake_image_token": "<fake_token_around_image>", "global_image_tag": "<global-img>", "image_token": "#"}
+    processor = SimpleNamespace(**names, image_seq_len=ROWS)
+    theirs = transformers.Idefics3Processor.replace_image_token(
+        processor,  # type: ignore[arg-type] # of which it reads these alone
+        {"rows": [[0]], "cols": [[0]]},
+        0,
+    )
+    assert spans(sample)[0] == f"{theirs}cat"
 
 
 def test_a_rank_without_the_first_stage_sees_the_same_tokens_and_masks(tmp_path: Path) -> None:

@@ -46,6 +46,14 @@ _IMAGES = {
     "vision_ffn_hidden_size": 3,
     "vision_num_attention_heads": 2,
 }
+_SMOLVLM: dict[str, Any] = {
+    **KIN,
+    **_IMAGES,
+    "vision_model_type": "siglip",
+    "pixel_shuffle": True,
+    "vision_projection_type": "affine",
+    "vision_projection_bias": False,
+}
 _STATES: dict[str, Any] = {
     "normalization": "RMSNorm",
     "add_bias_linear": False,
@@ -98,6 +106,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "pixel_shuffle": True,
         "vision_projection_norm": True,
     },
+    **dict.fromkeys(("smolvlm", "idefics3"), _SMOLVLM),
     "gpt2": {},
     "llama": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"},
     "mistral": KIN,

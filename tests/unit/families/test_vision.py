@@ -105,8 +105,27 @@ def internvl() -> transformers.PreTrainedModel:
     return transformers.InternVLForConditionalGeneration(config)
 
 
+def smolvlm_of(kind: str) -> transformers.PreTrainedModel:
+    config = getattr(transformers, f"{kind}Config")(
+        vision_config={**WIDE, "model_type": f"{kind.lower()}_vision"},
+        text_config=transformers.LlamaConfig(**TEXT, tie_word_embeddings=kind == "Idefics3"),
+        image_token_id=IMAGE,
+        scale_factor=2,
+        tie_word_embeddings=kind == "Idefics3",
+    )
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def smolvlm() -> transformers.PreTrainedModel:
+    return smolvlm_of("SmolVLM")
+
+
+def idefics3_tied() -> transformers.PreTrainedModel:
+    return smolvlm_of("Idefics3")
+
+
 ENCODERS = [clip, siglip, internvit_300m, internvit_6b, dinov2, vit]
-READERS = [llava_clip, llava_siglip, internvl]
+READERS = [llava_clip, llava_siglip, internvl, smolvlm, idefics3_tied]
 
 
 def with_random_weights(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -203,6 +222,11 @@ def prompt(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, ids.masked_fill(ids == IMAGE, -100), slots
 
 
+def as_given(make: Callable[[], transformers.PreTrainedModel], images: Tensor) -> Tensor:
+    """Images as a class takes them: SmolVLM [texts, images, c, h, w], the others [images, c, h, w]."""
+    return images[:, None] if make in (smolvlm, idefics3_tied) else images
+
+
 @pytest.mark.parametrize("make", READERS, ids=lambda make: make.__name__)
 def test_a_whole_network_gives_the_logits_loss_and_gradients_of_transformers(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
@@ -211,7 +235,7 @@ def test_a_whole_network_gives_the_logits_loss_and_gradients_of_transformers(
     ours = network(hf.open_folder(tmp_path / "theirs"))
     ids, labels, slots = prompt(ours.build.model.vision.rows)  # type: ignore[union-attr]
     images = torch.randn(2, 3, 28, 28)
-    output = model(input_ids=ids, pixel_values=images, labels=labels)
+    output = model(input_ids=ids, pixel_values=as_given(make, images), labels=labels)
     given = {"ids": IdsWithImages(ids.masked_fill(slots >= 0, 0), images, slots)}
     assert distance(output.logits, ours(**given).transpose(0, 1)) < TOLERANCE
     targets = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
@@ -238,7 +262,7 @@ def test_an_exported_network_gives_the_same_logits(
     model = saved(make, tmp_path / "theirs")
     folder = hf.open_folder(tmp_path / "theirs")
     ids, _, _ = prompt(model_of(folder.settings).vision.rows)
-    images = torch.randn(2, 3, 28, 28)
+    images = as_given(make, torch.randn(2, 3, 28, 28))
     hf.export(folder, tmp_path / "back")
     again, problems = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not problems["missing_keys"] and not problems["unexpected_keys"]
@@ -295,3 +319,56 @@ def test_sizes_that_llava_leaves_out_are_those_of_transformers() -> None:
     )
     assert not problems
     assert (settings["hidden_size"], settings["num_layers"], settings["vision_num_layers"]) == (4096, 32, 2)
+
+
+def test_a_config_as_smolvlm_is_published_is_read_with_what_it_leaves_out() -> None:
+    settings, problems = FAMILIES["idefics3"].config_in(
+        {
+            "architectures": ["Idefics3ForConditionalGeneration"],
+            "image_token_id": 49190,
+            "model_type": "idefics3",
+            "scale_factor": 4,
+            "text_config": {
+                "_flash_attn_2_enabled": True,
+                "architectures": ["VLlama3ForCausalLM"],
+                "head_dim": 64,
+                "hidden_size": 576,
+                "intermediate_size": 1536,
+                "is_llama_config": True,
+                "max_position_embeddings": 8192,
+                "model_type": "llama",
+                "neftune_noise_alpha": 0.0,
+                "num_attention_heads": 9,
+                "num_hidden_layers": 30,
+                "num_key_value_heads": 3,
+                "pad_token_id": 2,
+                "perceiver_config": {"hidden_act": "silu"},
+                "pixel_shuffle_factor": 4,
+                "qk_layer_norms": False,
+                "rms_norm_eps": 1e-05,
+                "rope_interleaved": False,
+                "rope_theta": 100000,
+                "use_resampler": False,
+                "vocab_size": 49280,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "hidden_size": 768,
+                "image_size": 512,
+                "max_image_size": {"longest_edge": 512},
+                "model_type": "idefics3",
+                "num_attention_heads": 12,
+                "patch_size": 16,
+                "size": {"longest_edge": 2048},
+                "tie_word_embeddings": False,
+                "use_base_siglip": False,
+            },
+            "vocab_size": 49280,
+        }
+    )
+    assert not problems
+    model = model_of(settings)
+    assert (model.vision.rows, model.vision.vision_num_layers, model.vision.vision_ffn_hidden_size) == (64, 12, 3072)
+    assert (model.vision.vision_activation, model.num_layers, model.true_vocab_size) == ("gelu_tanh", 30, 49280)
+    encoder, problems = FAMILIES["siglip"].config_in({"model_type": "siglip_vision_model", **WIDE})
+    assert not problems and encoder["vision_activation"] == "gelu_tanh"  # as transformers', where it is left out

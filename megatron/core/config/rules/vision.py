@@ -102,6 +102,11 @@ def _tile_settings(s: Setting) -> str:
             f"--use-tiling stretches an image to its tiles, and --image-aspect-ratio {data.image_aspect_ratio} does not "
             "stretch it; keep one"
         )
+    if data.use_tiling and data.image_tag_type == "smolvlm":
+        problems.append(
+            "--image-tag-type smolvlm has tags of a whole image, and --use-tiling cuts it by another grid than SmolVLM's; leave "
+            "--use-tiling out"
+        )
     for name, value in (("max_image_pixels", data.max_image_pixels), ("max_image_bytes", data.max_image_bytes)):
         if value < 1:
             problems.append(f"{spelling(name)} {value} leaves every image out; give a positive number")

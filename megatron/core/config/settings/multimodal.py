@@ -34,8 +34,10 @@ class MultimodalConfig:
     use_tile_tags: bool = flag(
         False, "--use-tiling: the text <tile_1>, <tile_2> ... stands before each tile", role="data"
     )
-    image_tag_type: Literal["nvlm", "internvl"] | None = flag(
-        None, "text around an image: <Image> and </Image>, or <img> and </img>; left out: none", role="data"
+    image_tag_type: Literal["nvlm", "internvl", "smolvlm"] | None = flag(
+        None,
+        "text around an image: <Image> and </Image>, <img> and </img>, or SmolVLM's tags of a whole image; left out: none",
+        role="data",
     )
     max_image_pixels: int = flag(
         50_000_000, "images with more pixels are left out, before they are unpacked", role="training"
