@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.adapters import is_trained
+from megatron.core.config.figures import figure_named
 from megatron.core.config.flags import flag, flag_fields, spelling
 from megatron.core.config.settings.run import RunConfig
 from megatron.preference.options import WITHOUT_REFERENCE, PreferenceLoss
@@ -24,6 +25,14 @@ _TASKS_OF = {
     **dict.fromkeys(("kto_desirable_weight", "kto_undesirable_weight"), ("kto",)),
     "reward_centre": ("reward",),
     **dict.fromkeys(("finetune_packing", "preference_prompt_format"), ("dpo", "kto", "reward")),
+}
+# Task -> figures of its evaluations.
+_REWARDS = ("preference loss", "preference accuracy", "reward margin", "chosen reward", "rejected reward")
+FIGURES = {
+    "sft": ("lm loss",),
+    "dpo": (*_REWARDS, "chosen logprob"),
+    "kto": ("preference loss", "preference accuracy", "chosen reward", "rejected reward", "divergence"),
+    "reward": _REWARDS,
 }
 
 
@@ -107,6 +116,8 @@ def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = 
     else:
         yield from _number_problems(config)
     yield from _reference_problems(config, run)
+    if (best := run.checkpoint.save_best) is not None and figure_named(best, FIGURES[task]) is None:
+        yield f"--save-best {best}: --finetune-task {task} has no such figure; choose of: {', '.join(FIGURES[task])}"
     if task == "sft":
         if not run.data.chat.sft:
             yield "--finetune-task sft learns conversations; leave out --no-sft"

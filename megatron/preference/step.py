@@ -120,7 +120,9 @@ def judged_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, co
     (scores,), (desirable,) = answers.scores(token_losses, reference=True), answers.given("desirable")
     options = KTOOptions(config.preference_beta, (config.kto_desirable_weight, config.kto_undesirable_weight))
     losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), options)
-    total, count, report = answers.loss(losses, {"preference loss": losses})
+    above = scores.ratio.detach() > batch.extras["divergence"].to(scores.ratio.dtype)
+    figures = {"preference loss": losses, "preference accuracy": above == (desirable > 0)}
+    total, count, report = answers.loss(losses, figures)
     reward = config.preference_beta * scores.ratio.detach()
     for name, which in (("chosen reward", desirable > 0), ("rejected reward", desirable <= 0)):
         report[name] = torch.stack((reward[which].sum(), which.sum().to(reward.dtype)))

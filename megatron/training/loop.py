@@ -22,6 +22,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name, empty_cache, memory_report, profiler_activities
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
+from megatron.training.checkpoint.best import demand_figure, note_if_best
 from megatron.training.checkpoint.checkpointing import Checkpoint, own_save_folder
 from megatron.training.evaluate import evaluate, evaluation_mode
 from megatron.training.health.bad_steps import BadStep, RollBack, StepValidator
@@ -132,6 +133,8 @@ class Session:
             train_iters=self.total,
             settings=to_values(self.config),
         )
+        if self.config.checkpoint.save_best and data.valid is None:
+            raise ConfigError("--save-best: there are no validation data; give them a share in --split")
         self.work = _flops_per_sample(trainer)
         self.replica_check = ReplicaCheck(trainer)
         self.stragglers = Stragglers(self.mesh) if self.config.faults.log_straggler else None
@@ -190,6 +193,8 @@ class Session:
             with nullcontext() if self.layers is None else self.layers.watching(progress.iteration + 1):
                 step = self.rerun.step if self.rerun is not None else partial(train_step, self.trainer)
                 self.meter.add(step(self.data.train))
+            if self.config.checkpoint.save_best is not None:
+                demand_figure(self.config.checkpoint.save_best, self.trainer.loss_names or ())
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
             if self.validator.problem:
@@ -308,6 +313,12 @@ class Session:
         self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses)
         watch.around_evaluation()
         self.since += time.perf_counter() - paused
+        options = self.config.checkpoint
+        if options.save_best is not None and note_if_best(progress, losses, options, self.mesh.world):
+            self.trainer.run.say(
+                f"iteration {progress.iteration} is the best so far: {progress.best_figure[4:]} {progress.best_value:.6E}"
+            )
+            self._save_if_due(watch)
 
     def _show_samples(self) -> None:
         """What the network says after the prompts of --eval-generate."""
@@ -378,6 +389,8 @@ class Session:
     def _finish(self, reason: str, watch: ExitConditions) -> None:
         """Save, and evaluate if the run came to its end."""
         progress, train = self.trainer.progress, self.config.train
+        if self.config.checkpoint.save_best and not (reason or train.skip_train or self._is_due(train.eval_interval)):
+            self._evaluate(watch)  # before the last save, which may be the best
         if not train.skip_train:
             self._record_save(
                 self.checkpoint.finish()

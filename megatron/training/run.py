@@ -24,7 +24,8 @@ from megatron.training.report.timers import Timers
 class Progress:
     """The only counters of a run; saved as they are.
 
-    schedule_samples: samples of steps that moved the weights, which is what the learning rate follows.
+    schedule_samples: samples of steps that moved the weights, which is what the learning rate follows. best_iteration, best_value,
+    best_figure: of the best evaluation so far (--save-best); best_figure also says whether it is the smallest or the largest.
     """
 
     iteration: int = 0
@@ -34,6 +35,9 @@ class Progress:
     consumed_tokens: int = 0
     schedule_samples: int = 0
     floating_point_operations: int = 0
+    best_iteration: int | None = None
+    best_value: float | None = None
+    best_figure: str = ""
 
 
 @dataclass(slots=True)

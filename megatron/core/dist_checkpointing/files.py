@@ -82,6 +82,9 @@ class Files(Protocol):
     def rename(self, path: Path, to: Path) -> None:
         """Rename a file or folder atomically. A file with the new name is replaced; a folder with it must not exist."""
 
+    def link(self, path: Path, to: Path) -> None:
+        """Make `path` a symbolic link to `to` of the same folder, in place of an older link, atomically."""
+
     def remove(self, path: Path) -> None:
         """Delete a file or a link."""
 
@@ -144,6 +147,14 @@ class Disk:
     def rename(self, path: Path, to: Path) -> None:
         """See `Files`."""
         os.rename(path, to)
+
+    def link(self, path: Path, to: Path) -> None:
+        """See `Files`."""
+        made = path.with_suffix(".tmp")
+        if os.path.lexists(made):
+            os.unlink(made)
+        os.symlink(to.name, made)
+        os.rename(made, path)
 
     def remove(self, path: Path) -> None:
         """See `Files`."""

@@ -144,7 +144,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _InFlightSave:
-    """A save in progress. shares: the boxes that each rank writes."""
+    """A save in progress. shares: the boxes that each rank writes. best: see `Saver.start`."""
 
     iteration: int
     save: str
@@ -154,6 +154,7 @@ class _InFlightSave:
     description: Description
     started: float
     copied: threading.Event
+    best: int | None = None
     blocked: float = 0.0
     commits: bool = False
     notes: list[str] = field(default_factory=list)
@@ -193,11 +194,20 @@ class Saver:
         """Do the slow part of the first save in advance: assign the boxes, and allocate the memory for a copy."""
         self._write_shares(plan.sharded_tensors(state))
 
-    def start(self, state: Tree, iteration: int, description: Description, *, until_staged: bool = False) -> None:
+    def start(
+        self,
+        state: Tree,
+        iteration: int,
+        description: Description,
+        *,
+        until_staged: bool = False,
+        best: int | None = None,
+    ) -> None:
         """Start to save the tree that the ranks hold together. When this returns, the tree may change.
 
-        until_staged: it may change only after `wait_for_staging`; the copy is made beside other work until then. No
-        save may be in progress. Raises `CheckpointError` on all ranks if another job owns the folder now.
+        until_staged: it may change only after `wait_for_staging`; the copy is made beside other work until then. best: the
+        iteration whose checkpoint is kept and linked as the best. No save may be in progress. Raises `CheckpointError` on all
+        ranks if another job owns the folder now.
         """
         assert self._in_flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
@@ -215,7 +225,7 @@ class Saver:
         job = BackgroundJob(lambda: self._write_rank_file(iteration, save, share, contents), in_background=self._copies)
         self._jobs += 1
         self._in_flight = _InFlightSave(
-            iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied
+            iteration, save, shares, job, values, description, started, notes=self._notes, copied=copied, best=best
         )
         self._notes = []
         self._in_flight.blocked = time.perf_counter() - started
@@ -368,12 +378,15 @@ class Saver:
             store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             raise
         notes = [note] if note else []
+        if in_flight.best is not None:
+            notes += filter(None, [store.link_best(self.folder, in_flight.best, files=self.files)])
         try:
             doomed = store.expired_checkpoints(
                 self.folder,
                 saved=in_flight.iteration,
                 interval=self.rules.interval,
                 keep_last=self.rules.keep_last,
+                best=in_flight.best,
                 files=self.files,
             )
             if doomed:

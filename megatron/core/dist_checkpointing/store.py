@@ -1,6 +1,7 @@
 """Checkpoint folders: committed, newest and expired checkpoints. Plain files and JSON; needs no torch.
 
     SAVE/latest_checkpointed_iteration.txt    the newest iteration, as a number: a hint for people and other programs
+    SAVE/best                                 link to the checkpoint of the best evaluation (--save-best)
     SAVE/iter_0001000/                        one checkpoint; the folder has this name only when it is complete
         rank_00000.safetensors, ...           tensors, a file for each rank that wrote (see shard.py)
         manifest.json                         where every shard of every tensor is stored, with its hash (see manifest.py)
@@ -40,7 +41,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.files import DISK, Files, read_file, remove_tree, write_file
 
 FORMAT_VERSION = 2
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER, BEST = "latest_checkpointed_iteration.txt", "best"
 COMMIT, MANIFEST, CONFIG = "commit.txt", "manifest.json", "config.json"
 _FIRST_LINE = "megatron boxes"
 _STEP = re.compile(r"iter_(\d{7,})(\.old)?")
@@ -370,18 +371,49 @@ def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DIS
         pass  # it is inert, and the next save tries again
 
 
+def linked_best(folder: str | Path, *, files: Files = DISK) -> int | None:
+    """Return the iteration that the link to the best checkpoint leads to; None where it leads to no complete one."""
+    try:
+        return read_commit(Path(folder) / BEST, files=files).iteration
+    except CheckpointError:
+        return None
+
+
+def link_best(folder: str | Path, iteration: int, *, files: Files = DISK) -> str:
+    """Let the link to the best checkpoint lead to that of an iteration, if it is complete. Returns a problem, usually ""."""
+    target = iteration_folder(folder, iteration)
+    if linked_best(folder, files=files) == iteration or not any(
+        step.folder == target for step in scan_folder(folder, files=files).steps
+    ):
+        return ""
+    try:
+        files.link(Path(folder) / BEST, target)
+        files.sync_folder(Path(folder))
+    except OSError as error:
+        return f"{Path(folder) / BEST} does not lead to {target.name}, the best checkpoint: {error}"
+    return ""
+
+
 def expired_checkpoints(
-    folder: str | Path, *, saved: int, interval: int | None, keep_last: int | None, files: Files = DISK
+    folder: str | Path,
+    *,
+    saved: int,
+    interval: int | None,
+    keep_last: int | None,
+    best: int | None = None,
+    files: Files = DISK,
 ) -> list[SavedStep]:
     """Return the older checkpoints to delete when iteration `saved` is committed: those that no retention rule keeps.
     Links are kept.
 
     interval: multiples of it are kept (`--save-retain-interval`). keep_last: so many are kept, including `saved`
-    (`--save-keep-last`). Without either, nothing is deleted.
+    (`--save-keep-last`). Without either, nothing is deleted. best: an iteration that is kept, as is the one that the link to the
+    best leads to.
     """
     if interval is None and keep_last is None:
         return []
     links = {entry.name for entry in _list_folder(folder, files) if entry.is_link}
+    kept = {best, linked_best(folder, files=files)}
     older = sorted(
         (step for step in scan_folder(folder, files=files).steps if step.iteration < saved),
         key=lambda step: -step.iteration,
@@ -389,7 +421,9 @@ def expired_checkpoints(
     return [
         step
         for step in older[(keep_last or 1) - 1 :]
-        if not (interval and step.iteration % interval == 0) and step.folder.name not in links
+        if not (interval and step.iteration % interval == 0)
+        and step.folder.name not in links
+        and step.iteration not in kept
     ]
 
 

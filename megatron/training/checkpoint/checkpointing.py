@@ -154,7 +154,11 @@ class Checkpoint:
         self.on_its_way = iteration
         writer, on_cpu = self._get_saver(), self.mesh.device.type == "cpu"
         writer.start(
-            self.state(), iteration, Description(to_values(self.config), self.mesh.world.size), until_staged=on_cpu
+            self.state(),
+            iteration,
+            Description(to_values(self.config), self.mesh.world.size),
+            until_staged=on_cpu,
+            best=self.trainer.progress.best_iteration if self.config.checkpoint.save_best else None,
         )
         if not self.config.checkpoint.async_save:
             ended += [] if (outcome := self.finish()) is None else [outcome]

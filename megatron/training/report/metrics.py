@@ -350,10 +350,15 @@ def validation_text(losses: Mapping[str, float], where: str, set_name: str | Non
     line = f" validation{'' if set_name is None else '-' + set_name} loss at {where} | "
     for name, loss in losses.items():
         line += f"{name} value: {loss:.6E} | "
-        if name.endswith("loss"):  # figures such as accuracies have no perplexity
+        if has_perplexity(name):
             line += f"{name} PPL: {perplexity(loss):.6E} | "
     frame = "-" * (len(line) + 1)
     return f"{frame}\n{line}\n{frame}"
+
+
+def has_perplexity(name: str) -> bool:
+    """Whether a figure is a cross entropy, as that of tokens is; accuracies and the losses of answers are none."""
+    return name.endswith("loss") and not name.startswith("preference")
 
 
 def perplexity(loss: float) -> float:

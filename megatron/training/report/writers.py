@@ -34,6 +34,7 @@ from megatron.core.config.settings.run import LogConfig
 from megatron.training.report.metrics import (
     Report,
     ResolvedStep,
+    has_perplexity,
     perplexity,
     report_line,
     time_left_line,
@@ -166,7 +167,7 @@ class Writers:
         word = "validation" if set_name is None else f"validation-{set_name}"
         values = {f"{loss_name} {word}": loss for loss_name, loss in losses.items()}
         if self._log.log_validation_ppl_to_tensorboard:
-            values |= {f"{loss_name} {word} ppl": perplexity(loss) for loss_name, loss in losses.items()}
+            values |= {f"{name} {word} ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)}
         self._write_values(values, iteration=iteration, samples=consumed_samples)
 
     def scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:

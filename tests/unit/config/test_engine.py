@@ -334,6 +334,8 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("upcycling", 1, {**UPCYCLED, "moe_upcycling_granularity": 2, "moe_ffn_hidden_size": 32, "moe_router_topk": 3}, ("must be multiples",)),
     ("upcycling", 1, {**UPCYCLED, "moe_shared_expert_intermediate_size": 16}, ("nothing to make",)),
     ("upcycling", 1, {**UPCYCLED, "moe_router_score_function": "sigmoid", "moe_router_topk": 1}, ("cannot know",)),
+    ("checkpoints", 1, {"save_best": "loss", "eval_iters": 0}, ("give --save", "compares evaluations")),
+    ("checkpoints", 1, {"save_best_mode": "max"}, ("--save-best-mode max is of no figure",)),
     ("samples-in-training", 1, {"eval_generate": "prompts.txt", "eval_generate_tokens": 0}, ("--eval-generate-tokens",)),
     ("faults", 1, {"failure_dump_weights": True}, ("give --on-bad-step",)),
     ("faults", 1, {"error_injection_rate": 9, "rerun_mode": "report_stats"}, ("is for --rerun-mode validate_results",)),

@@ -119,6 +119,11 @@ class ModelFiles:
         self._step(f"rename {path} {to.name}")
         folder.change(**{path.name: None, to.name: folder.names[path.name]})
 
+    def link(self, path: Path, to: Path) -> None:
+        folder = self._folder_at(path.parent)
+        self._step(f"link {path} {to.name}")
+        folder.change(**{path.name: folder.names[to.name]})
+
     def remove(self, path: Path) -> None:
         self._file_at(path)
         self._step(f"remove {path}")

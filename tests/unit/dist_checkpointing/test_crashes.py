@@ -33,8 +33,10 @@ def nothing(files: ModelFiles) -> None:
     """An empty disk."""
 
 
-def save(iteration: int, version: int, keep_last: int | None = None) -> Callable[[ModelFiles], object]:
-    return lambda files: save_as_two(SAVE, iteration, version, keep_last=keep_last, files=files)
+def save(
+    iteration: int, version: int, keep_last: int | None = None, best: int | None = None
+) -> Callable[[ModelFiles], object]:
+    return lambda files: save_as_two(SAVE, iteration, version, keep_last=keep_last, best=best, files=files)
 
 
 def after(*acts: Callable[[ModelFiles], object]) -> Callable[[ModelFiles], object]:
@@ -114,6 +116,28 @@ def violations(story: Story, *, samples: int = 2, **weaknesses: bool) -> list[st
             if result not in allowed or problem:
                 wrong.append(f"{what} {where}: {problem or result}")
     return wrong
+
+
+def test_the_best_checkpoint_is_there_after_a_crash_at_any_moment() -> None:
+    start = ModelFiles()
+    after(save(10, 1, 1, 10), save(20, 2, 1, 10))(start)
+    start.settle()
+    assert store.linked_best(SAVE, files=start) == 10 and store.scan_folder(SAVE, files=start).steps[1].iteration == 10
+    trial = start.killed()
+    save(30, 3, 1, 30)(trial)
+    assert [step.iteration for step in store.scan_folder(SAVE, files=trial).steps] == [30]
+    random_ = random.Random(7)
+    for crash_at in range(len(trial.log)):
+        files = start.killed()
+        files.crash_at = crash_at
+        with pytest.raises(Crash):
+            save(30, 3, 1, 30)(files)
+        for survivor in (files.killed(), *files.without_power(random_, 2)):
+            best = store.linked_best(SAVE, files=survivor)
+            assert best in (10, 30), trial.log[crash_at]
+            open_valid(
+                [one for one in store.scan_folder(SAVE, files=survivor).steps if one.iteration == best], files=survivor
+            )
 
 
 def seen(files: ModelFiles) -> Found | str:

@@ -161,6 +161,28 @@ def test_both_rules_of_retention_keep_what_they_name(
     assert store.complete_iterations(tmp_path) == left
 
 
+def test_the_best_checkpoint_is_kept_and_linked_where_it_is_complete(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    assert store.linked_best(tmp_path) is None
+    assert store.link_best(tmp_path, 15) == "" and not (tmp_path / "best").exists()  # its save has failed
+    assert store.link_best(tmp_path, 10) == "" and (tmp_path / "best").readlink() == Path("iter_0000010")
+    (tmp_path / "best.tmp").symlink_to("nowhere")  # of a process that was killed
+    assert retain(tmp_path, saved=30, keep_last=1) == [20]
+    assert store.link_best(tmp_path, 30) == "" and store.linked_best(tmp_path) == 30
+    assert [path.name for path in tmp_path.glob("best*")] == ["best"]
+    save(tmp_path, 40)
+    assert [
+        step.iteration for step in store.expired_checkpoints(tmp_path, saved=40, interval=None, keep_last=1, best=10)
+    ] == []
+
+
+def test_a_folder_that_takes_no_links_is_told_of(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (tmp_path / "best").mkdir()
+    assert f"{tmp_path / 'best'} does not lead to iter_0000010, the best checkpoint: " in store.link_best(tmp_path, 10)
+
+
 def test_retention_counts_and_deletes_only_what_is_ours(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         save(tmp_path, iteration)

@@ -41,7 +41,13 @@ def states(version: int) -> list[Tree]:
 
 
 def save_as_two(
-    folder: Path, iteration: int, version: int, *, keep_last: int | None = None, files: Files = DISK
+    folder: Path,
+    iteration: int,
+    version: int,
+    *,
+    keep_last: int | None = None,
+    best: int | None = None,
+    files: Files = DISK,
 ) -> SavedStep:
     """What `Saver` does on two ranks, one rank after the other."""
     ranks = [plan.sharded_tensors(state) for state in states(version)]
@@ -69,7 +75,10 @@ def save_as_two(
         files=files,
     )
     assert note == "", note
-    doomed = store.expired_checkpoints(folder, saved=iteration, interval=None, keep_last=keep_last, files=files)
+    assert best is None or store.link_best(folder, best, files=files) == ""
+    doomed = store.expired_checkpoints(
+        folder, saved=iteration, interval=None, keep_last=keep_last, best=best, files=files
+    )
     assert store.delete_checkpoints(folder, doomed, files=files) == ""
     return step
 

@@ -306,6 +306,10 @@ def test_the_validation_text_is_megatrons():
     ]
     assert " validation-wiki loss at iteration 5 | " in validation_text({"lm loss": 30.0}, "iteration 5", "wiki")
     assert f"PPL: {math.exp(20):.6E} |" in validation_text({"lm loss": 30.0}, "iteration 5")
+    answers = validation_text(
+        {"preference loss": 0.5, "preference accuracy": 0.75, "reward margin": 2.0}, "iteration 5"
+    )
+    assert "preference accuracy value: 7.500000E-01 | reward margin value" in answers and "PPL" not in answers
 
 
 def test_the_memory_lines_are_megatrons():

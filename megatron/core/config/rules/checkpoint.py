@@ -19,9 +19,30 @@ def _export_problems(checkpoint: CheckpointConfig) -> list[str]:
     return problems
 
 
+def _best_problems(s: Setting) -> list[str]:
+    """What --save-best needs."""
+    checkpoint, train = s.run.checkpoint, s.run.train
+    if checkpoint.save_best is None:
+        return (
+            []
+            if checkpoint.save_best_mode is None
+            else [f"--save-best-mode {checkpoint.save_best_mode} is of no figure; give --save-best"]
+        )
+    problems = []
+    if checkpoint.save is None or train.skip_train:
+        problems.append(
+            f"--save-best {checkpoint.save_best} keeps a checkpoint of this run; give --save, and no --skip-train"
+        )
+    if train.eval_iters < 1 and not s.run.data.full_validation:
+        problems.append(
+            f"--save-best {checkpoint.save_best} compares evaluations; give --eval-iters, or --full-validation"
+        )
+    return problems
+
+
 def _checkpoint_problems(s: Setting) -> str:
     checkpoint = s.run.checkpoint
-    problems = []
+    problems = _best_problems(s)
     if checkpoint.save_interval is not None and checkpoint.save is None:
         problems.append(f"--save-interval {checkpoint.save_interval} has no folder; give --save")
     if (

@@ -184,6 +184,18 @@ class CheckpointConfig:
     save_keep_last: int | None = flag(
         None, "keep this many of the newest checkpoints, beside those of --save-retain-interval", role="free"
     )
+    save_best: str | None = flag(
+        None,
+        "save and keep the checkpoint of the best evaluation, which SAVE/best leads to: the best by this figure of the validation line, "
+        "or by the first whose name ends in this word (loss, accuracy)",
+        role="free",
+        metavar="FIGURE",
+    )
+    save_best_mode: Literal["min", "max"] | None = flag(
+        None,
+        "whether the smallest or the largest value of --save-best is the best; left out: min for losses, max for others",
+        role="free",
+    )
     export_hf: str | None = flag(
         None, "folder in which each saved checkpoint also becomes a Hugging Face folder, iter_NNNNNNN", role="free"
     )

@@ -1,0 +1,44 @@
+"""Which evaluation of a run was the best (`--save-best`), so that its checkpoint is kept.
+
+Value, iteration and figure are among the run's counters: a run that resumes goes on with the best of the run that it continues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from megatron.core.config.figures import figure_named
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.run import CheckpointConfig
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.training.run import Progress
+
+
+def demand_figure(word: str, names: Sequence[str]) -> str:
+    """`figure_named`; raises ConfigError where there is none."""
+    figure = figure_named(word, names)
+    if figure is None:
+        raise ConfigError(
+            f"--save-best {word}: evaluations of this run give no such figure; choose of: {', '.join(names)}"
+        )
+    return figure
+
+
+def note_if_best(progress: Progress, losses: Mapping[str, float], options: CheckpointConfig, world: Axis) -> bool:
+    """Note an evaluation that is better than all before; returns whether it is. All ranks call this together, and agree.
+
+    A value that is not a number is never better; with another figure or another direction than before the search begins anew.
+    """
+    assert options.save_best is not None, "only runs with --save-best look for the best evaluation"
+    figure = demand_figure(options.save_best, list(losses))
+    mode = options.save_best_mode or ("min" if figure.endswith("loss") else "max")
+    value, described = collectives.broadcast_object(losses[figure], world), f"{mode} {figure}"
+    if not math.isfinite(value):
+        return False
+    if progress.best_value is not None and progress.best_figure == described:
+        if not (value < progress.best_value if mode == "min" else value > progress.best_value):
+            return False
+    progress.best_iteration, progress.best_value, progress.best_figure = progress.iteration, value, described
+    return True
