@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What the launchers of published networks share. They set MACHINES, MODEL, PARALLEL and TRAINING, and source this:
+# What the launchers of published networks share. They set MACHINES, MODEL, PARALLEL and TRAINING, and ENTRY if it is not
+# pretrain_gpt.py, and source this:
 #
 #   bash examples/llama/train_llama3_8b.sh CHECKPOINTS TENSORBOARD TOKENIZER DATA [more flags]
 #
@@ -24,11 +25,12 @@ DISTRIBUTED=(
     --master_addr "${MASTER_ADDR:-localhost}"
     --master_port "${MASTER_PORT:-6000}"
 )
-MODEL+=(
+MODEL=(
     --normalization RMSNorm
     --position-embedding-type rope
     --hidden-dropout 0
     --attention-dropout 0
+    "${MODEL[@]}"
 )
 TRAINING+=(
     --min-lr 1e-5
@@ -59,5 +61,5 @@ FILES=(
     --distributed-timeout-minutes 60
 )
 
-${LAUNCH:-torchrun} "${DISTRIBUTED[@]}" "$ROOT/pretrain_gpt.py" \
+${LAUNCH:-torchrun} "${DISTRIBUTED[@]}" "$ROOT/${ENTRY:-pretrain_gpt.py}" \
     "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${FILES[@]}" "${@:5}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the small runs of published architectures share: from text to a loss curve in about a minute on two processor cores.
-# They set NAME and MODEL, and source this:
+# They set NAME and MODEL, and ENTRY if it is not pretrain_gpt.py, and source this:
 #
 #   bash examples/mixtral/pretrain_mixtral_small.sh [more flags]
 #
@@ -19,7 +19,7 @@ TOKENIZER=(
     --tokenizer-type GPTSentencePieceTokenizer
     --tokenizer-model "$DATA/demo-llama.model"
 )
-MODEL+=(
+MODEL=(
     --hidden-size 96
     --seq-length 64
     --normalization RMSNorm
@@ -28,6 +28,7 @@ MODEL+=(
     --init-method-std 0.05
     --hidden-dropout 0
     --attention-dropout 0
+    "${MODEL[@]}"
 )
 TRAINING=(
     --micro-batch-size 16
@@ -60,7 +61,7 @@ if [ -z "${LAUNCH:-}" ]; then
     done
     LAUNCH="$PYTHON -m torch.distributed.run --standalone"
 fi
-$LAUNCH --nproc_per_node "${GPUS_PER_NODE:-1}" "$ROOT/pretrain_gpt.py" \
+$LAUNCH --nproc_per_node "${GPUS_PER_NODE:-1}" "$ROOT/${ENTRY:-pretrain_gpt.py}" \
     "${MODEL[@]}" "${TRAINING[@]}" "${TOKENIZER[@]}" "${FILES[@]}" "$@"
 if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != print_command ]; then
     ENTROPY="$("$PYTHON" tools/unigram_entropy.py --quiet "$OUT/train_text_document")"

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.config.flags import from_values, spelling, to_values
 from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
-from megatron.core.config.settings.network import network_fields, unused_settings
+from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.bert import BERT, MEGATRON_BERT
 from megatron.core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -122,13 +122,11 @@ def differences(model: ModelConfig, family: Family) -> list[str]:
     restored["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
     again = model_of(restored)
     mine, back, silent = to_values(model), to_values(again), _settings_without_effect(model)
-    types = {model.rope.position_embedding_type, again.rope.position_embedding_type}
-    if types <= {"rope", "yarn"} and model.rope.is_yarn == again.rope.is_yarn:
-        silent |= {"position_embedding_type", "rope_type"}  # two ways to say yarn
+    meaning = canonical_values(model), canonical_values(again)
     unsaid = [
         f"{spelling(name)} is {mine[name]}, there {back[name]}"
         for name in mine
-        if name not in silent and mine[name] != back[name]
+        if name not in silent and mine[name] != back[name] and meaning[0][name] != meaning[1][name]
     ]
     layers = [(a, b) for a, b in zip(_layer_rows(model), _layer_rows(again)) if a != b]
     unsaid += [f"layer {a.index} is {a}, there {b}" for a, b in layers[:1]]

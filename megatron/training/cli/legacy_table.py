@@ -356,7 +356,9 @@ REFUSED = (
           values="finetune-hf-dataset"),
     FlagGroup("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
           values="nproc_per_node nnodes node_rank master_addr master_port nproc-per-node node-rank master-addr master-port"),
-    FlagGroup("refused", "a model is described by flags here, not by an import path; leave it out", values="spec=local"),
+    FlagGroup("refused", "a model is described by flags here, not by an import path; leave it out",
+          values="spec=local|megatron.core.models.mamba.mamba_layer_specs|mamba_stack_spec|"
+                 "megatron.core.models.hybrid.hybrid_layer_specs|hybrid_stack_spec"),
     FlagGroup("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
           switches="use-mp-args-from-checkpoint-args"),
     FlagGroup("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",

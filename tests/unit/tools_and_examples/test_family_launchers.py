@@ -16,7 +16,7 @@ from tests.helpers.architecture import ROOT
 from tests.unit.families.test_settings import PUBLISHED
 from tests.unit.tools_and_examples.test_launchers import bash, launch
 
-FOLDERS = ("llama", "mistral", "mixtral", "deepseek", "qwen", "gpt_oss")
+FOLDERS = ("llama", "mistral", "mixtral", "deepseek", "qwen", "gpt_oss", "nemotron")
 ALL = sorted(
     path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / "examples" / folder).glob("*.sh")
 )
@@ -35,6 +35,9 @@ LARGE = {
     "qwen/train_qwen2.5_7b.sh": (1, 152064, 7.62, "qwen2"),
     "qwen/train_qwen3_8b.sh": (1, 151936, 8.19, "qwen3"),
     "qwen/train_qwen3_30b_a3b.sh": (4, 151936, 30.5, "qwen3_moe"),
+    "qwen/train_qwen3_next_80b_a3b.sh": (8, 151936, 79.7, "qwen3_next"),
+    "nemotron/train_nemotron_h_8b.sh": (4, 131072, 8.10, "nemotron_h"),
+    "nemotron/train_nemotron_h_47b.sh": (16, 131072, 46.8, "nemotron_h"),
     "gpt_oss/train_gpt_oss_20b.sh": (1, 201088, 20.9, "gpt_oss"),
     "gpt_oss/train_gpt_oss_120b.sh": (8, 201088, 116.8, "gpt_oss"),
 }
@@ -117,3 +120,16 @@ def test_a_small_run_needs_nothing_but_the_repository_and_can_be_published(path:
     assert config.model.num_layers <= 4 and config.model.hidden_size <= 128 and config.train.train_iters <= 200
     model = config.model.with_vocabulary(8000, 1)
     assert any(differences(model, family) == [] for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("scale, layers, billions", [("800M", "24 MLPs", 0.448), ("8B", "28 MLPs", 8.66)])
+def test_megatrons_hybrids_start_with_its_flags(scale: str, layers: str, billions: float, tmp_path: Path) -> None:
+    command = launch("examples/mamba/train.sh", "corpus", "tokenizer", folder=tmp_path, MODEL_SCALE=scale)
+    config = command.config()
+    symbols = config.model.hybrid.symbols
+    assert command.entry == "pretrain_mamba.py" and command.ranks == 8 and f"{symbols.count('-')} MLPs" == layers
+    assert symbols.count("*") == 4 and len(symbols) == config.model.num_layers
+    shapes = parameter_shapes(config.model.with_vocabulary(32000 if scale == "800M" else 256000, 1))
+    assert sum(whole_box(shape).size for shape in shapes.values()) / 1e9 == pytest.approx(billions, rel=0.005)
+    done = bash([str(ROOT / "examples/mamba/train.sh")], tmp_path)
+    assert done.returncode == 2 and "bash examples/mamba/train.sh DATA TOKENIZER" in done.stderr

@@ -109,7 +109,7 @@ def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     idle, given, canonical = (
         unused_settings(a) & unused_settings(b),
         (to_values(a), to_values(b)),
-        (_canonical_values(a), _canonical_values(b)),
+        (canonical_values(a), canonical_values(b)),
     )
     # Equal words that mean two things do so because of another setting, which is named itself.
     return [
@@ -119,7 +119,7 @@ def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     ]
 
 
-def _canonical_values(model: ModelConfig) -> dict[str, Any]:
+def canonical_values(model: ModelConfig) -> dict[str, Any]:
     """Values by field name, where one network has one spelling only."""
     values, rows = to_values(model), layer_rows(model)
     values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0
@@ -129,7 +129,7 @@ def _canonical_values(model: ModelConfig) -> dict[str, Any]:
     values["hybrid_layer_pattern"] = (model.hybrid.symbols, model.hybrid.depths)
     variant = values["experimental_attention_variant"]
     values["experimental_attention_variant"] = "gated_delta_net" if variant == "gdn" else variant
-    values["mamba_time_step_limit"] = values["mamba_time_step_limit"] or (0.0, math.inf)
+    values["mamba_time_step_limit"] = list(values["mamba_time_step_limit"]) or [0.0, math.inf]
     values["no_rope_freq"] = [plan.rope for plan in rows]
     values["window_attn_skip_freq"] = [plan.window is not None for plan in rows]
     window = model.window
