@@ -51,6 +51,14 @@ def experts(sparse: dict[str, Any]) -> Cases:
                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
             },
         ),
+        "qwen3.5 experts": (
+            "Qwen3_5Moe",
+            {
+                **{name: size for name, size in sparse.items() if name not in ("norm_topk_prob", "intermediate_size")},
+                **DELTA,
+                "shared_expert_intermediate_size": 20,
+            },
+        ),
         "nemotron h experts": (
             "NemotronH",
             {**NEMOTRON, "routed_scaling_factor": 1.5, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
@@ -88,4 +96,18 @@ def dense(sizes: dict[str, Any]) -> Cases:
             {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]},
         ),
         "qwen3.5": ("Qwen3_5", {**sizes, **DELTA}),
+        "bamba": (
+            "Bamba",
+            {
+                **sizes,
+                "num_hidden_layers": 4,
+                "attn_layer_indices": [1],
+                "mamba_n_heads": 8,
+                "mamba_n_groups": 2,
+                "mamba_d_state": 5,
+                "mamba_chunk_size": 8,
+                "time_step_limit": (0.2, 2.0),
+                "pad_token_id": None,
+            },
+        ),
     }

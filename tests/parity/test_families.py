@@ -298,7 +298,7 @@ def published(case: str) -> nn.Module:
     kind, sizes = CASES[case]
     torch.manual_seed(11)
     head = kind if "For" in kind else "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-    config = f"{kind.partition('For')[0]}{'Text' * (kind == 'Qwen3_5')}Config"
+    config = f"{kind.partition('For')[0]}{'Text' * kind.startswith('Qwen3_5')}Config"
     model = getattr(transformers, head)(getattr(transformers, config)(**sizes)).eval()
     if case in UNTIED_WHEN_LOADED:
         model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))

@@ -95,12 +95,25 @@ def _number(value: Any) -> float:
     return float(value["__float__"]) if isinstance(value, Mapping) and "__float__" in value else float(value)
 
 
+def limits_in(keys: Keys) -> tuple[float, ...]:
+    """Smallest and largest time step, of `time_step_limit`."""
+    return tuple(map(_number, keys.pop("time_step_limit") or (0.0, math.inf)))
+
+
+def limits_out(model: ModelConfig) -> list[Any]:
+    """`time_step_limit` for a config.json, which has no number for infinity."""
+    return [
+        {"__float__": "Infinity"} if math.isinf(one) else one
+        for one in model.hybrid.mamba_time_step_limit or (0.0, math.inf)
+    ]
+
+
 def _mamba2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
     for name in (*_INITIAL, *_KERNELS, "time_step_min"):
         keys.pop(name)
     keys.one_of("hidden_act", ("silu",), "silu")
-    settings, limit = _sizes_in(keys), keys.pop("time_step_limit") or (0.0, math.inf)
+    settings = _sizes_in(keys)
     heads, size, layers = keys.whole("num_heads", 128), keys.whole("head_dim", 64), keys.whole("num_hidden_layers")
     if keys.whole("expand", 2) * settings["hidden_size"] != heads * size:
         keys.problems.append(f"expand: the {heads} heads of {size} channels are not so many times the hidden size")
@@ -111,7 +124,7 @@ def _mamba2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "mamba_num_heads": heads,
         "mamba_head_dim": size,
         "mamba_state_dim": keys.whole("state_size", 128),
-        "mamba_time_step_limit": tuple(map(_number, limit)),
+        "mamba_time_step_limit": limits_in(keys),
         "num_attention_heads": heads,
         "kv_channels": size,
         "max_position_embeddings": _ANY_LENGTH,
@@ -122,7 +135,6 @@ def _mamba2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _mamba2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid = model.hybrid
-    low, high = hybrid.mamba_time_step_limit or (0.0, math.inf)
     heads = hybrid.mamba_num_heads or 0
     return {
         **passed_through(like, *_INITIAL, *_KERNELS, "time_step_min"),
@@ -133,7 +145,7 @@ def _mamba2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": hybrid.mamba_head_dim,
         "state_size": hybrid.mamba_state_dim,
         "expand": heads * hybrid.mamba_head_dim // model.hidden_size,
-        "time_step_limit": [low, {"__float__": "Infinity"} if math.isinf(high) else high],
+        "time_step_limit": limits_out(model),
     }
 
 

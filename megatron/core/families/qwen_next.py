@@ -1,4 +1,4 @@
-"""Qwen3-Next and the language models of Qwen3.5: gated delta nets with attention in every fourth layer, whose heads have a gate.
+"""Qwen3-Next and the language models of Qwen3.5 (with and without experts): gated delta nets with attention in every fourth layer, whose heads have a gate.
 
     layers      layer_types; left out, attention in every full_attention_interval-th
     norms       weights are stored minus one, but for those of the delta nets' heads
@@ -29,6 +29,7 @@ _SKIPPED = re.compile(r"mtp\..*|model\.rotary_emb\.inv_freq")
 _SAYS_NOTHING = ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
 _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 _SHARE = 0.25  # of a head that is rotated, where a config does not say
+_EVERY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
 _USUAL = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -49,17 +50,17 @@ def _kinds_in(keys: Keys, layers: int) -> list[bool]:
     return [kind == "linear_attention" for kind in kinds]
 
 
-def _without_share(config: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """A config without the share of a head that is rotated, and that share."""
+def without_share(config: Mapping[str, Any], usual: float = _SHARE) -> tuple[dict[str, Any], float]:
+    """A config without the share of a head that is rotated, and that share. usual: where the config does not say."""
     config, rope = dict(config), dict(config.get("rope_parameters") or {})
     above, within = config.pop("partial_rotary_factor", None), rope.pop("partial_rotary_factor", None)
     if rope:
         config["rope_parameters"] = rope
-    return config, float(within or above or _SHARE)
+    return config, float(within or above or usual)
 
 
 def _common(config: Mapping[str, Any]) -> tuple[Keys, dict[str, Any]]:
-    config, share = _without_share(config)
+    config, share = without_share(config)
     keys = Keys({"intermediate_size": config.get("moe_intermediate_size"), **config})
     for name in _SAYS_NOTHING[1:]:
         keys.pop(name)
@@ -89,29 +90,38 @@ def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "layer_types" in like or linear != [(layer + 1) % 4 != 0 for layer in range(len(linear))]:
         config["layer_types"] = [("full_attention", "linear_attention")[one] for one in linear]
-    share = model.rope.rotary_percent
-    if like.get("rope_parameters"):
-        config["rope_parameters"]["partial_rotary_factor"] = share
-    if "partial_rotary_factor" in like or not like.get("rope_parameters"):
-        config["partial_rotary_factor"] = share
+    config |= with_share(config, model, like)
     if "attn_output_gate" in like or not model.attention_output_gate:
         config["attn_output_gate"] = model.attention_output_gate
     return config
 
 
+def with_share(config: dict[str, Any], model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json that say the share of a head that is rotated."""
+    share, rope = model.rope.rotary_percent, config.get("rope_parameters")
+    said = {"rope_parameters": {**rope, "partial_rotary_factor": share}} if rope else {}
+    return {**said, **({"partial_rotary_factor": share} if "partial_rotary_factor" in like or not rope else {})}
+
+
 def _next_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys, settings = _common(config)
+    return {**settings, **_experts_in(keys, settings["num_layers"])}, keys.finish()
+
+
+def _experts_in(keys: Keys, layers: int) -> dict[str, Any]:
     return {
-        **settings,
-        **expert_layers_in(keys, settings["num_layers"]),
+        **expert_layers_in(keys, layers),
         "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": keys.whole("shared_expert_intermediate_size"),
-    }, keys.finish()
+    }
 
 
 def _next_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_common_out(model, like), **_experts_out(model, like)}
+
+
+def _experts_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_common_out(model, like),
         **expert_layers_out(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
@@ -120,6 +130,12 @@ def _next_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 def _text_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys, settings = _common(_one_position(config))
     return settings, keys.finish()
+
+
+def _text_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Chosen experts weigh one together, and every layer has experts, whatever a config says."""
+    keys, settings = _common({**_one_position(config), **_EVERY})
+    return {**settings, **_experts_in(keys, settings["num_layers"])}, keys.finish()
 
 
 def _one_position(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +154,13 @@ def _text_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         if name in earlier:
             config["rope_parameters"][name] = earlier[name]
     return config
+
+
+def _text_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    experts = {name: value for name, value in _experts_out(model, like).items() if name not in _EVERY}
+    width = {name: like[name] for name in ("intermediate_size",) if name in like}  # of no layer
+    config = {name: value for name, value in _text_out(model, like).items() if name != "intermediate_size"}
+    return {**config, **width, **experts, **{name: like[name] for name in _EVERY if name in like}}
 
 
 def _gated_queries(heads: int, groups: int, size: int) -> Op:
@@ -254,4 +277,16 @@ QWEN3_5 = Family(
     base="model.",
     skipped=_SKIPPED,
     copies=COPIES,
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    _text_moe_in,
+    _text_moe_out,
+    text_rows,
+    base="model.",
+    skipped=_SKIPPED,
+    copies=COPIES,
+    fused=FUSED,
 )

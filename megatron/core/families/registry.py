@@ -11,6 +11,7 @@ from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
 from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.bamba import BAMBA
 from megatron.core.families.bert import BERT, MEGATRON_BERT
 from megatron.core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.core.families.gemma import GEMMA, GEMMA2
@@ -22,7 +23,7 @@ from megatron.core.families.mixtral import MIXTRAL
 from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
 from megatron.core.families.olmo import OLMO2
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megatron.core.families.qwen_next import QWEN3_5, QWEN3_NEXT
+from megatron.core.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.core.families.rules import Family
 from megatron.core.families.settings import classes_of
 from megatron.core.families.t5 import T5
@@ -45,8 +46,10 @@ _DECODERS = (
     OLMO2,
     QWEN3_NEXT,
     QWEN3_5,
+    QWEN3_5_MOE,
     MAMBA2,
     NEMOTRON_H,
+    BAMBA,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family

@@ -103,6 +103,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_key_value_heads=16, head_dim=128, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", attention_bias=False,
         rms_norm_eps=1e-06, max_position_embeddings=8192, tie_word_embeddings=True, cache_implementation="hybrid", query_pre_attn_scalar=144,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096, sliding_window_size=4096),
+    "Bamba 9B": kin(
+        "BambaForCausalLM", vocab_size=128256, intermediate_size=14336, max_position_embeddings=262144, attn_layer_indices=[9, 18, 27],
+        partial_rotary_factor=0.5, mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64, mamba_d_state=128, mamba_expand=2,
+        mamba_n_groups=1, mamba_n_heads=128, mamba_proj_bias=False, attention_bias=False, mlp_bias=False, num_logits_to_keep=1),
     "gpt-oss 20b": kin(
         "GptOssForCausalLM", model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
         num_attention_heads=64, head_dim=64, max_position_embeddings=131072, num_local_experts=32, num_experts_per_tok=4, experts_per_token=4,

@@ -1,0 +1,103 @@
+"""Bamba: Mamba-2 in most layers and attention in some, each with a gated MLP behind it.
+
+A layer there is two here, which have one residual sum each: a mixer (M or *) and an MLP (-). Its attention rotates half of each head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config.plan import layer_rows
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, mlp_rows
+from megatron.core.families.nemotron_h import limits_in, limits_out, mamba_rows
+from megatron.core.families.qwen_next import with_share, without_share
+from megatron.core.families.rules import Family, Row, same
+from megatron.core.families.settings import Keys, passed_through
+
+_SAYS_NOTHING = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
+_SHARE = 0.5  # of a head that is rotated, where a config does not say
+
+
+def _mamba_in(keys: Keys, inner: int) -> dict[str, Any]:
+    """Sizes of the mixers. inner: channels of all heads."""
+    keys.one_of("mamba_proj_bias", (False,), False)
+    keys.one_of("mamba_conv_bias", (True,), True)
+    keys.one_of("mamba_d_conv", (4,), 4)
+    heads, size = keys.whole("mamba_n_heads", 128), keys.pop("mamba_d_head")
+    if size not in (None, "auto", inner / heads):
+        keys.problems.append(f"mamba_d_head: {size} by {heads} heads is not the {inner} channels of mamba_expand")
+    return {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads or 1,
+        "mamba_num_groups": keys.whole("mamba_n_groups", 1),
+        "mamba_state_dim": keys.whole("mamba_d_state", 256),
+        "mamba_time_step_limit": limits_in(keys),
+    }
+
+
+def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    config, share = without_share(config, _SHARE)
+    keys = Keys({"rms_norm_eps": 1e-5, **config})
+    for name in _SAYS_NOTHING:
+        keys.pop(name)
+    for name in ("attention_bias", "mlp_bias"):
+        keys.one_of(name, (False,), False)
+    settings, attending = common_in(keys), keys.pop("attn_layer_indices") or []
+    layers = range(settings["num_layers"])
+    return {
+        **settings,
+        **_mamba_in(keys, keys.whole("mamba_expand", 2) * settings["hidden_size"]),
+        "num_layers": 2 * len(layers),
+        "hybrid_layer_pattern": "".join("*-" if layer in attending else "M-" for layer in layers),
+        "rotary_percent": share,
+    }, keys.finish()
+
+
+def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    hybrid, mixers = model.hybrid, [plan.mixer for plan in layer_rows(model)][::2]
+    attending = [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]
+    inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
+    config = {
+        **passed_through(like, *_SAYS_NOTHING),
+        **common_out(model, like),
+        "num_hidden_layers": len(mixers),
+        "attn_layer_indices": attending or like.get("attn_layer_indices"),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mamba_n_heads": hybrid.mamba_num_heads,
+        "mamba_d_head": like.get("mamba_d_head") if like.get("mamba_d_head") == "auto" else hybrid.mamba_head_dim,
+        "mamba_n_groups": hybrid.mamba_num_groups,
+        "mamba_d_state": hybrid.mamba_state_dim,
+        "mamba_d_conv": 4,
+        "mamba_expand": inner // model.hidden_size,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    }
+    if "time_step_limit" in like or hybrid.mamba_time_step_limit not in ((), (0.0, math.inf)):
+        config["time_step_limit"] = limits_out(model)
+    return config | with_share(config, model, like)
+
+
+def rows(model: ModelConfig) -> tuple[Row, ...]:
+    """All parameters, in the order in which transformers has them."""
+    result = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    for plan in layer_rows(model):
+        ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index // 2}."
+        if plan.mixer == "mamba":
+            result += mamba_rows(f"{ours}mixer.", f"{theirs}mamba.")
+        elif plan.mixer == "attention":
+            result += attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+        else:
+            result += mlp_rows(model, f"{ours}mlp.", f"{theirs}feed_forward.")
+        norms = ("pre_mlp_layernorm", "pre_ff_layernorm") if plan.mixer == "none" else ("input_layernorm",) * 2
+        result.append(Row(f"{ours}{norms[0]}.weight", (f"{theirs}{norms[1]}.weight",), same))
+    result.append(Row("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
+    return (*result, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+
+
+BAMBA = Family(
+    "bamba", "BambaForCausalLM", "bamba", _config_in, _config_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+)
