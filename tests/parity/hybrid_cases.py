@@ -32,6 +32,13 @@ DELTA = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 5,
 }
+# transformers cuts the convolution into three equal parts when it saves, so that all three must be equal.
+OLMO = {
+    **{name: size for name, size in DELTA.items() if name != "head_dim"},
+    "linear_key_head_dim": 10,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
 
 
 def experts(sparse: dict[str, Any]) -> Cases:
@@ -96,6 +103,18 @@ def dense(sizes: dict[str, Any]) -> Cases:
             {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]},
         ),
         "qwen3.5": ("Qwen3_5", {**sizes, **DELTA}),
+        "olmo hybrid": ("OlmoHybrid", {**sizes, **OLMO}),
+        "olmo hybrid unrotated": (
+            "OlmoHybrid",
+            {
+                **sizes,
+                **OLMO,
+                "linear_allow_neg_eigval": False,
+                "layer_types": ["full_attention", "linear_attention"],
+                "num_hidden_layers": 2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            },
+        ),
         "bamba": (
             "Bamba",
             {

@@ -47,6 +47,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_attention_freq": "2",
     },
 }
+MODELS["delta-norms"] = {
+    **MODELS["delta-every-second"],
+    "norm_after_sublayer": True,
+    "linear_norm_before_sublayer": True,
+    "linear_allow_neg_eigval": True,
+    "linear_norm_epsilon": 1e-3,
+}
 # What must not change any result: the ends of stages.
 WORDS: dict[str, dict[str, Any]] = {
     "pattern-stages": {"hybrid_layer_pattern": "M*|-M"},
@@ -83,5 +90,6 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("pp2 dp2 zero", "delta"),
     ("tp2 sp", "delta-every-second"),
     ("pp2 cp2", "delta-every-second"),
+    ("tp2 sp", "delta-norms"),
     ("mb4", "delta-every-second"),
 )

@@ -1,16 +1,33 @@
-"""OLMo 2: built like Llama, with norms behind each sublayer instead of before it, and norms over the queries and keys of all heads."""
+"""OLMo 2, built like Llama, with norms behind each sublayer instead of before it, and norms over the queries and keys of all heads; and OLMo-hybrid.
+
+    olmo_hybrid     most layers have a gated delta net, and their norms before mixer and MLP; its rates go up to two, so that a state may change
+                    its sign; the norm of its heads has an epsilon of its own. No rotations where rope_theta is null
+
+Files have a convolution each for q, k and v of a delta net; here it is one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows, mlp_rows
-from megatron.core.families.rules import Family, Row
-from megatron.core.families.settings import Keys, passed_through
+from megatron.core.families.qwen_next import USUAL, kinds_in
+from megatron.core.families.rules import Family, Row, concat, same
+from megatron.core.families.settings import Keys, passed_through, pattern
 
 _NORMS = {"post_attention_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
+_HYBRID_NORMS = {
+    "attention": {
+        "post_attention_layernorm": "feedforward_layer_norm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+    "gated_delta_net": {"input_layernorm": "attention_layer_norm", "pre_mlp_layernorm": "feedforward_layer_norm"},
+}
+_INITIAL = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
+_EPSILON = 1e-5  # of the norms of a delta net's heads
 
 
 def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -44,4 +61,108 @@ OLMO2 = Family(
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,
+)
+
+
+def _hybrid_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    rope = config.get("rope_parameters") or {}
+    rotates = (rope if "rope_theta" in rope else config).get("rope_theta", 1.0) is not None
+    keys = Keys(config)
+    for name in _INITIAL:
+        keys.pop(name)
+    keys.one_of("attention_bias", (False,), False)
+    settings = common_in(keys)
+    heads, linear = settings["num_attention_heads"], kinds_in(keys, settings["num_layers"])
+    key_heads = keys.whole("linear_num_key_heads", heads)
+    key_size = keys.whole("linear_key_head_dim", 3 * settings["hidden_size"] // (4 * key_heads) or 1)
+    return {
+        **settings,
+        **({} if rotates else {"position_embedding_type": "none"}),
+        "norm_after_sublayer": True,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": pattern(linear),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": keys.whole("linear_num_value_heads", heads),
+        "linear_key_head_dim": key_size,
+        "linear_value_head_dim": keys.whole("linear_value_head_dim", 2 * key_size),
+        "linear_conv_kernel_dim": keys.whole("linear_conv_kernel_dim", 4),
+        "linear_allow_neg_eigval": keys.switch("linear_allow_neg_eigval", True),
+        "linear_norm_epsilon": _EPSILON,
+        "linear_norm_before_sublayer": True,
+    }, keys.finish()
+
+
+def _hybrid_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    config = {
+        **passed_through(like, *_INITIAL),
+        **common_out(model, like),
+        **{name: getattr(model.hybrid, name) for name in USUAL},
+        "attention_bias": False,
+        "linear_allow_neg_eigval": model.hybrid.linear_allow_neg_eigval,
+        "layer_types": [
+            "linear_attention" if plan.mixer == "gated_delta_net" else "full_attention" for plan in layer_rows(model)
+        ],
+    }
+    if not model.rotates:
+        return config | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+    return config
+
+
+def hybrid_rows(model: ModelConfig) -> tuple[Row, ...]:
+    """All parameters of OLMo-hybrid, in the order in which transformers has them."""
+    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    for plan in layer_rows(model):
+        ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
+        if plan.mixer == "gated_delta_net":
+            mixer = _delta_rows(model, f"{ours}self_attention.", f"{theirs}linear_attn.")
+        else:
+            mixer = attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+        norms = _HYBRID_NORMS.get(plan.mixer, {})
+        rows += [
+            *mlp_rows(model, f"{ours}mlp.", f"{theirs}mlp."),
+            *(Row(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in norms.items()),
+            *mixer,
+        ]
+    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
+    return (*rows, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+
+
+def _delta_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+    hybrid, heads = model.hybrid, model.hybrid.linear_num_value_heads
+    keys, values = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim, heads * hybrid.linear_value_head_dim
+    names = {
+        "A_log": "A_log",
+        "dt_bias": "dt_bias",
+        "out_proj.weight": "o_proj.weight",
+        "out_norm.weight": "o_norm.weight",
+    }
+    return [
+        *(Row(f"{ours}{mine}", (f"{theirs}{there}",), same) for mine, there in names.items()),
+        Row(
+            f"{ours}in_proj.weight",
+            tuple(f"{theirs}{part}_proj.weight" for part in "qkvgba"),
+            concat(keys, keys, values, values, heads, heads),
+        ),
+        Row(
+            f"{ours}conv1d.weight", tuple(f"{theirs}{part}_conv1d.weight" for part in "qkv"), concat(keys, keys, values)
+        ),
+    ]
+
+
+OLMO_HYBRID = Family(
+    "olmo_hybrid",
+    "OlmoHybridForCausalLM",
+    "olmo_hybrid",
+    _hybrid_in,
+    _hybrid_out,
+    hybrid_rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
+    respelled=(
+        (r"\.input_layernorm\.", ".attention_layer_norm."),
+        (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
+    ),
 )

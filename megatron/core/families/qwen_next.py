@@ -30,7 +30,7 @@ _SAYS_NOTHING = ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_de
 _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 _SHARE = 0.25  # of a head that is rotated, where a config does not say
 _EVERY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
-_USUAL = {
+USUAL = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
@@ -39,7 +39,7 @@ _USUAL = {
 }
 
 
-def _kinds_in(keys: Keys, layers: int) -> list[bool]:
+def kinds_in(keys: Keys, layers: int) -> list[bool]:
     """Which layers have a delta net."""
     kinds, every = keys.pop("layer_types"), keys.whole("full_attention_interval", 4)
     if kinds is None:
@@ -66,10 +66,10 @@ def _common(config: Mapping[str, Any]) -> tuple[Keys, dict[str, Any]]:
         keys.pop(name)
     keys.one_of("attention_bias", (False,), False)
     settings = common_in(keys)
-    linear = _kinds_in(keys, settings["num_layers"])
+    linear = kinds_in(keys, settings["num_layers"])
     return keys, {
         **settings,
-        **{name: keys.whole(name, usual) for name, usual in _USUAL.items()},
+        **{name: keys.whole(name, usual) for name, usual in USUAL.items()},
         "rotary_percent": share,
         "qk_layernorm": True,
         "apply_layernorm_1p": True,
@@ -84,7 +84,7 @@ def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
         **passed_through(like, *_SAYS_NOTHING),
         **common_out(model, like),
-        **{name: getattr(model.hybrid, name) for name in _USUAL},
+        **{name: getattr(model.hybrid, name) for name in USUAL},
         "head_dim": model.kv_channels,
         "attention_bias": False,
     }

@@ -21,7 +21,7 @@ from megatron.core.families.llama import LLAMA, MISTRAL
 from megatron.core.families.llava import Decoders, readers_of_images
 from megatron.core.families.mixtral import MIXTRAL
 from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
-from megatron.core.families.olmo import OLMO2
+from megatron.core.families.olmo import OLMO2, OLMO_HYBRID
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.core.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.core.families.rules import Family
@@ -44,6 +44,7 @@ _DECODERS = (
     GEMMA,
     GEMMA2,
     OLMO2,
+    OLMO_HYBRID,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,

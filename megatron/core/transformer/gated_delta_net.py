@@ -28,13 +28,17 @@ from megatron.core.transformer.state_space import CausalConv, MixerState, border
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSizes:
-    """Sizes of the mixer: number of key heads (each serves as many value heads) and of value heads, and size of one of each."""
+    """Sizes of the mixer: number of key heads (each serves as many value heads) and of value heads, and size of one of each.
+
+    largest_rate: of writing; above one, a state may change its sign (Grazzi et al., 2024, arXiv 2411.12537).
+    """
 
     key_heads: int = 16
     value_heads: int = 32
     key_size: int = 128
     value_size: int = 128
     conv_width: int = 4
+    largest_rate: float = 1.0
 
     @staticmethod
     def of(model: ModelConfig) -> DeltaNetSizes:
@@ -46,6 +50,7 @@ class DeltaNetSizes:
             hybrid.linear_key_head_dim,
             hybrid.linear_value_head_dim,
             hybrid.linear_conv_kernel_dim,
+            2.0 if hybrid.linear_allow_neg_eigval else 1.0,
         )
 
 
@@ -140,7 +145,8 @@ class GatedDeltaNet(nn.Module):
         q, k = (_l2_normalize(each.to(format_)) for each in (q, k))
         q = q * self.sizes.key_size**-0.5
         dt_bias, a_log = (exchange.share(each, self.value_heads).to(format_) for each in (self.dt_bias, self.A_log))
-        rate, fading = b[..., 0].to(format_).sigmoid(), -a_log.exp() * F.softplus(a[..., 0].to(format_) + dt_bias)
+        rate = b[..., 0].to(format_).sigmoid() * self.sizes.largest_rate
+        fading = -a_log.exp() * F.softplus(a[..., 0].to(format_) + dt_bias)
         scan = None if state is None else state.scan
         if scan is not None and len(v) == 1:
             o, scan = scans.delta_rule_step(q[0], k[0], v[0], fading[0], rate[0], scan)
@@ -162,7 +168,8 @@ class HeadNorm(nn.Module):
 
     def __init__(self, build: Build, size: int) -> None:
         super().__init__()
-        self.epsilon = build.model.norm_epsilon
+        epsilon = build.model.hybrid.linear_norm_epsilon
+        self.epsilon = build.model.norm_epsilon if epsilon is None else epsilon
         # A rank sees its own heads only, so the gradient is a share of a sum, with and without sequence parallelism.
         self.weight = parameter(ParamSpec((size,), constant(1.0), "vector", sum_over=("tp",)), build.mesh, build.dtype)
 

@@ -52,8 +52,9 @@ class Layer(nn.Module):
         build, model = build.of_layer(plan), build.model
         self.build, self.plan = build, plan
         self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
-        self.norms_updates = model.sandwich_norm or model.norm_after_sublayer
-        before, behind = not (after_sum or model.norm_after_sublayer), after_sum or self.norms_updates
+        after_sublayer = model.norms_after_sublayer(plan.mixer)
+        self.norms_updates = model.sandwich_norm or after_sublayer
+        before, behind = not (after_sum or after_sublayer), after_sum or self.norms_updates
         mixes, has_mlp = plan.mixer != "none", plan.mlp != "none"
         self.input_layernorm = self._norm_if(before and mixes)
         mixer = MIXERS[plan.mixer](build.over_context(plan.index), plan) if mixes else None

@@ -100,6 +100,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 3,
         "moe_shared_expert_gate": True,
     },
+    "olmo_hybrid": {
+        **_DELTA,
+        "attention_output_gate": False,
+        "norm_after_sublayer": True,
+        "linear_norm_before_sublayer": True,
+        "qk_layernorm_across_heads": True,
+    },
     "bamba": {**_STATES, **KIN, "hybrid_layer_pattern": "M-*-"},
     "vit": {**_VIT, "num_classes": 3},
     "clip": {**_VIT, "vision_model_type": "clip"},

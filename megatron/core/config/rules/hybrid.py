@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.plan import read_layout
 from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.settings.model import ModelConfig
 
 
 def _pattern(s: Setting) -> str:
@@ -70,6 +71,7 @@ def _sizes(s: Setting) -> str:
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
         problems.append(f"--mamba-time-step-limit {limits}: give the smallest and the largest, such as 0.001 inf")
+    problems += _delta_net_norms(model)
     if hybrid.linear_attention_freq is not None and hybrid.experimental_attention_variant is None:
         problems.append("--linear-attention-freq is for --experimental-attention-variant only; add it or leave out")
     if model.state_mixers and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
@@ -77,6 +79,20 @@ def _sizes(s: Setting) -> str:
             "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
         )
     return "\n  ".join(problems)
+
+
+def _delta_net_norms(model: ModelConfig) -> Iterator[str]:
+    """What is wrong with the norms of layers with a gated delta net."""
+    epsilon = model.hybrid.linear_norm_epsilon
+    if epsilon is not None and epsilon <= 0:
+        yield f"--linear-norm-epsilon {epsilon:g} is no positive number; choose one such as 1e-5, or leave it out"
+    if model.hybrid.linear_norm_before_sublayer and not (
+        model.norm_after_sublayer and model.hybrid.experimental_attention_variant
+    ):
+        yield (
+            "--linear-norm-before-sublayer excepts the layers of --experimental-attention-variant from --norm-after-sublayer; give both, or leave "
+            "it out"
+        )
 
 
 def _undivided(s: Setting, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:

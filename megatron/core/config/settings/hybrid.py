@@ -66,6 +66,20 @@ class HybridConfig:
     linear_num_key_heads: int = flag(16, "gated delta net: query and key heads", role="network")
     linear_num_value_heads: int = flag(32, "gated delta net: value heads, a multiple of the key heads", role="network")
 
+    linear_allow_neg_eigval: bool = flag(
+        False,
+        "gated delta net: rates of writing go up to two instead of one, so that a state may change its sign (OLMo-hybrid)",
+        role="network",
+    )
+    linear_norm_epsilon: float | None = flag(
+        None, "gated delta net: epsilon of the norm of its heads; left out: --norm-epsilon", role="network"
+    )
+    linear_norm_before_sublayer: bool = flag(
+        False,
+        "layers with a gated delta net have norms before mixer and MLP, and --norm-after-sublayer is for the others (OLMo-hybrid)",
+        role="network",
+    )
+
     @property
     def symbols(self) -> str:
         """The symbols of all layers, without the ends of stages; empty without a pattern."""

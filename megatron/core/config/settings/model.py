@@ -408,6 +408,10 @@ class ModelConfig(RequestedModel):
         scaled = self.layer_scale is not None
         return not elsewhere and not scaled and not self.fp32_residual_connection and self.architecture != "t5"
 
+    def norms_after_sublayer(self, mixer: str) -> bool:
+        """Whether a layer with this mixer has its norms behind mixer and MLP instead of before them."""
+        return self.norm_after_sublayer and not (mixer == "gated_delta_net" and self.hybrid.linear_norm_before_sublayer)
+
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its first matrix."""
