@@ -17,7 +17,16 @@ from tests.parity.test_families import CASES, published, serial
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 LENGTHS = (1, 3, 63, 64, 65, 257)
-KINDS = ("mamba2", "nemotron h", "nemotron h experts", "qwen3 next", "qwen3.5", "qwen3.5 experts", "bamba", "olmo hybrid")
+KINDS = (
+    "mamba2",
+    "nemotron h",
+    "nemotron h experts",
+    "qwen3 next",
+    "qwen3.5",
+    "qwen3.5 experts",
+    "bamba",
+    "olmo hybrid",
+)
 ALL = [
     pytest.param(kind, length, marks=() if length in (1, 65) else pytest.mark.nightly)
     for kind in KINDS

@@ -52,6 +52,7 @@ def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         **_mamba_in(keys, keys.whole("mamba_expand", 2) * settings["hidden_size"]),
         "num_layers": 2 * len(layers),
         "hybrid_layer_pattern": "".join("*-" if layer in attending else "M-" for layer in layers),
+        "mamba_norm_epsilon": settings["norm_epsilon"],
         "rotary_percent": share,
     }, keys.finish()
 

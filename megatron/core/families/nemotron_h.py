@@ -63,13 +63,15 @@ def _sizes_in(keys: Keys) -> dict[str, Any]:
         keys.one_of(name, (False,), False)
     keys.one_of("use_conv_bias", (True,), True)
     keys.one_of("conv_kernel", (4,), 4)
+    epsilon = keys.real("layer_norm_epsilon", 1e-5)
     return {
         "hidden_size": keys.whole("hidden_size"),
         "true_vocab_size": keys.whole("vocab_size"),
         "mamba_num_groups": keys.whole("n_groups", 8),
         "position_embedding_type": "none",
         "normalization": "RMSNorm",
-        "norm_epsilon": keys.real("layer_norm_epsilon", 1e-5),
+        "norm_epsilon": epsilon,
+        "mamba_norm_epsilon": epsilon,
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", False),
         "init_method_std": keys.real("initializer_range", 0.02),

@@ -99,8 +99,8 @@ def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 def with_share(config: dict[str, Any], model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config.json that say the share of a head that is rotated."""
     share, rope = model.rope.rotary_percent, config.get("rope_parameters")
-    said = {"rope_parameters": {**rope, "partial_rotary_factor": share}} if rope else {}
-    return {**said, **({"partial_rotary_factor": share} if "partial_rotary_factor" in like or not rope else {})}
+    inside = {"rope_parameters": {**rope, "partial_rotary_factor": share}} if rope else {}
+    return {**inside, **({"partial_rotary_factor": share} if "partial_rotary_factor" in like or not rope else {})}
 
 
 def _next_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

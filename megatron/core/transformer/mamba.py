@@ -185,7 +185,7 @@ class GatedNorm(nn.Module):
 
     def __init__(self, build: Build, size: int, groups: int) -> None:
         super().__init__()
-        self.groups, self.epsilon = groups, build.model.norm_epsilon
+        self.groups, self.epsilon = groups, build.model.hybrid.mamba_norm_epsilon
         spec = ParamSpec((size,), constant(1.0), "vector", (Shard(0, "tp", (FusedSegment(size),)),))
         self.weight = parameter(spec, build.mesh, build.dtype)
 

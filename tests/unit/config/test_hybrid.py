@@ -69,7 +69,8 @@ def test_flops_are_those_of_the_matrices_the_taps_and_the_state() -> None:
         ({"hybrid_layer_pattern": "M", "mamba_num_groups": 3}, "each group serves as many heads"),
         ({"hybrid_layer_pattern": "M", "mamba_time_step_limit": (0.1, 0.01)}, "the smallest and the largest"),
         ({"linear_norm_before_sublayer": True, "num_layers": 2}, "give both, or leave it out"),
-        ({"linear_norm_epsilon": 0.0, "num_layers": 2}, "is no positive number"),
+        ({"linear_norm_epsilon": 0.0, "num_layers": 2}, "--linear-norm-epsilon 0 is no positive number"),
+        ({"mamba_norm_epsilon": -1.0, "num_layers": 2}, "--mamba-norm-epsilon -1 is no positive number"),
         ({"linear_attention_freq": "2", "num_layers": 2}, "for --experimental-attention-variant only"),
     ],
 )  # fmt: skip

@@ -120,7 +120,15 @@ def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], laye
     assert in_pairs(names, {}) == names
 
 
-@pytest.mark.parametrize("pattern", ["M*-", "*-*", "-*", "*-/*-", "G-*-"])
+@pytest.mark.parametrize("pattern", ["M*-", "*-*", "-*", "G-|*-"])
+def test_other_layers_of_a_hybrid_network_are_those_of_its_pattern(pattern: str) -> None:
+    found = settings_of({"num_layers": 3, "hybrid_layer_pattern": pattern, "hybrid_mlp_ratio": 0.5}, {})
+    symbols = pattern.replace("|", "")
+    assert (found["hybrid_layer_pattern"], found["num_layers"]) == (symbols, len(symbols))
+    assert "hybrid_mlp_ratio" not in found
+
+
+@pytest.mark.parametrize("pattern", ["M*D", "*-/*-", "M/M"])
 def test_hybrid_layers_that_are_not_built_here_are_refused_by_their_pattern(pattern: str) -> None:
-    with pytest.raises(CheckpointError, match="hybrid network with the layers .*built here are pairs of attention"):
+    with pytest.raises(CheckpointError, match="hybrid network with the layers .*read are M G"):
         settings_of({"num_layers": 3, "hybrid_layer_pattern": pattern}, {})

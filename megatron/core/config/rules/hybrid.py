@@ -71,7 +71,7 @@ def _sizes(s: Setting) -> str:
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
         problems.append(f"--mamba-time-step-limit {limits}: give the smallest and the largest, such as 0.001 inf")
-    problems += _delta_net_norms(model)
+    problems += _norms_of_states(model)
     if hybrid.linear_attention_freq is not None and hybrid.experimental_attention_variant is None:
         problems.append("--linear-attention-freq is for --experimental-attention-variant only; add it or leave out")
     if model.state_mixers and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
@@ -81,11 +81,14 @@ def _sizes(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _delta_net_norms(model: ModelConfig) -> Iterator[str]:
-    """What is wrong with the norms of layers with a gated delta net."""
-    epsilon = model.hybrid.linear_norm_epsilon
-    if epsilon is not None and epsilon <= 0:
-        yield f"--linear-norm-epsilon {epsilon:g} is no positive number; choose one such as 1e-5, or leave it out"
+def _norms_of_states(model: ModelConfig) -> Iterator[str]:
+    """What is wrong with the norms of layers with a state."""
+    for flag, epsilon in (
+        ("--linear-norm-epsilon", model.hybrid.linear_norm_epsilon),
+        ("--mamba-norm-epsilon", model.hybrid.mamba_norm_epsilon),
+    ):
+        if epsilon is not None and epsilon <= 0:
+            yield f"{flag} {epsilon:g} is no positive number; choose one such as 1e-5, or leave it out"
     if model.hybrid.linear_norm_before_sublayer and not (
         model.norm_after_sublayer and model.hybrid.experimental_attention_variant
     ):

@@ -28,6 +28,7 @@ from megatron.core.families.megatron.experts import with_experts_apart
 from megatron.core.families.megatron.export_arguments import arguments_of, flags_beside, padded_vocabulary
 from megatron.core.families.megatron.export_index import write_tensors
 from megatron.core.families.megatron.expressible import without_counterpart
+from megatron.core.families.megatron.hybrid import pieces_of
 from megatron.core.families.megatron.names import Layout, divided_over, is_over_vocabulary, split_shards
 from megatron.core.parallel.boxes import whole_box
 
@@ -35,13 +36,15 @@ _WORDS = "embedding.word_embeddings.weight"
 # Norms that Transformer Engine keeps with the product behind them, where a layer has that.
 _FUSED = (
     (".input_layernorm.", ".self_attention.linear_qkv."),
+    (".input_layernorm.", ".mixer.in_proj."),
+    (".input_layernorm.", ".self_attention.in_proj."),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1."),
     (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj."),
     (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj."),
 )
 _LAYER = re.compile(r"^((?:encoder|decoder)\.layers)\.(\d+)\.")
 _STATEFUL = re.compile(
-    r"\.(linear_\w+|eh_proj)\.weight$|^output_layer\.weight$"
+    r"\.(linear_\w+|eh_proj|in_proj|out_proj)\.weight$|^output_layer\.weight$"
 )  # modules that expect `_extra_state` beside
 _EXPERTS = re.compile(r"\.mlp\.experts\.(linear_fc\d\.)")
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -68,6 +71,10 @@ class _Export:
         self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
         self.target = Path(folder) / f"iter_{iteration:07d}"
         match = _export_problems(self.model, self.names) + problems(self)
+        if not fused_norms and (self.model.is_hybrid or self.model.state_mixers):
+            match.append(
+                "Megatron builds layers of hybrids with Transformer Engine only; leave out --saver-transformer-impl local"
+            )
         if self.target.exists():
             match.append(f"{self.target} is there already; move it away, or choose another folder")
         if match:
@@ -86,7 +93,13 @@ class _Export:
         if is_over_vocabulary(name):  # as Megatron's converters do, rows of padding are the last one again
             rows = padded_vocabulary(tensor.shape[0], self.source.settings, self.tensor_size) - tensor.shape[0]
             tensor = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])
+        if offset := self.layout.weight_offset(name):
+            tensor = tensor - offset
         return [shard.clone() for shard in split_shards(name, tensor, ranks, self.layout, whole_latents=self.fused)]
+
+    def piece(self, name: str, place: int) -> Tensor:
+        """A piece of a parameter [rows, ...] that distributed checkpoints cut."""
+        return self.whole(name).split(self.layout.pieces(name))[place].clone()
 
     def common(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
         """Entries beside the tensors."""
@@ -142,12 +155,19 @@ def write_torch_dist(
         if _STATEFUL.search(name) and name != "output_layer.weight"
         for key in _extra_state_keys(theirs, export)
     ]
+    values: dict[str, Callable[[], Tensor]] = {}
+    formats: dict[str, Tensor] = {}
+    for theirs, name in names.items():
+        whole, pieces = _tensor_format(name, export), pieces_of(name)
+        values |= {f"{theirs}.{piece}": partial(export.piece, name, place) for place, piece in enumerate(pieces)}
+        formats |= {
+            f"{theirs}.{piece}": part
+            for piece, part in zip(pieces, whole.split(export.layout.pieces(name)) if pieces else ())
+        }
+        if not pieces:
+            values[theirs], formats[theirs] = partial(export.whole, name), whole
     write_tensors(
-        export.made,
-        {theirs: partial(export.whole, name) for theirs, name in names.items()},
-        {theirs: _tensor_format(name, export) for theirs, name in names.items()},
-        states,
-        {**export.common(1, "torch_dist"), "content_metadata": _CONTENT},
+        export.made, values, formats, states, {**export.common(1, "torch_dist"), "content_metadata": _CONTENT}
     )
     return export.finish()
 
@@ -173,7 +193,13 @@ def _distributed_name(name: str, export: _Export) -> str:
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
             ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
         )
+    name = _of_hybrid(name, export)
     return _EXPERTS.sub(r".mlp.experts.experts.\1", name).replace(".mtp_model_layer.", ".transformer_layer.")
+
+
+def _of_hybrid(name: str, export: _Export) -> str:
+    """The name of a parameter, which for the norm behind the last layer of a hybrid is another."""
+    return name.replace("decoder.final_layernorm.", "decoder.final_norm.") if export.model.is_hybrid else name
 
 
 def _extra_state_keys(theirs: str, export: _Export) -> list[str]:
@@ -226,7 +252,8 @@ def write_legacy(
             place.mkdir()
             model: dict[str, Tensor | None] = {
                 _of_stage(
-                    _with_fused_norm(name, export.names) if fused_norms else name, export.layers // pipeline_size
+                    _of_hybrid(_with_fused_norm(name, export.names) if fused_norms else name, export),
+                    export.layers // pipeline_size,
                 ): shards[t]
                 for name, shards in with_experts_apart(held).items()
             }

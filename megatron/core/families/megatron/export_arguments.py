@@ -14,7 +14,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
 from megatron.core.families.megatron.expressible import fuses_gelu
 
-_PATTERNS = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
+_PATTERNS = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 # What Megatron's `--use-checkpoint-args` takes from a checkpoint, in every release since 0.8.
 _TAKEN = frozenset(
     (
@@ -43,7 +43,9 @@ _TAKEN = frozenset(
         "moe_shared_expert_intermediate_size",
     )
 )
-_OURS = frozenset(("architecture", "openai_gelu", "true_vocab_size"))  # said otherwise there, or not at all
+_OURS = frozenset(
+    ("architecture", "openai_gelu", "true_vocab_size", "mamba_norm_epsilon", "mamba_time_step_limit")
+)  # said otherwise there, or not at all
 
 
 def padded_vocabulary(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
@@ -67,6 +69,7 @@ def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[
             "bias_gelu_fusion": fuses_gelu(model),
             "add_position_embedding": True,
             "use_rotary_position_embeddings": False,
+            **_hybrid_arguments(model),
             "consumed_train_samples": 0,
             "consumed_valid_samples": 0,
             "use_mcore_models": True,
@@ -75,6 +78,15 @@ def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[
             **more,
         }
     )
+
+
+def _hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
+    """What tells a network with states: the pattern by its older name too, and a list of layers even where all are alike."""
+    if model.is_hybrid:
+        return {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid.symbols}
+    if model.hybrid.experimental_attention_variant and model.hybrid.linear_attention_freq is None:
+        return {"linear_attention_freq": [1] * model.num_layers}
+    return {}
 
 
 def flags_beside(model: ModelConfig) -> str:

@@ -6,6 +6,7 @@ written for Megatron; so a setting that is new here is refused until it is added
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -72,6 +73,20 @@ COUNTERPARTS: Mapping[str, Collection[Any] | None] = {
             "moe_router_group_topk",
             "moe_router_enable_expert_bias",
             "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate",
+            "attention_output_gate",
+            "hybrid_layer_pattern",
+            "mamba_state_dim",
+            "mamba_head_dim",
+            "mamba_num_groups",
+            "mamba_num_heads",
+            "experimental_attention_variant",
+            "linear_attention_freq",
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
         ),
         ANY,
     ),
@@ -79,6 +94,7 @@ COUNTERPARTS: Mapping[str, Collection[Any] | None] = {
     "position_embedding_type": ("rope", "mrope", "none"),
     "rope_type": ("rope",),
     "softmax_type": ("off-by-one",),
+    "mamba_time_step_limit": ([], [0.0, math.inf]),
 }
 
 # The same with latent attention, which alone has YaRN there.
@@ -117,6 +133,9 @@ def _unsupported_combinations(model: ModelConfig) -> dict[str, bool]:
         "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases": ahead
         and model.window is not None
         and model.window_attn_skip_freq is not None,
+        "--hybrid-layer-pattern with /: layers of multi-token prediction of a hybrid have other names in each release": bool(
+            model.hybrid.depths
+        ),
         "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead
         and model.rotates
         and model.rope.no_rope_freq is not None,

@@ -1,48 +1,174 @@
-"""Megatron's hybrid networks, whose layers have one part each, as layers of attention and an MLP.
+"""Megatron's hybrid networks, whose layers have one part each, and its layers with a state.
 
-    --hybrid-layer-pattern *-*E        attention, MLP, attention, experts: four layers there, two here
+    --hybrid-layer-pattern *-*E        attention, MLP, attention, experts: four layers there, two here, as of a GPT
+    --hybrid-layer-pattern M-M*-       layers of one part here too
 
-Other letters (M: Mamba, G: gated delta rule, ...) stand for layers that are not built here.
+Distributed checkpoints cut the fused matrices of layers with a state into pieces, each of which any number of tensor ranks divides:
+
+    decoder.layers.I.mixer.in_proj.weight.z  .x .B .C .dt                                  Mamba-2
+    decoder.layers.I.mixer.conv1d.weight.x  .B .C, and the same of conv1d.bias
+    decoder.layers.I.self_attention.in_proj.weight.query  .key .value .z .beta .alpha      gated delta net
+    decoder.layers.I.self_attention.conv1d.weight.query  .key .value
+
+Files of tensor ranks hold the pieces of their rank end to end.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
 
+import torch
+from torch import Tensor
+
+from megatron.core.config.settings.hybrid import SYMBOLS, HybridConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
+_PARTS = {  # beginnings of names -> the symbol of a layer that has them
+    "mixer.": "M",
+    "self_attention.in_proj.": "G",
+    "self_attention.linear_qkv.": "*",
+    "self_attention.linear_kv_down_proj.": "+",
+    "mlp.router.": "E",
+    "mlp.linear_fc1.": "-",
+}
+_PIECES = (
+    (re.compile(r"\.mixer\.in_proj\.weight$"), ("z", "x", "B", "C", "dt")),
+    (re.compile(r"\.mixer\.conv1d\.(weight|bias)$"), ("x", "B", "C")),
+    (re.compile(r"\.self_attention\.in_proj\.weight$"), ("query", "key", "value", "z", "beta", "alpha")),
+    (re.compile(r"\.self_attention\.conv1d\.weight$"), ("query", "key", "value")),
+)
 Held = TypeVar("Held")
 
 
-def pairs_of(arguments: Mapping[str, Any]) -> str:
-    """A letter for each layer of the network here: - with an MLP, E with experts. Empty when it is no hybrid.
+class Readable(Protocol):
+    """What makes a tensor when it is asked for."""
+
+    def to(self, device: str, /) -> Tensor:
+        """Return the tensor (any shape) on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Pieces of a parameter, end to end."""
+
+    pieces: Sequence[Readable]
+
+    def to(self, device: str) -> Tensor:
+        """Return the whole tensor [rows, ...] on a device. On "meta" nothing is read."""
+        return torch.cat([piece.to(device) for piece in self.pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Rows of the pieces of one parameter, by the names of pieces that Mamba-2 and the delta net have."""
+
+    mamba: Mapping[str, int]
+    delta: Mapping[str, int]
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> StateSizes:
+        """From the settings of a model."""
+        known = {
+            field.name: settings[field.name] for field in fields(HybridConfig) if settings.get(field.name) is not None
+        }
+        hybrid = HybridConfig(**known)
+        heads = hybrid.mamba_num_heads or 2 * int(settings["hidden_size"]) // hybrid.mamba_head_dim
+        inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
+        keys, value_heads = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim, hybrid.linear_num_value_heads
+        values = value_heads * hybrid.linear_value_head_dim
+        return StateSizes(
+            {"z": inner, "x": inner, "B": shared, "C": shared, "dt": heads},
+            {"query": keys, "key": keys, "value": values, "z": values, "beta": value_heads, "alpha": value_heads},
+        )
+
+    def pieces(self, name: str) -> dict[str, int]:
+        """Piece -> its rows, of a parameter (ours) that has pieces; nothing for others."""
+        sizes = self.mamba if ".mixer." in name else self.delta
+        return {piece: sizes[piece] for piece in pieces_of(name)}
+
+
+def pieces_of(name: str) -> tuple[str, ...]:
+    """The pieces of a parameter, in order; none for one that is a whole."""
+    return next((pieces for pattern, pieces in _PIECES if pattern.search(name)), ())
+
+
+def join_pieces(entries: Mapping[str, Readable]) -> dict[str, Readable]:
+    """Entries by names (ours), in which the pieces of a parameter are one. Raises `CheckpointError` where some are missing."""
+    joined: dict[str, Readable] = {}
+    for name, held in entries.items():
+        whole, _, piece = name.rpartition(".")
+        pieces = pieces_of(whole)
+        if piece not in pieces:
+            joined[name] = held
+        elif missing := [f"{whole}.{one}" for one in pieces if f"{whole}.{one}" not in entries]:
+            raise CheckpointError(f"the checkpoint has {name}, and lacks {', '.join(missing)}")
+        elif whole not in joined:
+            joined[whole] = Joined([entries[f"{whole}.{one}"] for one in pieces])
+    return joined
+
+
+def symbols_of(arguments: Mapping[str, Any]) -> str:
+    """A symbol for each layer that the arguments of a run name; empty when it is no hybrid.
 
     Raises `CheckpointError` for layers that are not built here.
     """
-    given = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
-    if not given:
-        return ""
-    pattern = str(given).replace("|", "")
-    if not re.fullmatch(r"(\*[-E])+", pattern):
+    given = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
+    symbols = str(given).replace("|", "")
+    if set(symbols) - set(SYMBOLS):
         raise CheckpointError(
-            f"the checkpoint is of a hybrid network with the layers {given}; built here are pairs of attention (*) and "
-            "an MLP (-) or experts (E)"
+            f"the checkpoint is of a hybrid network with the layers {given}; read are {' '.join(SYMBOLS)}, without layers of multi-token "
+            "prediction (/)"
         )
-    return pattern[1::2]
+    return symbols
+
+
+def pairs_of(arguments: Mapping[str, Any]) -> str:
+    """Of a network of attention and an MLP by turns a symbol for each pair: - with an MLP, E with experts. Else nothing."""
+    symbols = symbols_of(arguments)
+    return symbols[1::2] if re.fullmatch(r"(\*[-E])+", symbols) else ""
 
 
 def hybrid_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the layers of a hybrid say of the network here."""
-    pairs = pairs_of(arguments)
-    settings: dict[str, Any] = {"num_layers": len(pairs)} if pairs else {}
-    return settings | ({"moe_layer_freq": str([int(one == "E") for one in pairs])} if "E" in pairs else {})
+    """What the arguments say of a hybrid's layers; None for settings that others take the place of."""
+    symbols, pairs = symbols_of(arguments), pairs_of(arguments)
+    settings: dict[str, Any] = dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio")) if symbols else {}
+    if pairs:
+        settings |= {"num_layers": len(pairs), "hybrid_layer_pattern": None}
+        return settings | ({"moe_layer_freq": str([int(one == "E") for one in pairs])} if "E" in pairs else {})
+    if symbols:
+        settings |= {"num_layers": len(symbols), "hybrid_layer_pattern": symbols, "moe_layer_freq": None}
+    return settings
+
+
+def settings_in(names: Iterable[str], settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a network's parameters (ours) say of its layers, where that is no GPT; and how the settings contradict them."""
+    symbols, stated = symbols_in(names), str(settings.get("hybrid_layer_pattern") or "").replace("|", "")
+    if stated == symbols or not (stated or "M" in symbols):
+        return {}, []
+    if stated:
+        there = symbols or "layers of two parts"
+        return {}, [f"hybrid_layer_pattern: {stated} in the settings, {there} in the tensors"]
+    return {"hybrid_layer_pattern": symbols, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}, []
 
 
 def in_pairs(entries: Mapping[str, Held], arguments: Mapping[str, Any]) -> dict[str, Held]:
-    """Entries by names (ours) in which every two layers of a hybrid are one."""
+    """Entries by names (ours) in which every two layers of a hybrid of pairs are one."""
     if not pairs_of(arguments):
         return dict(entries)
     return {_LAYER.sub(lambda match: str(int(match[1]) // 2), name): held for name, held in entries.items()}
+
+
+def symbols_in(names: Iterable[str]) -> str:
+    """The symbols of a network with these parameters (ours), whose layers have one part each; empty for others."""
+    layers: dict[int, set[str]] = {}
+    for name in names:
+        if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
+            symbols = {symbol for part, symbol in _PARTS.items() if match[2].startswith(part)}
+            layers.setdefault(int(match[1]), set()).update(symbols)
+    if not layers or any(len(symbols) != 1 for symbols in layers.values()):
+        return ""
+    return "".join(*zip(*(layers[index] for index in sorted(layers))))

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.hybrid import StateSizes
+
 _RENAMED: tuple[tuple[str, str], ...] = (
     (r"^module\.", ""),
     (r"^language_model\.embedding\.", "embedding."),
@@ -41,6 +44,9 @@ _RENAMED: tuple[tuple[str, str], ...] = (
     (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.cross_attention\.linear_q\.layer_norm_(weight|bias)$", r".pre_cross_attn_layernorm.\1"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"\.(mixer|self_attention)\.in_proj\.layer_norm_(weight|bias)$", r".input_layernorm.\2"),
+    (r"(\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.input_layernorm.\2"),
+    (r"\.mixer\.conv1d_(weight|bias)\b", r".mixer.conv1d.\1"),
     (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".self_attention.\1_layernorm.\2"),
     (r"\.self_attention\.core_attention\.softmax_offset$", ".self_attention.softmax_offset"),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
@@ -61,9 +67,9 @@ _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.(weight|bias)$
 _ROWS = re.compile(
     r"(^embedding\.word_embeddings\.weight|^output_layer\.(weight|bias)"
     r"|\.linear_fc1\.(weight|bias)|\.cross_attention\.linear_q\.(weight|bias)|\.linear_(q|q_up|kv_up)_proj\.(weight|bias)"
-    r"|\.softmax_offset|\.eh_proj\.weight)$"
+    r"|\.softmax_offset|\.eh_proj\.weight|\.(mixer|self_attention)\.(dt_bias|A_log)|\.mixer\.(D|norm\.weight))$"
 )
-_COLUMNS = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
+_COLUMNS = re.compile(r"\.(linear_proj|linear_fc2|out_proj)\.weight$")
 _VOCABULARY = re.compile(r"^(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))$")
 
 
@@ -72,6 +78,8 @@ class Layout:
     """What the orders of rows depend on. heads, groups: of the whole model; version: of the checkpoint.
 
     latent: rows of the matrices that make the latent vectors of queries, and of keys and values; 0 where there are none.
+    output_gate: whether query heads have gates beside them. states: rows of the pieces of layers with a state. zero_centred: whether
+    weights of norms are stored minus one, there those of a delta net's heads too.
     """
 
     heads: int
@@ -79,6 +87,9 @@ class Layout:
     gated: bool
     version: float
     latent: tuple[int, int] = (0, 0)
+    output_gate: bool = False
+    states: StateSizes | None = None
+    zero_centred: bool = False
 
     @staticmethod
     def of(settings: Mapping[str, Any], version: float) -> Layout:
@@ -94,7 +105,23 @@ class Layout:
                 int(settings.get("q_lora_rank") or 0),
                 int(settings.get("kv_lora_rank") or 0) + int(settings.get("qk_pos_emb_head_dim") or 0),
             ),
+            bool(settings.get("attention_output_gate")),
+            StateSizes.of(settings),
+            bool(settings.get("apply_layernorm_1p")),
         )
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Heads of each part of the matrix of attention: queries, their gates, keys, values."""
+        return (self.heads, *((self.heads,) if self.output_gate else ()), self.groups, self.groups)
+
+    def pieces(self, name: str) -> list[int]:
+        """Rows of the pieces of a parameter (ours) that is fused of some; else nothing."""
+        return [] if self.states is None else list(self.states.pieces(name).values())
+
+    def weight_offset(self, name: str) -> float:
+        """What is added to a weight there, for ours."""
+        return 1.0 if self.zero_centred and name.endswith(".self_attention.out_norm.weight") else 0.0
 
 
 def flatten_state(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -146,6 +173,8 @@ def merge_shards(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
         return _concat_fused_parts([shard.chunk(2) for shard in shards])
     if len(shards) == 1:
         return shards[0]
+    if pieces := layout.pieces(name):
+        return _concat_fused_parts(_pieces_in(name, shards, pieces))
     if experts := _EXPERTS.search(name):
         return _experts_in(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if latent := _LATENT.search(name):  # some versions cut them, others hold them whole on every rank
@@ -168,6 +197,8 @@ def split_shards(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_
     if layout.gated and _GATED.search(name):
         gate, up = (part.chunk(ranks) for part in whole.chunk(2))
         return [torch.cat(pair) for pair in zip(gate, up)]
+    if pieces := layout.pieces(name):
+        return [torch.cat(parts) for parts in zip(*(piece.chunk(ranks) for piece in whole.split(pieces)))]
     if experts := _EXPERTS.search(name):
         return _experts_out(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if _ROWS.search(name) or (_LATENT.search(name) and not whole_latents):
@@ -177,6 +208,8 @@ def split_shards(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_
 
 def divided_over(name: str, ranks: int, layout: Layout) -> str:
     """Why a parameter cannot be shared by so many tensor ranks, or nothing."""
+    if any(rows % ranks for rows in layout.pieces(name)):
+        return f"pieces of {', '.join(map(str, layout.pieces(name)))} rows"
     return f"{layout.groups} key heads" if _HEADS.search(name) and layout.groups % ranks else ""
 
 
@@ -185,17 +218,25 @@ def _concat_fused_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     return torch.cat([torch.cat(list(column)) for column in zip(*parts)])
 
 
+def _pieces_in(name: str, shards: Sequence[Tensor], pieces: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Each rank's rows as its parts of the pieces, of which there are so many rows together."""
+    rows = sum(len(shard) for shard in shards)
+    if sum(pieces) != rows:
+        raise CheckpointError(f"{name} has {rows} rows, and by the arguments of the run it has {sum(pieces)}")
+    return [shard.split([size // len(shards) for size in pieces]) for shard in shards]
+
+
 def _heads_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
     """One rank's rows as [q, k, v]."""
     rest = shard.shape[1:]
     heads, groups = layout.heads // ranks, layout.groups // ranks
-    size = shard.shape[0] // (heads + 2 * groups)
+    size = shard.shape[0] // (sum(layout.turns) // ranks)
     if layout.version < 1:
         return [part.reshape(-1, *rest) for part in shard.view(3, heads, size, *rest).unbind(0)]
     if layout.version < 2:
         return [part.reshape(-1, *rest) for part in shard.view(heads, size, 3, *rest).unbind(2)]
-    turns = shard.view(groups, heads // groups + 2, size, *rest)
-    return [part.reshape(-1, *rest) for part in (turns[:, :-2], turns[:, -2], turns[:, -1])]
+    turns = shard.view(groups, -1, size, *rest).split([part // layout.groups for part in layout.turns], dim=1)
+    return [part.reshape(-1, *rest) for part in turns]
 
 
 def _experts_in(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: bool) -> Tensor:
@@ -234,7 +275,7 @@ def _keys_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
 def _heads_out(whole: Tensor, layout: Layout) -> Tensor:
     """Reorder [q | k | v] into rows grouped by key head: its queries, its key, its value."""
     rest = whole.shape[1:]
-    size = whole.shape[0] // (layout.heads + 2 * layout.groups)
-    q, k, v = whole.split([layout.heads * size, layout.groups * size, layout.groups * size])
-    turns = [part.view(layout.groups, -1, size, *rest) for part in (q, k, v)]
+    size = whole.shape[0] // sum(layout.turns)
+    parts = whole.split([heads * size for heads in layout.turns])
+    turns = [part.view(layout.groups, -1, size, *rest) for part in parts]
     return torch.cat(turns, dim=1).reshape(-1, *rest)

@@ -12,7 +12,7 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.hybrid import hybrid_settings
+from megatron.core.families.megatron.hybrid import hybrid_settings, settings_in
 
 _RENAMED = {"layernorm_epsilon": "norm_epsilon"}  # the new name wins where both are there
 _PATTERNS = frozenset(
@@ -32,7 +32,7 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     """
     settings = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
     settings |= {name: _our_value(name, value) for name, value in arguments.items() if name in _model_fields()}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    settings = _stated(settings)
     if arguments.get("use_rotary_position_embeddings"):
         settings["position_embedding_type"] = "rope"
     if arguments.get("tokenizer_type") == "NullTokenizer" and arguments.get("vocab_size"):
@@ -45,7 +45,11 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     settings |= hybrid_settings(arguments)
     if _fuses_gelu(arguments):
         settings["openai_gelu"] = True
-    return {**_without_disabled_features(settings), **given}
+    return {**_without_disabled_features(_stated(settings)), **given}
+
+
+def _stated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +131,10 @@ def complete_settings(
         for name, value in derived.items()
         if name != "bert_binary_head" and settings.get(name, value) != value
     ]
-    if wrong:
-        raise CheckpointError(f"{where} contradicts itself", wrong)
+    layers, contradictions = settings_in(shapes, settings)
+    if wrong + contradictions:
+        raise CheckpointError(f"{where} contradicts itself", wrong + contradictions)
+    derived |= layers
     halves = () if derived["architecture"] == "t5" else ("encoder_num_layers", "decoder_num_layers")
     whole = {**{name: value for name, value in settings.items() if name not in halves}, **derived}
     if "num_attention_heads" not in whole:

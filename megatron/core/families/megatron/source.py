@@ -68,6 +68,8 @@ class MegatronSource:
         """The whole tensor without the rows that pad the vocabulary."""
         parameter, size = parameter_of_state(name), self.settings.get("true_vocab_size")
         whole = merge_shards(parameter, [shard.to(device) for shard in self._shards[name]], self._layout)
+        if (offset := self._layout.weight_offset(parameter)) and name.startswith(("model.", "optimizer.master.")):
+            whole = whole + offset
         return whole[:size] if size and is_over_vocabulary(parameter) else whole
 
 

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
 from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflatten_entries
 from megatron.core.families.megatron.fsdp import COMMON, STEP, as_distributed, is_fsdp
-from megatron.core.families.megatron.hybrid import in_pairs
+from megatron.core.families.megatron.hybrid import in_pairs, join_pieces
 from megatron.core.families.megatron.names import our_names
 from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of_state, saved_counters
@@ -54,9 +54,10 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     if is_fsdp((*texts, *tensors)):
         tensors = as_distributed(tensors)
     tensors, skipped = _with_state(tensors, texts, folder, arguments)
+    entries = {name: StoredTensor(stored, folder) for name, stored in _by_our_names(tensors).items()}
     return make_source(
         folder,
-        {name: [StoredTensor(stored, folder)] for name, stored in in_pairs(_by_our_names(tensors), arguments).items()},
+        {name: [held] for name, held in join_pieces(in_pairs(entries, arguments)).items()},
         arguments,
         given=given or {},
         values=saved_counters({**common, "optimizer": [common.get("optimizer"), *_optimizer_groups(texts, folder)]}),

@@ -1,0 +1,323 @@
+"""Megatron's checkpoints of networks with states: the pieces of fused matrices by their names there, in both formats and both ways."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.export import write_legacy, write_torch_dist
+from megatron.core.families.megatron.hybrid import symbols_in
+from megatron.core.families.megatron.legacy import open_legacy
+from megatron.core.families.megatron.pickles import attributes, read_torch_file
+from megatron.core.families.megatron.torch_dist import open_torch_dist
+from megatron.core.families.registry import model_of
+from megatron.core.models.describe import parameter_shapes
+from tests.unit.families.test_megatron_torch_dist import contents, write
+
+RANKS = 2
+IDS = {"true_vocab_size": 10}
+H, WIDTH, HEADS, GROUPS, SIZE = 8, 12, 4, 2, 2  # hidden, MLP, attention
+INNER, STATE, MIXER_HEADS = 16, 6, 4  # Mamba-2: two groups of states of three numbers, heads of four channels
+KEYS, VALUES, VALUE_HEADS = 6, 20, 4  # delta net: two key heads of three, value heads of five
+ARGUMENTS: dict[str, Any] = {
+    "hidden_size": H,
+    "ffn_hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "group_query_attention": True,
+    "num_query_groups": GROUPS,
+    "kv_channels": SIZE,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "position_embedding_type": "none",
+    "squared_relu": True,
+    "untie_embeddings_and_output_weights": True,
+    "mamba_state_dim": 3,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": MIXER_HEADS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": VALUE_HEADS,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
+PATTERN = "MG-*M"
+GPT = {
+    **{name: value for name, value in ARGUMENTS.items() if name != "squared_relu"},
+    "swiglu": True,
+    "num_layers": 2,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "attention_output_gate": True,
+    "apply_layernorm_1p": True,
+    "position_embedding_type": "rope",
+}
+Pieces = dict[str, dict[str, Tensor]]  # their parameter -> piece ("" for a whole one) -> all its rows
+
+
+def mamba(at: str) -> Pieces:
+    """A layer of Mamba-2 as Megatron names it."""
+    shared = {"x": INNER, "B": STATE, "C": STATE}
+    rows = {"in_proj.weight": {"z": INNER, **shared, "dt": MIXER_HEADS}}
+    found = {
+        f"{at}mixer.{name}": {piece: torch.randn(size, H) for piece, size in sizes.items()}
+        for name, sizes in rows.items()
+    }
+    return {
+        **found,
+        f"{at}mixer.in_proj.layer_norm_weight": {"": torch.randn(H)},
+        f"{at}mixer.conv1d.weight": {piece: torch.randn(size, 1, 4) for piece, size in shared.items()},
+        f"{at}mixer.conv1d.bias": {piece: torch.randn(size) for piece, size in shared.items()},
+        **{f"{at}mixer.{name}": {"": torch.randn(MIXER_HEADS)} for name in ("dt_bias", "A_log", "D")},
+        f"{at}mixer.norm.weight": {"": torch.randn(INNER)},
+        f"{at}mixer.out_proj.weight": {"": torch.randn(H, INNER)},
+    }
+
+
+def delta_net(at: str) -> Pieces:
+    """A gated delta net as Megatron names it."""
+    mixed = {"query": KEYS, "key": KEYS, "value": VALUES}
+    sizes = {**mixed, "z": VALUES, "beta": VALUE_HEADS, "alpha": VALUE_HEADS}
+    return {
+        f"{at}self_attention.in_proj.layer_norm_weight": {"": torch.randn(H)},
+        f"{at}self_attention.in_proj.weight": {piece: torch.randn(size, H) for piece, size in sizes.items()},
+        f"{at}self_attention.conv1d.weight": {piece: torch.randn(size, 1, 4) for piece, size in mixed.items()},
+        **{f"{at}self_attention.{name}": {"": torch.randn(VALUE_HEADS)} for name in ("dt_bias", "A_log")},
+        f"{at}self_attention.out_norm.weight": {"": torch.randn(5)},
+        f"{at}self_attention.out_proj.weight": {"": torch.randn(H, VALUES)},
+    }
+
+
+def attention(at: str, *, gate: bool = False) -> Pieces:
+    """Attention; its rows are here still part by part, as ours are, under a piece for each."""
+    parts = {"q": HEADS, **({"gate": HEADS} if gate else {}), "k": GROUPS, "v": GROUPS}
+    return {
+        f"{at}self_attention.linear_qkv.layer_norm_weight": {"": torch.randn(H)},
+        f"{at}self_attention.linear_qkv.weight": {part: torch.randn(heads * SIZE, H) for part, heads in parts.items()},
+        f"{at}self_attention.linear_proj.weight": {"": torch.randn(H, HEADS * SIZE)},
+    }
+
+
+def mlp(at: str, *, gated: bool = False) -> Pieces:
+    """An MLP; of a gated one the rows are gate and up."""
+    rows = ("gate", "up") if gated else ("",)
+    return {
+        f"{at}mlp.linear_fc1.layer_norm_weight": {"": torch.randn(H)},
+        f"{at}mlp.linear_fc1.weight": {part: torch.randn(WIDTH, H) for part in rows},
+        f"{at}mlp.linear_fc2.weight": {"": torch.randn(H, WIDTH)},
+    }
+
+
+def network(layers: list[Pieces], final: str) -> Pieces:
+    """A network of these layers."""
+    torch.manual_seed(7)
+    words = {f"{name}.weight": {"": torch.randn(12, H)} for name in ("embedding.word_embeddings", "output_layer")}
+    return {name: held for part in (words, *layers) for name, held in part.items()} | {
+        f"decoder.{final}.weight": {"": torch.randn(H)}
+    }
+
+
+def hybrid() -> Pieces:
+    """M, G, MLP, attention, M."""
+    torch.manual_seed(5)
+    makers = {"M": mamba, "G": delta_net, "-": mlp, "*": attention}
+    return network([makers[symbol](f"decoder.layers.{i}.") for i, symbol in enumerate(PATTERN)], "final_norm")
+
+
+def gpt() -> Pieces:
+    """A GPT whose first layer has a delta net, and whose attention has gates."""
+    torch.manual_seed(6)
+    first, second = "decoder.layers.0.", "decoder.layers.1."
+    halves = [delta_net(first), mlp(first, gated=True), attention(second, gate=True), mlp(second, gated=True)]
+    return network([{name: held for half in halves for name, held in half.items()}], "final_layernorm")
+
+
+def ours(whole: Pieces) -> dict[str, Tensor]:
+    """What a network is under our names: norms beside their layers, pieces end to end."""
+    found = {}
+    for name, pieces in whole.items():
+        name = name.replace("mixer.in_proj.layer_norm_", "input_layernorm.")
+        name = name.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
+        name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.").replace("final_norm", "final_layernorm")
+        found[name] = torch.cat(list(pieces.values()))
+    words = ("embedding.word_embeddings.weight", "output_layer.weight")
+    return {name: tensor[:10] if name in words else tensor for name, tensor in found.items()}
+
+
+def by_turns(parts: dict[str, Tensor], groups: range) -> Tensor:
+    """Rows of attention: of each group its query heads, their gates, its key, its value."""
+    rows = []
+    for group in groups:
+        for part in parts.values():
+            each = len(part) // GROUPS
+            rows.append(part[group * each : (group + 1) * each])
+    return torch.cat(rows)
+
+
+def rank_rows(name: str, pieces: dict[str, Tensor], rank: int, ranks: int) -> dict[str, tuple[int, Tensor]]:
+    """Piece -> (axis, part) that a tensor rank holds; -1 for what all ranks hold."""
+    if name.endswith("linear_qkv.weight"):
+        each = GROUPS // ranks
+        return {"": (0, by_turns(pieces, range(rank * each, (rank + 1) * each)))}
+    if "norm" in name and not name.endswith("mixer.norm.weight"):
+        return {piece: (-1, tensor) for piece, tensor in pieces.items()}
+    axis = 1 if name.endswith(("_proj.weight", "fc2.weight")) and "in_proj" not in name else 0
+    return {piece: (axis, tensor.chunk(ranks, dim=axis)[rank].clone()) for piece, tensor in pieces.items()}
+
+
+def saved_distributed(folder: Path, whole: Pieces, arguments: dict[str, Any], **more: Any) -> Path:
+    """As two tensor ranks save it: pieces under names of their own."""
+    boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    for name, pieces in whole.items():
+        for rank in range(RANKS):
+            for piece, (axis, part) in rank_rows(name, pieces, rank, RANKS).items():
+                if axis < 0 and rank:
+                    continue
+                key = f"{name}.{piece}" if piece and "linear_fc1" not in name else name
+                start = rank * part.shape[axis] if axis >= 0 else 0
+                start += len(pieces["gate"]) if piece == "up" else 0
+                offset = tuple(start if dim == axis else 0 for dim in range(part.dim()))
+                boxes.setdefault(key, []).append((offset, part))
+    common = {"args": argparse.Namespace(**arguments), "iteration": 3, "checkpoint_version": 3.0, **more}
+    return write(folder, boxes, common=common)
+
+
+def saved_by_rank(folder: Path, whole: Pieces, arguments: dict[str, Any]) -> Path:
+    """As files of two tensor ranks: each piece of a rank below the one before."""
+    for rank in range(RANKS):
+        state = {
+            name: torch.cat([part for _, part in rank_rows(name, pieces, rank, RANKS).values()])
+            for name, pieces in whole.items()
+        }
+        place = folder / f"mp_rank_{rank:02d}"
+        place.mkdir(parents=True)
+        args = argparse.Namespace(**arguments, tensor_model_parallel_size=RANKS)
+        torch.save(
+            {"args": args, "checkpoint_version": 3.0, "iteration": 3, "model": state}, place / "model_optim_rng.pt"
+        )
+    return folder
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit by bit the same."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+CASES: dict[str, Any] = {
+    "hybrid": (hybrid, {**ARGUMENTS, "num_layers": 5, "hybrid_override_pattern": PATTERN, "is_hybrid_model": True}),
+    "stages": (hybrid, {**ARGUMENTS, "num_layers": 5, "hybrid_layer_pattern": "MG|-*|M", "hybrid_mlp_ratio": 0.2}),
+    "gpt": (gpt, GPT),
+}
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_are_put_together_as_the_network_has_them(case: str, format: str, tmp_path: Path) -> None:
+    make, arguments = CASES[case]
+    whole = make()
+    if format == "torch_dist":
+        source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+    else:
+        source = open_legacy(saved_by_rank(tmp_path / "saved", whole, arguments), IDS)
+    expected = ours(whole)
+    if case == "gpt":  # stored minus one there, as all weights of norms are
+        expected["decoder.layers.0.self_attention.out_norm.weight"] += 1
+    check(contents(source), expected)
+    assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == parameter_shapes(
+        model_of(source.settings)
+    )
+
+
+@pytest.mark.parametrize("case", ["hybrid", "gpt"])
+def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path: Path) -> None:
+    make, arguments = CASES[case]
+    whole = make()
+    source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+    written = write_torch_dist(source, tmp_path / "dist", tensor_size=2)
+    check(contents(open_torch_dist(written, IDS)), contents(source))
+    reader = torch.distributed.checkpoint.FileSystemReader(written)
+    keys = {name for name in reader.read_metadata().state_dict_metadata if "_extra_state" not in name}
+    assert keys == {
+        f"{name}.{piece}" if piece and "linear" not in name else name
+        for name, pieces in whole.items()
+        for piece in pieces
+    }
+    by_rank = write_legacy(source, tmp_path / "ranks", tensor_size=2)
+    check(contents(open_legacy(by_rank, IDS)), contents(source))
+    for rank in range(RANKS):
+        content = read_torch_file(by_rank / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
+        for name, pieces in whole.items():
+            if "out_norm" in name:  # from which one was taken
+                assert torch.allclose(content["model"][name], next(iter(pieces.values())))
+            elif "embedding" not in name and "output_layer" not in name:  # whose padding is by Megatron's multiple
+                rows = torch.cat([part for _, part in rank_rows(name, pieces, rank, RANKS).values()])
+                assert torch.equal(content["model"][name], rows), name
+        assert attributes(content["args"])["hybrid_layer_pattern"] == (PATTERN if case == "hybrid" else None)
+
+
+def test_a_pure_network_of_mamba_is_known_by_its_tensors(tmp_path: Path) -> None:
+    """Releases before patterns say `is_hybrid_model`, and ratios of zero."""
+    torch.manual_seed(5)
+    whole = network([mamba(f"decoder.layers.{i}.") for i in range(2)], "final_norm")
+    arguments = {
+        **ARGUMENTS,
+        "num_layers": 2,
+        "is_hybrid_model": True,
+        "hybrid_attention_ratio": 0.0,
+        "hybrid_mlp_ratio": 0.0,
+    }
+    source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+    assert source.settings["hybrid_layer_pattern"] == "MM"
+    check(contents(source), ours(whole))
+
+
+def test_moments_of_the_optimizer_are_put_together_too(tmp_path: Path) -> None:
+    whole = hybrid()
+    state = {
+        f"optimizer.state.{slot}.{name}": {piece: torch.rand_like(part) for piece, part in pieces.items()}
+        for slot in ("exp_avg", "exp_avg_sq", "fp32_param")
+        for name, pieces in whole.items()
+        if "qkv" not in name
+    }
+    arguments = {**CASES["hybrid"][1], "consumed_train_samples": 24}
+    steps = {"optimizer": {"param_groups": [{"step": 3}]}}
+    folder = saved_distributed(tmp_path / "saved", {**whole, **state}, arguments, **steps)
+    source = open_torch_dist(folder, IDS)
+    found = contents(source, "optimizer.exp_avg.")
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    assert torch.equal(found[name], torch.cat(list(state[f"optimizer.state.exp_avg.{name}"].values())))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hybrid_override_pattern": "MG-*D"}, "layers MG-.D; read are M G"),
+        ({"hybrid_override_pattern": "MG-*M/M"}, "without layers of multi-token"),
+        ({"hybrid_override_pattern": "MG-**"}, "MG-.. in the settings, MG-.M in the tensors"),
+    ],
+)
+def test_patterns_that_are_not_the_networks_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = saved_distributed(tmp_path / "saved", hybrid(), {**CASES["hybrid"][1], **change})
+    with pytest.raises(CheckpointError, match=message):
+        open_torch_dist(folder, IDS)
+
+
+def test_a_missing_piece_is_named(tmp_path: Path) -> None:
+    whole = hybrid()
+    del whole["decoder.layers.0.mixer.in_proj.weight"]["B"]
+    with pytest.raises(CheckpointError, match="lacks model.decoder.layers.0.mixer.in_proj.weight.B"):
+        open_torch_dist(saved_distributed(tmp_path / "saved", whole, CASES["hybrid"][1]), IDS)
+
+
+def test_symbols_are_told_only_by_layers_of_one_part() -> None:
+    assert symbols_in(["decoder.layers.0.mixer.D", "decoder.layers.1.mlp.linear_fc1.weight"]) == "M-"
+    both = ["decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"]
+    assert symbols_in(both) == symbols_in([]) == ""
