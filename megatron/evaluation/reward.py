@@ -20,6 +20,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import BatchSize, Ids, forward_batches, on_all_ranks
 from megatron.training.checkpoint.inference_model import REWARD, InferenceModel, load_network
@@ -57,7 +58,10 @@ class RewardModel:
 
     def score(self, texts: Sequence[str | Sequence[Message]], *, size: BatchSize = BatchSize(32)) -> list[float]:
         """The score of each text or conversation, in their order; the same on all ranks, which are all asked the same."""
-        inputs = self._ids(texts)
+        return self.score_ids(self.ids(texts), size=size)
+
+    def score_ids(self, inputs: Sequence[Ids], *, size: BatchSize = BatchSize(32)) -> list[float]:
+        """The score of each text as ids, as `score`."""
         longest = self.loaded.config.model.max_position_embeddings
         if too_long := [number for number, ids in enumerate(inputs) if len(ids) > longest]:
             raise ConfigError(
@@ -78,7 +82,21 @@ class RewardModel:
         gathered = on_all_ranks(self.loaded, scores)
         return [gathered[number] for number in range(len(inputs))]
 
-    def _ids(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
+    def lead(self, inputs: Sequence[Ids]) -> list[float]:
+        """`score_ids` on the first rank, while all others `follow`."""
+        return self.score_ids(collectives.broadcast_object(list(inputs), self.loaded.mesh.world))
+
+    def let_go(self) -> None:
+        """End `follow` on the other ranks."""
+        collectives.broadcast_object(None, self.loaded.mesh.world)
+
+    def follow(self) -> None:
+        """Score what the first rank scores, until it lets go."""
+        while (inputs := collectives.broadcast_object(None, self.loaded.mesh.world)) is not None:
+            self.score_ids(inputs)
+
+    def ids(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
+        """The ids of each text or conversation, with its end."""
         tokenizer = self.loaded.tokenizer
         encoder = Encoder(tokenizer, self.template) if any(not isinstance(text, str) for text in texts) else None
         inputs: list[Ids] = []

@@ -1,4 +1,4 @@
-"""Serve a checkpoint over HTTP: a page at /, PUT /api as Megatron's server, /v1 as OpenAI's.
+"""Serve a checkpoint over HTTP: a page at /, PUT /api as Megatron's server, /v1 as OpenAI's; of a reward model /pooling and /v1/score.
 
     python tools/run_text_generation_server.py --load runs/quickstart/checkpoints
     torchrun --nproc_per_node 2 tools/run_text_generation_server.py --load FOLDER --tensor-model-parallel-size 2
@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,23 +28,28 @@ from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.adapter_set import AdapterSet
+from megatron.core.families.registry import model_of
 from megatron.core.tokenizers.base import Tokenizer, read_text
+from megatron.evaluation.reward import RewardModel
 from megatron.inference.engine import Engine
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.liveness import RankLiveness, watch_ranks
+from megatron.inference.score_service import ScoreService
 from megatron.inference.service import Service
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.adapters import open_adapters, source_hash
-from megatron.training.checkpoint.inference_model import FORMATS, GPT, InferenceModel, load_network
+from megatron.training.checkpoint.formats import open_checkpoint
+from megatron.training.checkpoint.inference_model import FORMATS, GPT, REWARD, InferenceModel, load_network
 from megatron.training.entry import entry
 from megatron.training.health.watchdog import RankLost
 from megatron.training.launch.launch_info import has_desktop, launcher_place
 
 try:
-    from megatron.inference.server.app import LOCAL, build_app
+    from megatron.inference.server.app import LOCAL, RequestFilter, build_app
     from megatron.inference.server.chat import Chat
     from megatron.inference.server.run import ServerFailed, bind_socket, follow_leader, serve
-    from megatron.inference.server.serving import Limits, Serving
+    from megatron.inference.server.scoring import ScoringServing, build_scoring_app
+    from megatron.inference.server.serving import Limits, ServedThread, Serving
 except ModuleNotFoundError as missing:
     if missing.name not in ("fastapi", "starlette", "uvicorn"):
         raise
@@ -247,6 +252,9 @@ def main() -> None:
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
+    if model_of(open_checkpoint(given.load, given.ckpt_step).settings).reward_head:
+        serve_scores(given, parallel, changed, sock, token)
+        return
     loaded = load_network(
         given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed
     )
@@ -255,12 +263,47 @@ def main() -> None:
     read_images(engine, loaded, given)
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow_leader(engine)
+            follow_leader(engine.follow)
         else:
             reads = adapter_opener(loaded.source, loaded.config.model)
             for name, folder in adapters_of(given).items():
                 engine.adapters.load(name, reads(folder))
             run_leader(engine, liveness, sock, given, limits_of(given, engine), token, reads)
+
+
+def serve_scores(
+    given: argparse.Namespace,
+    parallel: ParallelConfig,
+    tokenizer: Mapping[str, str],
+    sock: socket.socket | None,
+    token: str,
+) -> None:
+    """Serve a reward model, on all ranks together. sock: of the first."""
+    needless = [word for word, value in (("--draft", given.draft), ("--lora-modules", given.lora_modules)) if value]
+    if needless:
+        raise ConfigError(f"{', '.join(needless)}: {given.load} holds a reward model, which writes no texts; leave out")
+    loaded = load_network(
+        given.load, REWARD, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=tokenizer
+    )
+    model, place = RewardModel(loaded, given.chat_format), launcher_place()
+    with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
+        if sock is None:
+            follow_leader(model.follow)
+            return
+        service = ScoreService(model.lead, close=model.let_go, device=loaded.mesh.device, liveness=liveness)
+        limits = Limits(given.max_body_bytes or Limits().body_bytes, given.max_prompts, given.max_prompt_tokens)
+        serving = ScoringServing(
+            service,
+            model_name(given),
+            lambda text: model.ids([text])[0],
+            loaded.config.model.max_position_embeddings,
+            given.chat_format != "tokenizer" or loaded.tokenizer.chat_template is not None,
+            replace(limits, connections=given.max_connections),
+        )
+        service.start()
+        serve_until_signal(
+            build_scoring_app(serving, token=token, hosts=hosts_of(given)), service, liveness, sock, given, token
+        )
 
 
 def read_images(engine: Engine, loaded: InferenceModel, given: argparse.Namespace) -> None:
@@ -297,16 +340,28 @@ def run_leader(
     reads: Callable[[str], AdapterSet],
 ) -> None:
     """What the first rank does."""
-    if not token and not is_local(given):
-        logging.getLogger(__name__).warning(
-            "--host %s without --token-file: everyone who reaches this port may use it", given.host
-        )
     chat, name = chat_of(given, engine.tokenizer), model_name(given)
     engine.capture_ahead(logging.getLogger(__name__).info)
     service = Service(engine, liveness)
     service.start()
     updates = given.allow_runtime_lora_updating
     app = build_app(Serving(service, name, limits, reads, updates), chat=chat, token=token, hosts=hosts_of(given))
+    serve_until_signal(app, service, liveness, sock, given, token)
+
+
+def serve_until_signal(
+    app: RequestFilter,
+    service: ServedThread,
+    liveness: RankLiveness,
+    sock: socket.socket,
+    given: argparse.Namespace,
+    token: str,
+) -> None:
+    """Serve, and say which rank was lost if that ended it. The service has been started."""
+    if not token and not is_local(given):
+        logging.getLogger(__name__).warning(
+            "--host %s without --token-file: everyone who reaches this port may use it", given.host
+        )
     try:
         serve(
             app,

@@ -6,6 +6,7 @@ request_handling.py  the engine requests of one HTTP call; cancelled when the cl
 put_api.py   PUT /api, as Megatron's text generation server answers it
 openai.py    /v1/completions and /v1/chat/completions, whole or as server-sent events
 chat.py      messages to ids, by the chat template
+scoring.py   /pooling and /v1/score, of a reward model
 metrics.py   /metrics, in Prometheus' text format
 app.py       routes, authorization, and errors as responses
 run.py       the server process: start, signals, shutdown, ranks that die

@@ -6,6 +6,7 @@
     POST /v1/completions   OpenAI's                 "
     POST /v1/chat/completions                       "
     GET /v1/models, /metrics                        "
+    POST /pooling, /v1/score                "         of a server with a reward model, which has these alone (scoring.py)
     POST /v1/load_lora_adapter, /v1/unload_...      ", and with --allow-runtime-lora-updating
 
 A body must say that it is JSON: a page of another site can then not send one without the browser asking first. And a call must
@@ -40,7 +41,7 @@ from megatron.inference.server.request_handling import (
     PendingRequests,
     until_disconnected,
 )
-from megatron.inference.server.serving import Limits, Serving
+from megatron.inference.server.serving import Limits, ServedThread, Serving
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +126,18 @@ def build_app(
     """The ASGI app. chat: how conversations are written, if they are served. token: what a client must show, if anything. hosts:
     names of this server, if only those may be called.
     """
-    # The pages that FastAPI makes of its routes need scripts from elsewhere.
-    app = FastAPI(title="Megatron", docs_url=None, redoc_url=None, openapi_url=None)
-    answers: Counter[tuple[str, int]] = Counter()
+    app, answers = new_app(), Counter[tuple[str, int]]()
+    add_health(app, serving.service)
     _add_views(app, serving, answers)
     _add_generation(app, serving, chat)
     _add_adapters(app, serving)
+    return RequestFilter(app, token, hosts, answers, serving.limits)
+
+
+def new_app() -> FastAPI:
+    """An app without routes, which answers errors as clients read them."""
+    # The pages that FastAPI makes of its routes need scripts from elsewhere.
+    app = FastAPI(title="Megatron", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
@@ -144,7 +151,22 @@ def build_app(
     async def gone(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
-    return RequestFilter(app, token, hosts, answers, serving.limits)
+    return app
+
+
+def add_health(app: FastAPI, service: ServedThread) -> None:
+    """Routes that tell whether requests are taken."""
+
+    @app.get("/health")
+    @app.get("/v1/health")
+    async def health() -> Response:
+        if failure := service.failure:
+            return json_answer({"status": "failed", "reason": failure}, 503)
+        return (
+            json_answer({"status": "draining", "reason": service.closing}, 503)
+            if service.closing
+            else json_answer({"status": "ok"})
+        )
 
 
 def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]) -> None:
@@ -154,18 +176,6 @@ def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]
     @app.get("/")
     async def view() -> Response:
         return Response(page, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
-
-    @app.get("/health")
-    @app.get("/v1/health")
-    async def health() -> Response:
-        service = serving.service
-        if failure := service.failure:
-            return json_answer({"status": "failed", "reason": failure}, 503)
-        return (
-            json_answer({"status": "draining", "reason": service.closing}, 503)
-            if service.closing
-            else json_answer({"status": "ok"})
-        )
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -188,7 +198,7 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
     @app.put("/api")
     @app.post("/api")
     async def api(request: Request) -> Response:
-        body = await read_body(request, serving)
+        body = await read_body(request, serving.limits)
         return json_answer(await until_disconnected(put_api.generate(body, serving, searches), request.receive))
 
     async def answer(request: Request, completion: openai.CompletionRequest) -> Response:
@@ -201,24 +211,24 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await read_body(request, serving)
+        body = await read_body(request, serving.limits)
         return await answer(request, await asyncio.to_thread(openai.completion, body, serving))
 
     @app.post("/v1/chat/completions")
     async def conversations(request: Request) -> Response:
-        body = await read_body(request, serving)
+        body = await read_body(request, serving.limits)
         return await answer(request, await asyncio.to_thread(openai.conversation, body, serving, chat))
 
 
 def _add_adapters(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
-        body = await read_body(request, serving)
+        body = await read_body(request, serving.limits)
         return PlainTextResponse(await asyncio.to_thread(adapters.load, body, serving))
 
     @app.post("/v1/unload_lora_adapter")
     async def unload(request: Request) -> Response:
-        body = await read_body(request, serving)
+        body = await read_body(request, serving.limits)
         return PlainTextResponse(await asyncio.to_thread(adapters.unload, body, serving))
 
 
@@ -256,12 +266,12 @@ async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIte
             await asyncio.wait((coming,))
 
 
-async def read_body(request: Request, serving: Serving) -> bytes:
+async def read_body(request: Request, limits: Limits) -> bytes:
     """The body of a request; `Refused` for one that is too large, comes too slowly, or is not said to be JSON; `ClientDisconnected`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused("the header Content-Type must be application/json", 415)
-    most, parts = serving.limits.body_bytes, bytearray()
+    most, parts = limits.body_bytes, bytearray()
 
     async def collect() -> None:
         async for part in request.stream():
@@ -272,11 +282,9 @@ async def read_body(request: Request, serving: Serving) -> bytes:
                 )
 
     try:
-        await asyncio.wait_for(collect(), serving.limits.read_seconds)
+        await asyncio.wait_for(collect(), limits.read_seconds)
     except asyncio.TimeoutError:
-        raise Refused(
-            f"the body did not come within {serving.limits.read_seconds} s", 408, {"Connection": "close"}
-        ) from None
+        raise Refused(f"the body did not come within {limits.read_seconds} s", 408, {"Connection": "close"}) from None
     except ClientDisconnect:  # starlette's
         raise ClientDisconnected from None
     return bytes(parts)

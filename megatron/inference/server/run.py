@@ -17,10 +17,9 @@ from types import FrameType
 import uvicorn
 
 from megatron.core.config.flags import ConfigError
-from megatron.inference.engine import Engine
 from megatron.inference.server.app import RequestFilter
 from megatron.inference.server.connections import Connection
-from megatron.inference.service import Service
+from megatron.inference.server.serving import ServedThread
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: RequestFilter,
-        service: Service,
+        service: ServedThread,
         drain_seconds: float,
         ready: Callable[[str], None] = lambda address: None,
     ) -> None:
@@ -112,7 +111,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 def serve(
     app: RequestFilter,
-    service: Service,
+    service: ServedThread,
     sock: socket.socket,
     *,
     drain_seconds: float,
@@ -129,13 +128,13 @@ def serve(
         raise ServerFailed(service.failure)
 
 
-def follow_leader(engine: Engine, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
+def follow_leader(follow: Callable[[], None], signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
     """On every rank but the first: take part until the first lets go. A launcher sends its signals to all ranks; the first drains
-    with the help of the others, so that they let signals pass.
+    with the help of the others, so that they let signals pass. follow: returns when the first lets go.
     """
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:
-        engine.follow()
+        follow()
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)

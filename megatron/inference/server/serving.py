@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.families.adapter_set import AdapterSet
@@ -15,6 +16,24 @@ from megatron.inference.service import Service
 _CONTEXT = 8  # ids in front of new ones that decide how those are written
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divided by less may overflow
+
+
+class ServedThread(Protocol):
+    """A network in a thread of its own, as a server sees it."""
+
+    @property
+    def failure(self) -> str:
+        """Why it failed; empty while it works."""
+
+    @property
+    def closing(self) -> str:
+        """Why no more is taken; empty while it is."""
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Take no more, and wait up to so many seconds for what runs; returns whether all has ended."""
+
+    def stop(self) -> None:
+        """Give up what runs, and wait for the thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.server.app import LOCAL, build_app
+from megatron.inference.server.app import LOCAL, RequestFilter, build_app
 from megatron.inference.server.chat import Chat
 from megatron.inference.server.run import Server, bind_socket
 from megatron.inference.server.serving import Limits, Serving
@@ -130,6 +130,13 @@ def serving(
         token=token,
         hosts=LOCAL,
     )
+    with running(app, service, sock, drain_seconds) as server:
+        yield server
+
+
+@contextmanager
+def running(app: RequestFilter, service: Any, sock: socket.socket, drain_seconds: float = 30.0) -> Iterator[Running]:
+    """A server of an app in a thread. service: has been started."""
     server = Server(app, service, drain_seconds)
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()

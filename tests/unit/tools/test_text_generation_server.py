@@ -25,11 +25,13 @@ import torch.distributed as dist
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
+from megatron.evaluation.reward import RewardModel
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers.architecture import ROOT
+from tests.unit.evaluation.test_reward import saved
 from tests.unit.inference.clients import until
 from tests.unit.inference.serving import HYBRID
 from tests.unit.tools.test_generate_text import trained
@@ -63,10 +65,12 @@ def started(command: list[str], log: Path, **environment: str) -> Iterator[tuple
         process.wait(30)
 
 
-def put(port: int, **body: Any) -> tuple[int, Any]:
-    """PUT /api."""
+def put(port: int, path: str = "/api", **body: Any) -> tuple[int, Any]:
+    """PUT /api, or POST to another path."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("PUT", "/api", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "PUT" if path == "/api" else "POST", path, json.dumps(body), {"Content-Type": "application/json"}
+    )
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read())
 
@@ -190,6 +194,49 @@ def test_two_ranks_answer_as_one_and_when_one_is_killed_their_launcher_starts_th
         assert answers(int(re.findall(r"serving at http://127\.0\.0\.1:(\d+)", log.read_text())[1]))
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reward_model_is_served_with_its_scores_and_drained(tmp_path: Path, ranks: int) -> None:
+    reward = saved(tmp_path / "reward", reward_head=True)
+    model = RewardModel.load(reward, template="chatml")
+    talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
+    expected = model.score(["2 + 2 = 4", "2 + 2 = 5", talk])
+    launcher = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] * (ranks > 1)]
+    command = [
+        *launcher,
+        str(TOOL),
+        "--load",
+        reward,
+        "--chat-format",
+        "chatml",
+        "--tensor-model-parallel-size",
+        str(ranks),
+    ]
+    with started(command, tmp_path / "log") as (process, port):
+        found = [
+            one
+            for body in ({"input": ["2 + 2 = 4", "2 + 2 = 5"]}, {"messages": talk})
+            for one in put(port, "/pooling", **body)[1]["data"]
+        ]
+        assert [one["data"][0] for one in found] == pytest.approx(expected, abs=1e-6)
+        status, scored = put(port, "/v1/score", text_1="2?", text_2="4")
+        assert status == 200 and scored["data"][0]["score"] == pytest.approx(expected[2], abs=1e-6)
+        assert put(port, "/pooling", input="a" * 65)[0] == 400 and b"requests_total 4" in metrics(port)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0 or ranks > 1, (tmp_path / "log").read_text()  # torchrun tells of its signal
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--load", reward, "--port", "0", "--draft", reward],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert (
+        done.returncode != 0
+        and "--draft: " in done.stderr
+        and "holds a reward model, which writes no texts" in done.stderr
+    )
 
 
 def rank_of(process: int) -> str:

@@ -1,0 +1,166 @@
+"""A network that scores texts, in a thread of its own, for a server: texts that wait are scored together.
+
+    service = ScoreService(score)          score: lists of ids -> a number each
+    service.start()
+    service.submit([ids, ...]).result()
+
+On ranks other than the first no service is made; they take part in what `score` does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from megatron.core.parallel.device import set_current_device
+from megatron.inference.liveness import RankLiveness
+from megatron.inference.requests import Busy, Ids, Metrics
+from megatron.inference.service import Stopped
+
+_TOGETHER = 64  # texts of several calls that are scored at once
+_MOST_WAITING = 1024  # texts
+_HEARTBEAT_SECONDS = 60.0  # well below the time after which ranks give up on each other
+_EXPLAINED_SECONDS = 1.0  # after a failure, for the news that a rank is lost
+
+Scores = Future[list[float]]
+
+
+class ScoreService:
+    """Runs `score` in a thread. close: is called when it ends, to let other ranks go. liveness: tells when one of them is lost."""
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[Ids]], list[float]],
+        *,
+        close: Callable[[], None] = lambda: None,
+        device: torch.device = torch.device("cpu"),
+        liveness: RankLiveness | None = None,
+    ) -> None:
+        self._score, self._close, self._device, self._liveness = score, close, device, liveness or RankLiveness()
+        self._lock, self._news = threading.Lock(), threading.Event()
+        self._waiting: deque[tuple[Sequence[Ids], Scores]] = deque()
+        self._running, self._steps, self._texts, self._tokens = 0, 0, 0, 0
+        self._closing, self._ending, self._failure = "", False, ""
+        self._thread = threading.Thread(target=self._loop, name="scoring", daemon=True)
+
+    @property
+    def failure(self) -> str:
+        """Why scoring failed; empty while it works."""
+        return self._failure or ("" if self._ending else self._liveness.lost)
+
+    @property
+    def closing(self) -> str:
+        """Why no more texts are accepted; empty while they are."""
+        return self._closing
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, texts: Sequence[Ids]) -> Scores:
+        """The scores of texts, which may be cancelled while they wait. Raises `Busy`, and `Stopped` when no more are accepted."""
+        scores: Scores = Future()
+        with self._lock:
+            if self.failure or self._closing:
+                raise Stopped(self.failure or self._closing)
+            if (waiting := sum(len(one) for one, _ in self._waiting)) + len(texts) > _MOST_WAITING:
+                raise Busy(f"{waiting} texts wait already, and {_MOST_WAITING} may; try again later")
+            self._waiting.append((texts, scores))
+        self._news.set()
+        return scores
+
+    def metrics(self) -> Metrics:
+        """Where it stands."""
+        with self._lock:
+            waiting = sum(len(one) for one, _ in self._waiting)
+        return Metrics(
+            waiting=waiting,
+            running=self._running,
+            requests=self._texts + self._running + waiting,
+            steps=self._steps,
+            prompt_tokens=self._tokens,
+            finished={"score": self._texts},
+        )
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Accept no more texts, and wait up to so many seconds for those that wait; returns whether all have ended."""
+        with self._lock:
+            self._closing = self._closing or "no more texts are taken: the service is about to end"
+        end = None if seconds is None else time.monotonic() + seconds
+        while self._thread.is_alive() and not (self._is_idle or self.failure):
+            if end is not None and time.monotonic() >= end:
+                break
+            time.sleep(0.01)
+        return self._is_idle
+
+    def stop(self) -> None:
+        """Accept no more texts, give up those that wait, let the other ranks go, and wait for the thread."""
+        with self._lock:
+            self._closing = self._closing or "no more texts are taken: the service has ended"
+        lost = self.failure and self._liveness.lost
+        self._ending = not lost
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join(_EXPLAINED_SECONDS if lost else None)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._running)
+
+    def _loop(self) -> None:
+        set_current_device(self._device)
+        try:
+            while not self._ending:
+                if self._liveness.lost:
+                    raise RuntimeError(self._liveness.lost)
+                if calls := self._take():
+                    self._serve(calls)
+                elif not self._news.wait(_HEARTBEAT_SECONDS):
+                    self._score(())
+                else:
+                    self._news.clear()
+            self._close()
+            self._end(Stopped(self._closing))
+        except BaseException as error:  # noqa: BLE001 - every waiting call must get an answer
+            lost = self._liveness.wait(_EXPLAINED_SECONDS)
+            with self._lock:
+                self._failure = lost or f"{type(error).__name__}: {error}"
+            self._end(Stopped(self._failure))
+            if not lost:  # which says it all
+                raise
+
+    def _take(self) -> list[tuple[Sequence[Ids], Scores]]:
+        """The calls that are served together: at least one, if any waits."""
+        calls: list[tuple[Sequence[Ids], Scores]] = []
+        with self._lock:
+            while self._waiting and (not calls or self._running + len(self._waiting[0][0]) <= _TOGETHER):
+                call = self._waiting.popleft()
+                if call[1].set_running_or_notify_cancel():
+                    calls.append(call)
+                    self._running += len(call[0])
+        return calls
+
+    def _serve(self, calls: Sequence[tuple[Sequence[Ids], Scores]]) -> None:
+        texts = [ids for one, _ in calls for ids in one]
+        try:
+            numbers = iter(self._score(texts))
+        except BaseException as error:
+            for _, scores in calls:
+                scores.set_exception(Stopped(f"{type(error).__name__}: {error}"))
+            raise
+        for one, scores in calls:
+            scores.set_result([next(numbers) for _ in one])
+        self._steps, self._texts = self._steps + 1, self._texts + len(texts)
+        self._tokens, self._running = self._tokens + sum(map(len, texts)), 0
+
+    def _end(self, why: Stopped) -> None:
+        with self._lock:
+            while self._waiting:
+                _, scores = self._waiting.popleft()
+                if scores.set_running_or_notify_cancel():
+                    scores.set_exception(why)

@@ -1,0 +1,179 @@
+"""/pooling and /v1/score of a server with a reward model, as vLLM has them: a number for each text or conversation.
+
+    /pooling              {"messages": [...]} or {"input": text or texts}    ->  data: [{"index": 0, "data": [1.25]}]
+    /v1/score, /score     {"text_1": prompt or prompts, "text_2": answer or answers}  ->  data: [{"index": 0, "score": 1.25}]
+
+Scores are as the network gives them; with "use_activation" their sigmoid. A prompt and its answer are written as a conversation
+where the server knows how (--chat-format), else one behind the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.indexed import DataError
+from megatron.inference.requests import Busy, Ids
+from megatron.inference.score_service import ScoreService
+from megatron.inference.server.app import RequestFilter, add_health, json_answer, new_app, read_body
+from megatron.inference.server.chat import messages_of
+from megatron.inference.server.fields import Field, Refused, anything, boolean, only, read, text
+from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
+from megatron.inference.server.request_handling import error_response, until_disconnected
+from megatron.inference.server.serving import Limits
+from megatron.inference.service import Stopped
+
+Message = Mapping[str, Any]
+
+
+def _texts_problem(value: Any) -> str:
+    texts = [value] if isinstance(value, str) else value
+    good = isinstance(texts, list) and bool(texts) and all(isinstance(one, str) for one in texts)
+    return "" if good else "must be a string, or a list of strings"
+
+
+_COMMON = (Field("model", text), Field("use_activation", boolean, False), Field("user", text))
+POOLING = (
+    *_COMMON,
+    Field("input", _texts_problem),
+    Field("messages", anything),
+    Field("encoding_format", only("float"), "float"),
+)
+SCORE = (*_COMMON, Field("text_1", _texts_problem, needed=True), Field("text_2", _texts_problem, needed=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringServing:
+    """service: the network in its thread. model: the name that clients see. ids: of a text or a conversation, as in training; raises
+    `DataError`, `ConfigError` or `ValueError` for one that has none. positions: the longest. writes_chat: whether conversations are taken.
+    """
+
+    service: ScoreService
+    model: str
+    ids: Callable[[str | Sequence[Message]], Ids]
+    positions: int
+    writes_chat: bool
+    limits: Limits = field(default_factory=Limits)
+
+    def encoded(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
+        """The ids of each; `Refused` for what has none, or is beyond the limits."""
+        if len(texts) > self.limits.prompts:
+            raise Refused(f"{len(texts)} texts are asked for; this server takes {self.limits.prompts} in a call", 413)
+        try:
+            inputs = [self.ids(one) for one in texts]
+        except (DataError, ConfigError, ValueError) as error:
+            raise Refused(f"a text cannot be read: {error}") from None
+        longest = max(map(len, inputs))
+        if self.limits.prompt_tokens is not None and longest > self.limits.prompt_tokens:
+            raise Refused(f"a text has {longest} tokens; this server takes {self.limits.prompt_tokens}", 413)
+        if longest > self.positions:
+            raise Refused(
+                f"a text of {longest} tokens is more than the {self.positions} positions of the network; shorten it"
+            )
+        return inputs
+
+
+def pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
+    """What /pooling asks for: texts, and whether the sigmoid of their scores is wanted."""
+    fields = read(POOLING, body)
+    _demand_model(fields["model"], serving)
+    if (fields["input"] is None) == (fields["messages"] is None):
+        raise Refused("give either input, which is text, or messages, a conversation")
+    texts: list[Any] = [fields["input"]] if isinstance(fields["input"], str) else fields["input"]
+    if fields["messages"] is not None:
+        if not serving.writes_chat:
+            raise Refused("the tokenizer has no chat template; start the server with --chat-format")
+        messages, files = messages_of(fields["messages"])
+        if files:
+            raise Refused("the network reads no images; send text alone")
+        texts = [messages]
+    return serving.encoded(texts), fields["use_activation"]
+
+
+def score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
+    """What /v1/score asks for, as `pooling`: a prompt with each answer, or as many prompts as answers."""
+    fields = read(SCORE, body)
+    _demand_model(fields["model"], serving)
+    prompts, answers = ([value] if isinstance(value, str) else value for value in (fields["text_1"], fields["text_2"]))
+    if len(prompts) == 1:
+        prompts = prompts * len(answers)
+    if len(prompts) != len(answers):
+        raise Refused(f"text_1 has {len(prompts)} texts and text_2 has {len(answers)}; give one for all, or as many")
+    pairs = list(zip(prompts, answers, strict=True))
+    if not serving.writes_chat:
+        return serving.encoded([prompt + answer for prompt, answer in pairs]), fields["use_activation"]
+    talks = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}] for prompt, answer in pairs
+    ]
+    return serving.encoded(talks), fields["use_activation"]
+
+
+def build_scoring_app(serving: ScoringServing, *, token: str = "", hosts: Collection[str] = ()) -> RequestFilter:
+    """The ASGI app of a reward model; see `build_app`."""
+    app, answers, begun = new_app(), Counter[tuple[str, int]](), int(time.time())
+    add_health(app, serving.service)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        entry = {"id": serving.model, "object": "model", "created": begun, "owned_by": "megatron"}
+        return json_answer({"object": "list", "data": [{**entry, "max_model_len": serving.positions}]})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(prometheus_text(serving.service.metrics(), answers), media_type=CONTENT_TYPE)
+
+    _add_scores(app, serving)
+    return RequestFilter(app, token, hosts, answers, serving.limits)
+
+
+def _add_scores(app: FastAPI, serving: ScoringServing) -> None:
+    async def answer(
+        request: Request, kind: str, asks: Callable[[bytes, ScoringServing], tuple[list[Ids], bool]]
+    ) -> Response:
+        inputs, activates = await asyncio.to_thread(asks, await read_body(request, serving.limits), serving)
+        try:
+            scores = serving.service.submit(inputs)
+            values = await until_disconnected(asyncio.wrap_future(scores), request.receive)
+        except (Busy, Stopped) as error:
+            raise error_response(error) from error
+        if not all(map(math.isfinite, values)):
+            raise Refused("the network gives no number for a text", 500)
+        values = [0.5 + 0.5 * math.tanh(value / 2) if activates else value for value in values]
+        count = sum(map(len, inputs))
+        return json_answer(
+            {
+                "id": f"{kind}-{secrets.token_hex(12)}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": serving.model,
+                "data": [
+                    {"index": place, "object": kind, **({"score": value} if kind == "score" else {"data": [value]})}
+                    for place, value in enumerate(values)
+                ],
+                "usage": {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0},
+            }
+        )
+
+    @app.post("/pooling")
+    async def of_texts(request: Request) -> Response:
+        return await answer(request, "pooling", pooling)
+
+    @app.post("/v1/score")
+    @app.post("/score")
+    async def of_answers(request: Request) -> Response:
+        return await answer(request, "score", score)
+
+
+def _demand_model(model: str | None, serving: ScoringServing) -> None:
+    if model not in (None, serving.model):
+        raise Refused(f"there is no model {str(model)[:100]!r} here; this server has {serving.model!r}", 404)
