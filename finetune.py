@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron.preference.arguments import parse_preference_args
 from megatron.training.launch.launch_info import launcher_place
 
@@ -29,9 +31,17 @@ def datasets(run: Run, counts: tuple[int, int | None, int]) -> Datasets:
 def main() -> None:
     """Initialize and train."""
     run = initialize_megatron(ARGS)
-    kind = kind_of(run, PREFERENCE)
-    step = forward_step if PREFERENCE.finetune_task == "sft" else PreferenceStep(PREFERENCE)
-    pretrain(with_epochs(run, PREFERENCE, kind), datasets, model, step, samples, data_of=data_source(PREFERENCE, kind))
+    kind, learns_answers = kind_of(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
+    step = forward_step if learns_answers else PreferenceStep(PREFERENCE)
+    template = None if learns_answers else PREFERENCE.preference_prompt_format
+    pretrain(
+        with_epochs(run, PREFERENCE, kind),
+        datasets,
+        model,
+        step,
+        partial(samples, template=template),
+        data_of=data_source(PREFERENCE, kind),
+    )
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     return output, loss
 
 
-def samples(run: Run) -> Samples:
-    """What continues the prompts of --eval-generate."""
-    train = run.config.train
+def samples(run: Run, template: str | None = None) -> Samples:
+    """What continues the prompts of --eval-generate. template: of conversations among them; left out: as --sft writes them."""
+    train, chat = run.config.train, run.config.data.chat
     assert train.eval_generate is not None, "nothing is continued without --eval-generate"
     prompts = read_prompts(
         train.eval_generate,
@@ -79,6 +79,7 @@ def samples(run: Run) -> Samples:
         seed=train.seed,
         temperature=train.eval_generate_temperature,
         positions=run.config.model.max_position_embeddings,
+        template=template or (chat.sft_tokenizer_prompt_format if chat.sft else None),
     )
 
     def continued(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:

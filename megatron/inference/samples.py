@@ -14,6 +14,7 @@ from itertools import zip_longest
 
 from megatron.core.config.flags import ConfigError, refuse
 from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.images import ImageError, read_bytes
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
@@ -33,7 +34,8 @@ _TOGETHER = 32  # prompts decoded at once by each copy of the network
 class Prompts:
     """Texts with their ids, and how they are continued. The n-th draws with seed + n.
 
-    images, references: of each, where the prompts are questions about images; the right answers.
+    images, references: of each, where the prompts are questions about images; the right answers. stop_ids, stop_words: one of them
+    ends a text.
     """
 
     texts: tuple[str, ...]
@@ -43,6 +45,8 @@ class Prompts:
     seed: int
     images: tuple[PromptImages | None, ...] = ()
     references: tuple[tuple[str, ...], ...] = ()
+    stop_ids: Ids = ()
+    stop_words: tuple[str, ...] = ()
 
     def accuracy(self, answers: Sequence[str]) -> tuple[int, int]:
         """How many answers are one of their references, up to case and space at the ends, and how many have some."""
@@ -95,11 +99,19 @@ def read_questions(
 
 
 def read_prompts(
-    path: str, tokenizer: Tokenizer, *, num_tokens: int, positions: int, temperature: float, seed: int
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    num_tokens: int,
+    positions: int,
+    temperature: float,
+    seed: int,
+    template: str | None = None,
 ) -> Prompts:
     """The lines of --eval-generate that are not empty. Raises `ConfigError` for what cannot be continued.
 
-    positions: of the network, into which a prompt and its continuation must fit.
+    positions: of the network, into which a prompt and its continuation must fit. template: of conversations, as `Encoder` takes it,
+    where lines that are objects with "messages" stand for the answer that comes next; None: all lines are text.
     """
     lines = [
         (place, line)
@@ -108,21 +120,47 @@ def read_prompts(
     ]
     if not lines:
         raise ConfigError(f"--eval-generate {path} has no prompts; write one a line")
-    ids = [_encode_prompt(tokenizer, line, f"--eval-generate {path} line {place}") for place, line in lines]
+    reader = _PromptReader(tokenizer, template)
+    prompts = [reader.read(line, f"--eval-generate {path} line {place}") for place, line in lines]
     refuse(
-        f"--eval-generate {path} line {place}: {len(prompt)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
+        f"--eval-generate {path} line {place}: {len(ids)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
         "positions of the network; shorten the line or ask for fewer"
-        for (place, _), prompt in zip(lines, ids, strict=True)
-        if len(prompt) + num_tokens > positions
+        for (place, _), (_, ids) in zip(lines, prompts, strict=True)
+        if len(ids) + num_tokens > positions
     )
-    return Prompts(tuple(line for _, line in lines), tuple(ids), num_tokens, Sampling(temperature), seed)
+    texts, ids = zip(*prompts, strict=True)
+    return Prompts(
+        texts, ids, num_tokens, Sampling(temperature), seed, stop_ids=reader.stops[0], stop_words=reader.stops[1]
+    )
 
 
-def _encode_prompt(tokenizer: Tokenizer, text: str, where: str) -> Ids:
-    try:
-        return tuple(prompt_ids(tokenizer, text))
-    except ValueError as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from error
+class _PromptReader:
+    """Turns lines into (text that is shown, ids). stops: what ends the answers of conversations, once one was read."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
+        self.stops: tuple[Ids, tuple[str, ...]] = ((), ())
+        self._tokenizer, self._template = tokenizer, template
+        self._encoder: Encoder | None = None
+
+    def read(self, line: str, where: str) -> tuple[str, Ids]:
+        """Raises `ConfigError` for a line that is neither text nor a conversation."""
+        try:
+            if self._template is None or not line.lstrip().startswith("{"):
+                return line, tuple(prompt_ids(self._tokenizer, line))
+            messages = json.loads(line)["messages"]
+            return str(messages[-1]["content"]), tuple(self._conversations.prompt(messages))
+        except ConfigError as error:
+            raise ConfigError(f"{where} is a conversation: {error}") from error
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}") from error
+
+    @property
+    def _conversations(self) -> Encoder:
+        if self._encoder is None:
+            assert self._template is not None, "conversations have a template"
+            self._encoder = Encoder(self._tokenizer, self._template)
+            self.stops = self._encoder.answer_end()
+        return self._encoder
 
 
 def continuations(stages: Sequence[GPTModel], tokenizer: Tokenizer, prompts: Prompts) -> list[str]:
@@ -135,7 +173,15 @@ def continuations(stages: Sequence[GPTModel], tokenizer: Tokenizer, prompts: Pro
         engine.follow()
         return collectives.broadcast_object(None, mesh.world)
     replies = engine.run(
-        Request(ids, prompts.num_tokens, prompts.sampling, prompts.seed + place, images=images)
+        Request(
+            ids,
+            prompts.num_tokens,
+            prompts.sampling,
+            prompts.seed + place,
+            stop_ids=prompts.stop_ids,
+            stop_words=prompts.stop_words,
+            images=images,
+        )
         for place, (ids, images) in enumerate(zip_longest(prompts.ids, prompts.images))
     )
     engine.close()

@@ -93,6 +93,27 @@ class Encoder:
         encoded = (ids[first:last] for first, last in spans)
         return [self._join_segments(conversation, encoded) for conversation in conversations]
 
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation and of what stands before its next answer. Raises `DataError` and `ValueError` for what has none."""
+        (encoded,) = self.encode([self.template.invitation(messages)])
+        return (~encoded).tolist()  # nothing of it is learnt
+
+    def answer_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """(ids, words) that the template writes after an answer, of which one ends a generated one.
+
+        Found in a small conversation: its answer is `b`, and what comes after it ends it.
+        """
+        try:
+            pieces = self.template.pieces([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except DataError:
+            return (), ()
+        answer = [piece for piece in pieces if piece.answer]
+        marks = [self.marks[piece.text] for piece in answer if piece.mark]
+        words = [
+            after.strip() for piece in answer if not piece.mark and (after := piece.text.partition("b")[2]).strip()
+        ]
+        return tuple(marks[:1]), () if marks else tuple(words[:1])
+
     def _join_segments(self, conversation: Sequence[TemplateSegment], encoded: Iterator[np.ndarray]) -> np.ndarray:
         parts: list[np.ndarray] = []
         before: np.ndarray | None = None  # ids of the text just before, by itself

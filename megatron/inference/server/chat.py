@@ -31,15 +31,14 @@ class Chat:
         if template == "tokenizer" and tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; start the server with --chat-format")
         self._encoder = Encoder(tokenizer, template)
-        self.stop_ids, self.stop_words = self._answer_end()
+        self.stop_ids, self.stop_words = self._encoder.answer_end()
 
     def ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The conversation and what stands before an answer; `Refused` if the template does not take it."""
         try:
-            (encoded,) = self._encoder.encode([self._encoder.template.invitation(messages)])
+            return self._encoder.prompt(messages)
         except (DataError, ValueError) as error:
             raise Refused(f"messages: {error}") from None
-        return (~encoded).tolist()  # the encoder turns over what is not learnt
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], files: Sequence[bytes], prompts: ImagePrompts | None, most: int
@@ -58,21 +57,6 @@ class Chat:
         except (DataError, ValueError) as error:
             raise Refused(f"messages: {error}") from None
         return ids, images if files else None
-
-    def _answer_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Found in a small conversation: the answer is `b`, and what comes after it ends it."""
-        try:
-            pieces = self._encoder.template.pieces(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            )
-        except DataError:
-            return (), ()
-        answer = [piece for piece in pieces if piece.answer]
-        marks = [self._encoder.marks[piece.text] for piece in answer if piece.mark]
-        words = [
-            after.strip() for piece in answer if not piece.mark and (after := piece.text.partition("b")[2]).strip()
-        ]
-        return tuple(marks[:1]), () if marks else tuple(words[:1])
 
 
 def messages_of(value: Any) -> tuple[list[dict[str, str]], list[bytes]]:

@@ -16,6 +16,7 @@ from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.preference.arguments import defaults_of as preference_defaults
 from megatron.preference.arguments import preference_problems
+from megatron.preference.planned_memory import memory_beside as preference_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.rl.arguments import defaults_of as rl_defaults
 from megatron.rl.arguments import rl_problems
@@ -58,7 +59,12 @@ ENTRIES: Mapping[str, EntryScript] = {
     "pretrain_vision_classify.py": EntryScript(
         lambda words: {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": "vit", "seq_length": 1}
     ),
-    "finetune.py": EntryScript(preference_defaults, (PreferenceConfig,), preference_problems),
+    "finetune.py": EntryScript(
+        preference_defaults,
+        (PreferenceConfig,),
+        preference_problems,
+        lambda args: partial(preference_memory, from_namespace(PreferenceConfig, args)),
+    ),
     "train_rl.py": EntryScript(
         rl_defaults, (RLConfig,), rl_problems, lambda args: partial(memory_beside, from_namespace(RLConfig, args))
     ),

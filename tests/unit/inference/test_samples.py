@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.tokenizers.build import NullTokenizer
+from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.inference.cache import KVCache
 from megatron.inference.samples import Prompts, continuations, read_prompts
 from megatron.inference.sampling import Sampling
@@ -164,6 +164,32 @@ def test_prompts_are_lines_and_what_cannot_be_continued_is_refused(tmp_path: Pat
             read_prompts(str(tmp_path / "bad"), WORDS, **settings)
     with pytest.raises(ConfigError, match="--eval-generate .*nowhere"):
         read_prompts(str(tmp_path / "nowhere"), WORDS, **settings)
+
+
+def test_a_conversation_is_written_as_in_training_and_its_answer_ends_where_the_template_ends_it(
+    tmp_path: Path,
+) -> None:
+    settings: dict[str, Any] = {"num_tokens": 6, "positions": 64, "temperature": 0.0, "seed": 5}
+    (tmp_path / "prompts").write_text('{"messages": [{"role": "user", "content": "hi"}]}\nplain\n')
+    letters = ByteTokenizer()
+    found = read_prompts(str(tmp_path / "prompts"), letters, **settings, template="chatml")
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert found.texts == ("hi", "plain") and found.stop_words == ("<|im_end|>",)
+    assert [letters.detokenize(ids) for ids in found.ids] == [asked, "plain"]
+    assert (
+        letters.detokenize(read_prompts(str(tmp_path / "prompts"), letters, **settings).ids[0])[:12] == '{"messages":'
+    )
+    for line, reason in (
+        ("{", "Expecting"),
+        ('{"prompt": "x"}', "messages"),
+        ('{"messages": [{"role": 3}]}', "content"),
+    ):
+        (tmp_path / "bad").write_text(line)
+        with pytest.raises(ConfigError, match=f"line 1 cannot be read: .*{reason}"):
+            read_prompts(str(tmp_path / "bad"), letters, **settings, template="chatml")
+    (tmp_path / "bad").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    with pytest.raises(ConfigError, match="line 1 is a conversation: .*chat template, and it has none"):
+        read_prompts(str(tmp_path / "bad"), letters, **settings, template="tokenizer")
 
 
 def test_a_run_shows_samples_at_every_evaluation(

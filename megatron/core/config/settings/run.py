@@ -55,7 +55,8 @@ class RequestedTraining:
     eval_interval: int | None = flag(None, "iterations between evaluations (default: 1000)", role="training")
     eval_generate: str | None = flag(
         None,
-        "GPT: file of prompts, one a line, that are continued at every evaluation, for log and TensorBoard; pretrain_vlm.py: of questions "
+        "GPT: file of prompts, one a line, that are continued at every evaluation, for log and TensorBoard; with conversations as data also "
+        '{"messages": [...]}, whose next answer is written; pretrain_vlm.py: of questions '
         "about images, as tools/generate.py reads them, whose right answers (references) are counted",
         role="free",
     )
