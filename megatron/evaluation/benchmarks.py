@@ -1,0 +1,235 @@
+"""Benchmarks of language models that see: their official files, how a question is put, the scores, and the files of results.
+
+    {"data": [{"question_id", "image_id", "question", "answers"}]}  ->  Question(id, messages, image, references)
+
+Official files of right answers are read as they are published: COCO captions, VQAv2 (questions and annotations, or Megatron's list),
+TextVQA, ChartQA, DocVQA. Any benchmark can be given as JSON lines instead, as tools/generate.py reads them, with an "id" and "references";
+of multiple-choice questions (mmmu) also "options", a mapping of letters to texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.marks import IMAGE
+from megatron.evaluation import vision
+
+Message = Mapping[str, str]
+_SHORT_ANSWER = f"{IMAGE}\n{{question}}\nAnswer the question using a single word or phrase."
+_CAPTION = f"{IMAGE}\nProvide a one-sentence caption for the provided image."
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question of a benchmark. images: paths from the benchmark's folder on. messages: none, where only answers are given."""
+
+    number: Any
+    references: Sequence[str]
+    messages: Sequence[Message] = ()
+    images: Sequence[str] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+Scored = Sequence[tuple[str, Question]]  # answers to questions
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """How answers are scored. scores: by name, of all answers. result: the line of an answer in the file that its official program
+    reads; None: a mapping of ids to answers. read: the questions in its official files; None: only JSON lines.
+    """
+
+    scores: Mapping[str, Callable[[Scored], float]]
+    result: Callable[[Any, str], Mapping[str, Any]] | None = None
+    read: Callable[[Sequence[Any], str], Iterable[Question]] | None = None
+    prompt: str = _SHORT_ANSWER
+
+
+def _mean_score(score: Callable[[str, Question], float]) -> Callable[[Scored], float]:
+    return lambda rows: sum(score(answer, question) for answer, question in rows) / len(rows)
+
+
+def _exact_match(answer: str, question: Question) -> float:
+    return float(answer.strip().lower() in [reference.strip().lower() for reference in question.references])
+
+
+def _mmmu_score(answer: str, question: Question) -> float:
+    if not question.options:
+        return vision.open_answer(answer, question.references)
+    return float(vision.chosen_option(answer, question.options) in question.references)
+
+
+def _caption_score(score: Callable[..., float]) -> Callable[[Scored], float]:
+    def score_captions(rows: Scored) -> float:
+        given = [vision.caption_tokens(answer.rstrip(".")) for answer, _ in rows]
+        return score(given, [[vision.caption_tokens(one) for one in question.references] for _, question in rows])
+
+    return score_captions
+
+
+def _asked(prompt: str, question: str = "") -> list[Message]:
+    return [{"role": "user", "content": prompt.replace("{question}", question)}]
+
+
+def _coco(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+    names = {image["id"]: image["file_name"] for image in files[0]["images"]}
+    captions: dict[Any, list[str]] = {number: [] for number in names}
+    for annotation in files[0]["annotations"]:
+        captions[annotation["image_id"]].append(annotation["caption"])
+    return [Question(number, captions[number], _asked(prompt), [name]) for number, name in names.items()]
+
+
+def _texts(answers: Any) -> list[str]:
+    """Answers, each a text or an object with one, or one alone."""
+    several = answers if isinstance(answers, list) else [answers]
+    return [str(one["answer"] if isinstance(one, Mapping) else one) for one in several]
+
+
+def _vqav2(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+    if isinstance(files[0], list):  # Megatron's
+        return [
+            Question(row["question_id"], _texts(row["answer"]), _asked(prompt, row["question"]), [row["image"]])
+            for row in files[0]
+        ]
+    answers = next((file for file in files if "annotations" in file), None)
+    if answers is None:
+        raise KeyError("annotations")
+    asked: Mapping[str, Any] = next((file for file in files if "questions" in file), {"questions": []})
+    subtype = asked.get("data_subtype", "val2014")
+    given = {row["question_id"]: row for row in asked["questions"]}
+    return [
+        Question(row["question_id"], _texts(row["answers"]))
+        if row["question_id"] not in given
+        else Question(
+            row["question_id"],
+            _texts(row["answers"]),
+            _asked(prompt, given[row["question_id"]]["question"]),
+            [f"COCO_{subtype}_{int(row['image_id']):012d}.jpg"],
+        )
+        for row in answers["annotations"]
+    ]
+
+
+def _textvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+    return [
+        Question(
+            row["question_id"], _texts(row["answers"]), _asked(prompt, row["question"]), [f"{row['image_id']}.jpg"]
+        )
+        for row in files[0]["data"]
+    ]
+
+
+def _chartqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+    return [
+        Question(number, _texts(row["label"]), _asked(prompt, row["query"]), [row["imgname"]])
+        for number, row in enumerate(files[0])
+    ]
+
+
+def _docvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+    return [
+        Question(row["questionId"], _texts(row["answers"]), _asked(prompt, row["question"]), [row["image"]])
+        for row in files[0]["data"]
+    ]
+
+
+_VQA = {
+    "accuracy (official, nine of ten)": _mean_score(lambda answer, one: vision.vqa(answer, one.references)),
+    "accuracy (all ten)": _mean_score(lambda answer, one: vision.vqa(answer, one.references, leave_one_out=False)),
+}
+_RELAXED = _mean_score(lambda answer, one: max(vision.relaxed(answer, reference) for reference in one.references))
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        "vqav2": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _vqav2),
+        "textvqa": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _textvqa),
+        "chartqa": Benchmark({"relaxed accuracy": _RELAXED}, None, _chartqa),
+        "docvqa": Benchmark(
+            {"ANLS": _mean_score(lambda answer, one: vision.anls(answer, one.references))},
+            lambda number, answer: {"questionId": number, "answer": answer},
+            _docvqa,
+        ),
+        "mmmu": Benchmark({"accuracy": _mean_score(_mmmu_score)}),
+        "exact": Benchmark({"accuracy": _mean_score(_exact_match)}),
+        "captions": Benchmark(
+            {
+                "CIDEr": _caption_score(vision.cider),
+                **{f"BLEU-{n}": _caption_score(partial(vision.bleu, longest=n)) for n in (1, 2, 3, 4)},
+                "ROUGE-L": _caption_score(vision.rouge_l),
+            },
+            lambda number, answer: {"image_id": number, "caption": answer},
+            _coco,
+            _CAPTION,
+        ),
+    }
+)
+
+
+def read_questions(task: str, paths: Sequence[str], prompt: str | None = None) -> list[Question]:
+    """The questions of a benchmark, in its official files or as JSON lines. prompt: how one is put, with {question} in it.
+
+    Raises `ConfigError` for files that are neither.
+    """
+    benchmark, where = BENCHMARKS[task], ", ".join(paths)
+    try:
+        texts = [Path(path).read_text(encoding="utf-8") for path in paths]
+        contents = [_official(text) for text in texts]
+        if all(content is None for content in contents):
+            result = [_of_line(json.loads(line)) for text in texts for line in text.splitlines() if line.strip()]
+        elif benchmark.read is None:
+            raise ConfigError(
+                f"{where}: {task} has no official file that is read; give JSON lines with an id and references"
+            )
+        else:
+            result = list(benchmark.read(contents, prompt or benchmark.prompt))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"{where} holds neither JSON lines with an id nor the official format of {task}: {type(error).__name__}: {error}"
+        ) from None
+    if lacking := [question for question in result if not question.references]:
+        raise ConfigError(f'{where}: the line of {lacking[0].number!r} has no "references"')
+    if len({question.number for question in result}) < len(result):
+        raise ConfigError(f"{where} has lines with the id of another; ids must differ")
+    if not result:
+        raise ConfigError(f"{where} has no lines")
+    return result
+
+
+def _official(text: str) -> Any:
+    """The content of a file that is one JSON list or object over all of its lines; None: a file of JSON lines."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    return None if isinstance(content, Mapping) and "id" in content else content
+
+
+def _of_line(row: Mapping[str, Any]) -> Question:
+    references = row.get("references", [])
+    if not isinstance(references, list):
+        raise TypeError("references are no list")
+    return Question(
+        row["id"], list(map(str, references)), row.get("messages", ()), row.get("images", ()), row.get("options") or {}
+    )
+
+
+def scores(task: str, rows: Scored) -> dict[str, float]:
+    """The scores of answers, in percent, by name."""
+    return {name: 100 * score(rows) for name, score in BENCHMARKS[task].scores.items()}
+
+
+def write_results(task: str, rows: Scored, path: Path) -> None:
+    """Write answers as the official program of a benchmark reads them."""
+    line = BENCHMARKS[task].result
+    content: Any = (
+        {question.number: answer for answer, question in rows}
+        if line is None
+        else [line(question.number, answer) for answer, question in rows]
+    )
+    path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
