@@ -19,6 +19,7 @@ from megatron.core.config.stages import stages_of
 from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.multimodal import Use, image_chat_kind
 from megatron.core.models.gpt import GPTModel
+from megatron.evaluation.online import online_evaluation
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.samples import continuations, read_questions
 from megatron.training.entry import entry
@@ -26,7 +27,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
-from megatron.training.trainer import Samples
+from megatron.training.trainer import Evaluate, Samples
 from pretrain_gpt import forward_step, model
 
 SHOWN = 8  # answers in the log of an evaluation
@@ -41,14 +42,28 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
     return build_splits(run.config.data, image_chat_kind(run.config, run.tokenizer, use), samples)
 
 
+def image_prompts(run: Run) -> ImagePrompts:
+    """What writes questions as conversations are written in training."""
+    data = run.config.data
+    return ImagePrompts.of(run.config.model, run.tokenizer, {**asdict(data.multimodal), **asdict(data.chat)})
+
+
+def benchmark(run: Run, path: str) -> tuple[str, Evaluate]:
+    """What --online-evaluation-config asks for."""
+    config = run.config
+    positions, save = config.model.max_position_embeddings, config.checkpoint.save
+    return online_evaluation(
+        path, image_prompts(run), run.tokenizer, positions=positions, seed=config.train.seed, save=save
+    )
+
+
 def samples(run: Run) -> Samples:
     """What answers the questions of --eval-generate, and counts the right answers."""
     train, data = run.config.train, run.config.data
     assert train.eval_generate is not None, "nothing is answered without --eval-generate"
-    settings = {**asdict(data.multimodal), **asdict(data.chat)}
     questions = read_questions(
         train.eval_generate,
-        ImagePrompts.of(run.config.model, run.tokenizer, settings),
+        image_prompts(run),
         data.multimodal.image_folder,
         num_tokens=train.eval_generate_tokens,
         seed=train.seed,
@@ -70,7 +85,7 @@ def samples(run: Run) -> Samples:
 @entry
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)
+    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples, benchmark=benchmark)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from megatron.core.config.flags import ConfigError, refuse
 from megatron.core.config.settings.inference import InferenceConfig
@@ -76,26 +78,51 @@ def read_questions(
     for place, line in enumerate(read_text(path, "--eval-generate").splitlines(), start=1):
         if not line.strip():
             continue
-        try:
+        where = f"--eval-generate {path} line {place}"
+        with _named_errors(where):
             row = json.loads(line)
-            files = [read_bytes(os.path.join(folder, name), written.options) for name in row.get("images", [])]
-            prompts.append(written.write(row["messages"], files))
-            texts.append(str(row["messages"][-1]["content"]))
+            messages, names = row["messages"], row.get("images", [])
+            texts.append(str(messages[-1]["content"]))
             references.append(tuple(map(str, row.get("references", []))))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError, ImageError) as error:
-            raise ConfigError(
-                f"--eval-generate {path} line {place} is no question about images: {type(error).__name__}: {error}"
-            ) from None
-        if len(prompts[-1][0]) + num_tokens > positions:
-            raise ConfigError(
-                f"--eval-generate {path} line {place}: {len(prompts[-1][0])} tokens with images and --eval-generate-tokens {num_tokens} "
-                f"are more than the {positions} positions of the network; shorten the line or ask for fewer"
-            )
+        prompts.append(image_prompt(messages, names, written, folder, where=where, positions=positions - num_tokens))
     if not prompts:
         raise ConfigError(f"--eval-generate {path} has no questions; write one a line")
     ids, images = zip(*prompts, strict=True)
     in_prompts = tuple(one if len(one.images) else None for one in images)
     return Prompts(tuple(texts), ids, num_tokens, Sampling(temperature), seed, in_prompts, tuple(references))
+
+
+def image_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    written: ImagePrompts,
+    folder: str,
+    *,
+    where: str,
+    positions: int,
+) -> tuple[Ids, PromptImages]:
+    """A question about images as ids, and its images. names: of files in a folder. positions: that it may take.
+
+    Raises `ConfigError` that begins with `where` for what cannot be answered.
+    """
+    with _named_errors(where):
+        files = [read_bytes(os.path.join(folder, name), written.options) for name in names]
+        ids, images = written.write(messages, files)
+    if len(ids) > positions:
+        raise ConfigError(
+            f"{where}: its {len(ids)} tokens with images are more than the {positions} positions that the network has beside the "
+            "answer; shorten it or ask for a shorter answer"
+        )
+    return ids, images
+
+
+@contextmanager
+def _named_errors(where: str) -> Iterator[None]:
+    """What makes a line no question becomes a `ConfigError` that names the line."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError, ImageError) as error:
+        raise ConfigError(f"{where} is no question about images: {type(error).__name__}: {error}") from None
 
 
 def read_prompts(

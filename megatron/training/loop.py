@@ -52,7 +52,7 @@ from megatron.training.report.timers import times_scalars, times_text
 from megatron.training.report.writers import Writers
 from megatron.training.run import Run
 from megatron.training.step import train_step
-from megatron.training.trainer import ForwardStep, ModelProvider, Samples, Trainer, build_trainer
+from megatron.training.trainer import Evaluate, ForwardStep, ModelProvider, Samples, Trainer, build_trainer
 
 
 def pretrain(
@@ -62,13 +62,14 @@ def pretrain(
     forward_step: ForwardStep,
     samples: Callable[[Run], Samples] | None = None,
     *,
+    benchmark: Callable[[Run, str], tuple[str, Evaluate]] | None = None,
     data_of: Callable[[Trainer], Data] | None = None,
 ) -> None:
     """Train, evaluate, save and report as the config says.
 
     datasets(run, (train, valid, test) samples) -> three datasets; model(run, stage) -> one stage of the network;
     forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
-    networks that can. data_of(trainer): the data, where they are not read from datasets.
+    networks that can. benchmark(run, file): what --online-evaluation-config asks for, of networks that can. data_of(trainer): the data, where they are not read from datasets.
     """
     with own_save_folder(run) as lock, record_run(run), HangDetector(run), with_location(run):
         demand_no_leak(run)
@@ -79,6 +80,12 @@ def pretrain(
                     "--eval-generate: this script gives pretrain() nothing that continues text; leave it out"
                 )
             trainer.samples = samples(run)
+        if (file := run.config.data.multimodal.online_evaluation_config) is not None:
+            if benchmark is None:
+                raise ConfigError(
+                    "--online-evaluation-config: this script answers no questions about images; leave it out"
+                )
+            trainer.benchmark = benchmark(run, file)
         compiler = Compiler(trainer) if run.config.compilation.compile else None
         recordings = CapturedGraphs(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
         checkpoint = Checkpoint(trainer, lock=lock)
@@ -321,15 +328,22 @@ class Session:
             self._save_if_due(watch)
 
     def _show_samples(self) -> None:
-        """What the network says after the prompts of --eval-generate."""
-        if self.trainer.samples is not None:
+        """What the network says after the prompts of --eval-generate, and its scores of --online-evaluation-config."""
+        trainer, iteration = self.trainer, self.trainer.progress.iteration
+        if trainer.samples is not None or trainer.benchmark is not None:
             paused = time.perf_counter()
             with (
                 evaluation_mode(self.trainer),
                 torch.compiler.set_stance("force_eager") if isinstance(self.layers, Compiler) else nullcontext(),
             ):
-                samples = self.trainer.samples(self.trainer.stages)
-            self.writers.samples(samples, iteration=self.trainer.progress.iteration)
+                if trainer.samples is not None:
+                    self.writers.samples(trainer.samples(trainer.stages), iteration=iteration)
+                if trainer.benchmark is not None:
+                    task, evaluate = trainer.benchmark
+                    scores = evaluate(trainer.stages, iteration)
+                    listed = " | ".join(f"{name}: {score:.2f}" for name, score in scores.items())
+                    self.trainer.run.say(f" {task} at iteration {iteration} | {listed} |")
+                    self.writers.scores(task, scores, iteration=iteration)
             self.since += time.perf_counter() - paused
 
     def _save_if_due(self, watch: ExitConditions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,13 +40,15 @@ ModelProvider = Callable[[Run, StageSpec], Network]
 ForwardStep = Callable[[Run, Iterator[Batch], Any], tuple[Any, LossFunction]]
 # this rank's stages -> prompts with what the network says after them, on every rank
 Samples = Callable[[Sequence[Any]], list[tuple[str, str]]]
+# (this rank's stages, iteration) -> scores of a benchmark by name, on every rank
+Evaluate = Callable[[Sequence[Any], int], Mapping[str, float]]
 
 
 @dataclass(slots=True)
 class Trainer:
     """What a step works on. stages, parallels: this rank's chunks in order. schedule: None in a run that only evaluates.
 
-    samples: what --eval-generate asks for. hooks: what takes part in each step.
+    samples: what --eval-generate asks for. benchmark: name and scores of --online-evaluation-config. hooks: what takes part in each step.
     """
 
     run: Run
@@ -61,6 +63,7 @@ class Trainer:
     loss_names: tuple[str, ...] | None = None
     note_names: tuple[str, ...] | None = None
     samples: Samples | None = None
+    benchmark: tuple[str, Evaluate] | None = None
     hooks: list[StepHooks] = field(default_factory=list)
 
     def __post_init__(self) -> None:

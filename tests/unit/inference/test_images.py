@@ -189,5 +189,5 @@ def test_answers_during_training_are_counted(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"line 1 is no question about images.*{reason}"):
             read_questions(str(path), written, None, **limits)
     path.write_text(json.dumps(row))
-    with pytest.raises(ConfigError, match="more than the 7 positions"):
+    with pytest.raises(ConfigError, match="more than the 3 positions"):
         read_questions(str(path), written, None, **{**limits, "positions": 7})

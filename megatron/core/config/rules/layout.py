@@ -186,9 +186,13 @@ def _fully_sharded(s: Setting) -> str:
         for name, why in reasons.items()
         if getattr(parallel, name) not in (False, None)
     ]
-    if s.run.train.eval_generate is not None:
+    writing = {
+        "--eval-generate": s.run.train.eval_generate,
+        "--online-evaluation-config": s.run.data.multimodal.online_evaluation_config,
+    }
+    for name in (name for name, file in writing.items() if file is not None):
         problems.append(
-            "--eval-generate lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
+            f"{name} lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
             "or --use-torch-fsdp2"
         )
     if parallel.splits_backward:

@@ -115,13 +115,20 @@ def _number_format(s: Setting) -> str:
 
 def _generated_samples(s: Setting) -> str:
     train, problems = s.run.train, []
+    online = s.run.data.multimodal.online_evaluation_config
+    if online is not None and s.run.parallel.context_parallel_size > 1:
+        problems.append(
+            f"--online-evaluation-config: answers are generated without --context-parallel-size {s.run.parallel.context_parallel_size}; "
+            "leave one out"
+        )
     if train.eval_generate is None:
         given = [
             spelling(name)
             for name, usual in (("eval_generate_tokens", 64), ("eval_generate_temperature", 0.0))
             if getattr(train, name) != usual
         ]
-        return f"{', '.join(given)}: for --eval-generate only; give it a file of prompts" if given else ""
+        problems += [f"{', '.join(given)}: for --eval-generate only; give it a file of prompts"] if given else []
+        return "\n  ".join(problems)
     if s.run.model.architecture != "gpt":
         problems.append("--eval-generate: text is continued by a GPT only; leave it out")
     if s.run.parallel.context_parallel_size > 1:

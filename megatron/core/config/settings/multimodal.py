@@ -43,3 +43,9 @@ class MultimodalConfig:
         50_000_000, "images with more pixels are left out, before they are unpacked", role="training"
     )
     max_image_bytes: int = flag(50_000_000, "files of images with more bytes are left out", role="training")
+    online_evaluation_config: str | None = flag(
+        None,
+        "YAML file of a benchmark whose questions are answered and scored at every evaluation: its task, gt_path, input_image_path, "
+        "num_samples_per_partition, out_seq_length",
+        role="free",
+    )

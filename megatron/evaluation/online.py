@@ -1,0 +1,141 @@
+"""A benchmark that a language model that sees answers at every evaluation of its training: the YAML file of --online-evaluation-config.
+
+    task: TextVQA
+    gt_path: TextVQA_0.5.1_val.json       official files, or JSON lines (`benchmarks.py`)
+    input_image_path: train_images
+    num_samples_per_partition: 200        the first 200 questions; left out: all
+    out_seq_length: 16
+
+Keys and names of tasks are those of Megatron's example. The answers are written to output_path in the format of the official program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.base import Tokenizer, read_text
+from megatron.evaluation.benchmarks import BENCHMARKS, Question, read_questions, scores, write_results
+from megatron.inference.image_prompts import ImagePrompts
+from megatron.inference.samples import Prompts, continuations, image_prompt
+from megatron.inference.sampling import Sampling
+
+_TASKS = {
+    "captioning": "captions",
+    "spdocvqa": "docvqa",
+}  # Megatron's name -> ours, where they differ by more than case
+_FLAG = "--online-evaluation-config"
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineEvaluation:
+    """The content of the file. gt_path: a path, or several. prompt: how a question is put; None: as the benchmark does.
+
+    temperature is 0 unless given (in Megatron 1): the likeliest answer is scored.
+    """
+
+    task: str
+    gt_path: str | list[str]
+    input_image_path: str = ""
+    output_path: str | None = None
+    temperature: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    out_seq_length: int = 32
+    num_partitions: int = 1
+    partition_id: int = 0
+    num_samples_per_partition: int = 0
+    prompt: str | None = None
+
+    @staticmethod
+    def read(path: str) -> OnlineEvaluation:
+        """The file of a flag. Raises `ConfigError` that names what is wrong in it."""
+        try:
+            content = yaml.safe_load(read_text(path, _FLAG))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{_FLAG} {path} is no YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{_FLAG} {path} holds no mapping")
+        known = {field.name: field for field in fields(OnlineEvaluation)}
+        if strange := [str(key) for key in content if key not in known]:
+            raise ConfigError(f"{_FLAG} {path}: {', '.join(strange)} is not known; keys are {', '.join(known)}")
+        if lacking := [key for key in ("task", "gt_path") if not content.get(key)]:
+            raise ConfigError(f"{_FLAG} {path} lacks {' and '.join(lacking)}")
+        task = str(content["task"]).lower()
+        task = _TASKS.get(task, task)
+        if task not in BENCHMARKS:
+            names = ", ".join([*BENCHMARKS, *_TASKS])
+            raise ConfigError(f"{_FLAG} {path}: the task {content['task']} is not known; tasks are {names}")
+        result = OnlineEvaluation(**{**content, "task": task})
+        result._check(path)
+        return result
+
+    def _check(self, path: str) -> None:
+        whole = ("top_k", "out_seq_length", "num_partitions", "partition_id", "num_samples_per_partition")
+        least = {"out_seq_length": 1, "num_partitions": 1}
+        problems = [
+            f"{name} {getattr(self, name)!r} is no whole number from {least.get(name, 0)} on"
+            for name in whole
+            if type(getattr(self, name)) is not int or getattr(self, name) < least.get(name, 0)
+        ]
+        problems += [
+            f"{name} {getattr(self, name)!r} is no number"
+            for name in ("temperature", "top_p")
+            if type(getattr(self, name)) not in (int, float)
+        ]
+        if problems:
+            raise ConfigError("\n".join(f"{_FLAG} {path}: {problem}" for problem in problems))
+
+    def questions(self) -> list[Question]:
+        """The questions that are asked."""
+        paths = [self.gt_path] if isinstance(self.gt_path, str) else list(self.gt_path)
+        every = read_questions(self.task, paths, self.prompt)
+        if any(not question.messages for question in every):
+            raise ConfigError(f"{', '.join(paths)} holds answers without questions; give the file of questions too")
+        size = self.num_samples_per_partition or -(-len(every) // self.num_partitions)
+        chosen = every[self.partition_id * size :][:size]
+        if not chosen:
+            raise ConfigError(f"partition {self.partition_id} of {len(every)} questions is empty")
+        return chosen
+
+
+def online_evaluation(
+    path: str, written: ImagePrompts, tokenizer: Tokenizer, *, positions: int, seed: int, save: str | None
+) -> tuple[str, Callable[[Sequence[Any], int], dict[str, float]]]:
+    """The name of a file's task, and what answers its questions and scores them: (this rank's stages, iteration) -> scores in percent.
+
+    written: writes prompts. positions: of the network. save: folder whose online_eval the answers go to, where the file names none.
+    """
+    config = OnlineEvaluation.read(path)
+    asked = config.questions()
+    room = positions - config.out_seq_length
+    prompts_written = [
+        image_prompt(
+            one.messages,
+            one.images,
+            written,
+            config.input_image_path,
+            where=f"{_FLAG} {path}, question {one.number!r}",
+            positions=room,
+        )
+        for one in asked
+    ]
+    ids, images = zip(*prompts_written, strict=True)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    prompts = Prompts(("",) * len(ids), ids, config.out_seq_length, sampling, seed, images=images)
+    folder = config.output_path or (None if save is None else str(Path(save) / "online_eval"))
+
+    def evaluate(stages: Sequence[Any], iteration: int) -> dict[str, float]:
+        answers = [answer.strip() for answer in continuations(stages, tokenizer, prompts)]
+        rows = list(zip(answers, asked, strict=True))
+        if folder is not None and stages[0].build.mesh.world.is_first:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_results(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
+        return scores(config.task, rows)
+
+    return config.task, evaluate
