@@ -101,9 +101,9 @@ def _vqav2(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     answers = next((file for file in files if "annotations" in file), None)
     if answers is None:
         raise KeyError("annotations")
-    asked: Mapping[str, Any] = next((file for file in files if "questions" in file), {"questions": []})
-    subtype = asked.get("data_subtype", "val2014")
-    given = {row["question_id"]: row for row in asked["questions"]}
+    inquiries: Mapping[str, Any] = next((file for file in files if "questions" in file), {"questions": []})
+    subtype = inquiries.get("data_subtype", "val2014")
+    given = {row["question_id"]: row for row in inquiries["questions"]}
     return [
         Question(row["question_id"], _texts(row["answers"]))
         if row["question_id"] not in given
@@ -192,13 +192,17 @@ def read_questions(task: str, paths: Sequence[str], prompt: str | None = None) -
         raise ConfigError(
             f"{where} holds neither JSON lines with an id nor the official format of {task}: {type(error).__name__}: {error}"
         ) from None
-    if lacking := [question for question in result if not question.references]:
-        raise ConfigError(f'{where}: the line of {lacking[0].number!r} has no "references"')
-    if len({question.number for question in result}) < len(result):
-        raise ConfigError(f"{where} has lines with the id of another; ids must differ")
-    if not result:
-        raise ConfigError(f"{where} has no lines")
+    _check_questions(result, where)
     return result
+
+
+def _check_questions(questions: Sequence[Question], where: str) -> None:
+    if lacking := [question for question in questions if not question.references]:
+        raise ConfigError(f'{where}: the line of {lacking[0].number!r} has no "references"')
+    if len({question.number for question in questions}) < len(questions):
+        raise ConfigError(f"{where} has lines with the id of another; ids must differ")
+    if not questions:
+        raise ConfigError(f"{where} has no lines")
 
 
 def _official(text: str) -> Any:

@@ -112,7 +112,7 @@ def online_evaluation(
     written: writes prompts. positions: of the network. save: folder whose online_eval the answers go to, where the file names none.
     """
     config = OnlineEvaluation.read(path)
-    asked = config.questions()
+    questions = config.questions()
     room = positions - config.out_seq_length
     prompts_written = [
         image_prompt(
@@ -123,7 +123,7 @@ def online_evaluation(
             where=f"{_FLAG} {path}, question {one.number!r}",
             positions=room,
         )
-        for one in asked
+        for one in questions
     ]
     ids, images = zip(*prompts_written, strict=True)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
@@ -132,7 +132,7 @@ def online_evaluation(
 
     def evaluate(stages: Sequence[Any], iteration: int) -> dict[str, float]:
         answers = [answer.strip() for answer in continuations(stages, tokenizer, prompts)]
-        rows = list(zip(answers, asked, strict=True))
+        rows = list(zip(answers, questions, strict=True))
         if folder is not None and stages[0].build.mesh.world.is_first:
             Path(folder).mkdir(parents=True, exist_ok=True)
             write_results(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
