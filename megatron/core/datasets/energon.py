@@ -6,8 +6,9 @@
                     dataset.yaml     kind of sample, and its fields
 
 Nothing of a tar is read here. A prefix names a part of a folder, and some of its samples where not all are meant: FOLDER:train[0:500].
-Weights are shares of samples; `blend_epochized` with its repetitions is each part so many times. Code in a folder (sample loaders)
-is not run.
+Weights are shares of samples; `blend_epochized` with its repetitions is each part so many times. `join` gives samples the fields of those
+with the same key in other folders, which a prefix names behind its own: FOLDER:train|error:OTHER:train|=VQASample. Code (sample loaders,
+joiners of one's own) is not run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import isfinite
 from typing import Any
@@ -29,34 +30,43 @@ from megatron.core.datasets.storage import DataError
 META = ".nv-meta"
 _PARTS = {"train": "train", "valid": "val", "test": "test"}  # our splits -> Energon's parts
 _PREFIX = re.compile(r"(?P<folder>.+):(?P<part>[^:/\[\]]+)(?:\[(?P<start>\d+):(?P<stop>\d+)\])?")
-_UNSERVED = ("dataset_config", "split_config", "aux", "join")
+_UNSERVED = ("dataset_config", "split_config", "aux")
+_NONMATCH = ("error", "skip", "none")  # what becomes of a sample that another folder of a join lacks
 _DEEPEST = 16  # YAML files that name each other
 
 
 @dataclass(frozen=True, slots=True)
 class EnergonPart:
-    """Samples [start, stop) of a part of a folder; stop None: to the end."""
+    """Samples [start, stop) of a part of a folder; stop None: to the end.
+
+    joined: (nonmatch, prefix) of the parts that give them more fields. kind: the kind of sample that results.
+    """
 
     folder: str
     part: str
     start: int = 0
     stop: int | None = None
+    joined: tuple[tuple[str, str], ...] = ()
+    kind: str = ""
 
     @property
     def prefix(self) -> str:
         """As it stands among the prefixes of a blend."""
-        return f"{self.folder}:{self.part}" + ("" if self.stop is None else f"[{self.start}:{self.stop}]")
+        own = f"{self.folder}:{self.part}" + ("" if self.stop is None else f"[{self.start}:{self.stop}]")
+        return "|".join([own, *map(":".join, self.joined), *([f"={self.kind}"] if self.joined else [])])
 
     @staticmethod
     def read(prefix: str) -> EnergonPart | None:
         """The part that a prefix names; None if it is the name of something else."""
-        match = _PREFIX.fullmatch(prefix)
+        own, *others = prefix.split("|")
+        match = _PREFIX.fullmatch(own)
         if match is None or not os.path.isdir(os.path.join(match["folder"], META)):
             return None
         stop = match["stop"]
-        return EnergonPart(
-            match["folder"], match["part"], int(match["start"] or 0), None if stop is None else int(stop)
-        )
+        last = None if stop is None else int(stop)
+        joined = tuple((nonmatch, other) for nonmatch, _, other in (each.partition(":") for each in others[:-1]))
+        kind = others[-1].removeprefix("=") if others else ""
+        return EnergonPart(match["folder"], match["part"], int(match["start"] or 0), last, joined, kind)
 
     @property
     def shards(self) -> list[tuple[str, int]]:
@@ -97,7 +107,9 @@ class EnergonPart:
         start, stop = (_place(end, last - first, where) for end in ends)
         if not 0 <= start < stop <= last - first:
             raise DataError(f"{where}: the range {ends} leaves nothing of {last - first} samples, or is beyond them")
-        return EnergonPart(self.folder, self.part, first + start, first + stop)
+        if any(nonmatch == "skip" for nonmatch, _ in self.joined):
+            raise DataError(f"{where}: a subset of a join that skips samples has no known beginning; leave one out")
+        return replace(self, start=first + start, stop=first + stop)
 
     def __len__(self) -> int:
         """The number of samples, as .info.json says."""
@@ -133,6 +145,8 @@ def _reference(node: Mapping[str, Any], base: str, part: str, where: str, depth:
     unserved = [key for key in _UNSERVED if node.get(key)]
     if unserved:
         raise DataError(f"{where}: {', '.join(unserved)} is not read; write what it yields into a folder of its own")
+    if node.get("join"):
+        return _join(node, base, part, where)
     if not isinstance(node.get("path"), str):
         raise DataError(f"{where}: a data set without a path")
     path, part = os.path.join(base, node["path"]), str(node.get("split_part") or part)
@@ -168,6 +182,35 @@ def _file(path: str, part: str, depth: int) -> EnergonBlend | None:
     return _reference(node, base, part, where, depth)
 
 
+def _join(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonBlend:
+    """Samples with the fields of those with the same key in other folders, as Energon's own joiner makes them."""
+    joiner, nodes = node.get("joiner"), node["join"]
+    own = isinstance(joiner, Mapping) and joiner.get("__module__") == "megatron.energon"
+    if not own or not isinstance(nodes, list):
+        raise DataError(
+            f"{where}: a join whose joiner is code of its own is not run; what is read is a list of folders with a kind of sample of "
+            "megatron.energon as joiner"
+        )
+    parts: list[tuple[str, EnergonPart]] = []
+    for each in _listed(nodes, where):
+        chosen = each.get("split_part") or node.get("split_part") or part
+        inner = _reference({**each, "split_part": chosen}, base, part, where, 1)
+        first = None if inner is None or len(inner.prefixes) != 1 else EnergonPart.read(inner.prefixes[0])
+        nonmatch = str(each.get("nonmatch", "error"))
+        if first is None or nonmatch not in _NONMATCH or each.get("subset"):
+            raise DataError(
+                f"{where}: folders are joined whole, with a nonmatch of {', '.join(_NONMATCH)}, not {each!r}"
+            )
+        parts.append((nonmatch, first))
+    (nonmatch, primary), *others = parts
+    if nonmatch != "error":
+        raise DataError(f"{where}: the first folder of a join has the nonmatch error, not {nonmatch}")
+    assert isinstance(joiner, Mapping), "checked above"
+    joined = tuple((how, other.prefix) for how, other in others)
+    whole = replace(primary, joined=joined, kind=str(joiner.get("__class__", "")))
+    return _limited(EnergonBlend((whole.prefix,), None), node.get("subset"), where) or EnergonBlend((), None)
+
+
 def _joined(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
     """A list of data sets with weights, or, repeated, with repetitions."""
     prefixes: list[str] = []
@@ -196,7 +239,7 @@ def _share(node: Mapping[str, Any], key: str, where: str) -> float:
     """The weight of a data set, or its repetitions."""
     number = node.get(key, 1)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and isfinite(number)):
-        raise DataError(f"{where}: {node['path']} has the {key} {number!r}; it is above 0")
+        raise DataError(f"{where}: {node.get('path', 'a join')} has the {key} {number!r}; it is above 0")
     return float(number)
 
 
@@ -204,7 +247,7 @@ def _times(prefix: str, repetitions: float) -> list[str]:
     part = EnergonPart.read(prefix)
     assert part is not None, "the parts of a blend are parts"
     whole, rest = int(repetitions), round((repetitions % 1) * len(part))
-    last = EnergonPart(part.folder, part.part, part.start, part.start + rest)
+    last = replace(part, stop=part.start + rest)
     return [prefix] * whole + ([last.prefix] if rest else [])
 
 

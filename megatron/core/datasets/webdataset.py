@@ -12,8 +12,8 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.datasets.energon import META, EnergonPart, of_range
@@ -82,6 +82,7 @@ def tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
 def energon_rows(part: EnergonPart) -> Iterator[dict[str, Any] | str]:
     """Each sample of a part as a row of LLaVA's JSON, or what is wrong with it, which leaves it out."""
     convert = _converter(part)
+    others = [(nonmatch, _secondary(prefix)) for nonmatch, prefix in part.joined]
     shards, excluded = part.shards, part.excluded
     for (shard, count), requested in zip(
         shards, of_range([count for _, count in shards], part.start, part.stop), strict=True
@@ -91,7 +92,9 @@ def energon_rows(part: EnergonPart) -> Iterator[dict[str, Any] | str]:
         path, number = os.path.join(part.folder, shard), 0
         for sample in tar_samples(part.folder, shard):
             if number in requested and f"{shard}/{sample.key}" not in excluded:
-                yield _row(path, sample, convert)
+                joined = [_partner(sample, nonmatch, other) for nonmatch, other in others]
+                if all(partner is not None for partner in joined):
+                    yield _row(path, sample, convert, [partner for partner in joined if partner])
             number += 1
         if number != count:
             raise DataError(
@@ -106,13 +109,66 @@ def identity(part: EnergonPart) -> dict[str, Any]:
         "part": part.prefix,
         "dataset": json.dumps(part.description, sort_keys=True, default=str),
         "excluded": sorted(part.excluded),
+        "joined": [identity(other) for _, prefix in part.joined if (other := EnergonPart.read(prefix)) is not None],
         "shards": {shard: [state.st_size, state.st_mtime_ns] for shard, state in states.items()},
     }
 
 
-def _row(path: str, sample: TarSample, convert: Callable[[_Access], dict[str, Any]]) -> dict[str, Any] | str:
+@dataclass(frozen=True, slots=True)
+class _Secondary:
+    """A folder that gives fields to the samples of another with the same keys. samples: by key, with their tars."""
+
+    part: EnergonPart
+    fields: Mapping[str, str]
+    samples: Mapping[str, TarSample]
+
+    def values(self, sample: TarSample) -> dict[str, Any]:
+        """The fields of a sample, images with the whole names of their tars."""
+        folder = os.path.abspath(self.part.folder)
+        access = _Access(os.path.join(folder, sample.shard), sample)
+        given = {field: access(where) for field, where in self.fields.items()}
+        return {
+            field: replace(value, name=os.path.join(folder, value.name)) if isinstance(value, Member) else value
+            for field, value in given.items()
+        }
+
+
+def _secondary(prefix: str) -> _Secondary:
+    part = EnergonPart.read(prefix)
+    if part is None:
+        raise DataError(f"{prefix} is no part of a folder with {META}")
+    samples: dict[str, TarSample] = {}
+    for shard, _ in part.shards:
+        for sample in tar_samples(part.folder, shard):
+            if f"{shard}/{sample.key}" in part.excluded:
+                continue
+            if sample.key in samples:
+                raise DataError(f"{part.folder} holds the key {sample.key} twice, and cannot be joined")
+            samples[sample.key] = sample
+    return _Secondary(part, _field_map(part), samples)
+
+
+def _partner(sample: TarSample, nonmatch: str, other: _Secondary) -> tuple[()] | tuple[_Secondary, TarSample] | None:
+    """The sample of another folder with the same key. Without one: nothing if that is allowed; None if the sample is skipped."""
+    partner = other.samples.get(sample.key)
+    if partner is not None:
+        return other, partner
+    if nonmatch == "error":
+        raise DataError(f"{other.part.folder} has no sample {sample.key}, and nonmatch is error; choose skip or none")
+    return () if nonmatch == "none" else None
+
+
+def _row(
+    path: str,
+    sample: TarSample,
+    convert: Callable[[_Access, Fields], dict[str, Any]],
+    partners: Sequence[tuple[_Secondary, TarSample]],
+) -> dict[str, Any] | str:
     try:
-        return convert(_Access(path, sample))
+        more: dict[str, Any] = {}
+        for other, partner in partners:
+            more |= other.values(partner)
+        return convert(_Access(path, sample), more)
     except (DataError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         message = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         return f"{sample.shard}/{sample.key}: {message}"
@@ -160,6 +216,21 @@ class _Access:
             file.seek(member.offset)
             return file.read(member.size)
 
+    def sequence(self, path: str) -> list[Any]:
+        """Images and texts in turn: a JSON list of texts and of names of members, or of objects with a type (text, image) and a value."""
+        items = self(path)
+        if not isinstance(items, list):
+            raise DataError("a sequence is a list of texts and of names of images")
+        images = {name: member for name, member in self.sample.members.items() if member.kind in _IMAGES}
+        result: list[Any] = []
+        for item in items:
+            kind, value = (item.get("type"), item.get("value")) if isinstance(item, Mapping) else (None, item)
+            member = images.get(str(value).lower())
+            if kind == "image" and member is None:
+                raise DataError(f"it has no image {value}; it has {', '.join(images)}")
+            result.append(_text(value) if member is None or kind == "text" else member)
+        return result
+
     def images(self) -> list[str]:
         """All images, in order."""
         return [member.name for member in self.sample.members.values() if member.kind in _IMAGES]
@@ -204,6 +275,21 @@ def _turns(fields: Fields) -> dict[str, Any]:
     return {"image": [_image(image) for image in images], "conversations": fields["texts"]}
 
 
+def _interleaved(fields: Fields) -> dict[str, Any]:
+    """Images and texts in turn: each text is an answer, before which the images since the last one are shown."""
+    turns: list[dict[str, str]] = []
+    images: list[str] = []
+    marks = ""  # of images since the last text
+    for item in fields["sequence"]:
+        if isinstance(item, Member):
+            images.append(item.name)
+            marks += IMAGE
+        else:
+            turns += [{"from": "human", "value": marks}, {"from": "gpt", "value": _text(item)}]
+            marks = ""
+    return {"image": images[: len(images) - marks.count(IMAGE)], "conversations": turns}
+
+
 # What each kind of sample must have, may have, and says. Kinds whose images are tensors of a script's own making are not here.
 _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]] = {
     "Captioning": (("image", "caption"), lambda fields: _pair(fields, "", _text(fields["caption"]))),
@@ -214,10 +300,11 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]]
     ),
     "MultiChoiceVQA": (("image", "context", "choices", "correct_choice_idx"), _choice),
     "SimilarityInterleaved": (("images", "texts"), _turns),
+    "Interleaved": (("sequence",), _interleaved),
 }
 
 
-def _crude(access: _Access) -> dict[str, Any]:
+def _crude(access: _Access, more: Fields) -> dict[str, Any]:
     """A sample without a field map: turns in its JSON, or a text, which is the caption."""
     images = access.images()
     for name in access.sample.members:
@@ -230,24 +317,42 @@ def _crude(access: _Access) -> dict[str, Any]:
     raise DataError("it has no conversations and no text")
 
 
-def _converter(part: EnergonPart) -> Callable[[_Access], dict[str, Any]]:
-    """From a sample to a row, as dataset.yaml says."""
-    content, where = part.description, f"{part.folder}/{META}/dataset.yaml"
-    kind = content.get("sample_type", content)
-    name = re.sub(r"(Sample|Webdataset)$", "", str(kind.get("__class__", "") if isinstance(kind, Mapping) else kind))
+def _field_map(part: EnergonPart) -> dict[str, str]:
+    """Where the fields of samples are, as dataset.yaml says; `DataError` where code would say it."""
+    content = part.description
     if content.get("sample_loader"):
-        raise DataError(f"{where} names a sample_loader, code that is not run; give a field_map")
-    if name == "Crude":
+        raise DataError(
+            f"{part.folder}/{META}/dataset.yaml names a sample_loader, code that is not run; give a field_map, whose paths such as "
+            "json[0][value] reach into JSON, or write samples with conversations as CrudeWebdataset"
+        )
+    fields = content.get("field_map")
+    return (
+        {name: where for name, where in fields.items() if isinstance(where, str)} if isinstance(fields, Mapping) else {}
+    )
+
+
+def _converter(part: EnergonPart) -> Callable[[_Access, Fields], dict[str, Any]]:
+    """From a sample and the fields that a join adds to a row, as dataset.yaml says."""
+    content, where = part.description, f"{part.folder}/{META}/dataset.yaml"
+    kind = part.kind or content.get("sample_type", content)
+    name = re.sub(r"(Sample|Webdataset)$", "", str(kind.get("__class__", "") if isinstance(kind, Mapping) else kind))
+    known = _field_map(part)
+    if name == "Crude" and not part.joined:
         return _crude
     if name not in _KINDS:
         raise DataError(f"{where}: samples of the kind {name!r} are not read; kinds are {', '.join(_KINDS)}, Crude")
     needed, convert = _KINDS[name]
-    fields = content.get("field_map")
-    if not isinstance(fields, Mapping) or not all(isinstance(fields.get(field), str) for field in needed):
+    if not part.joined and not known.keys() >= set(needed):
         raise DataError(f"{where}: a field_map with {', '.join(needed)} is needed for {name}")
-    known = {field: path for field, path in fields.items() if isinstance(path, str)}
 
-    def values(access: _Access) -> dict[str, Any]:
-        return {field: access(path) for field, path in known.items() if field in needed or field == "answer_weights"}
+    def values(access: _Access, more: Fields) -> dict[str, Any]:
+        result = {
+            field: access.sequence(path) if field == "sequence" else access(path)
+            for field, path in known.items()
+            if field not in more and (field in needed or field == "answer_weights")
+        } | dict(more)
+        if lacking := [field for field in needed if field not in result]:
+            raise DataError(f"it has no {', '.join(lacking)}")
+        return result
 
-    return lambda access: convert(values(access))
+    return lambda access, more: convert(values(access, more))

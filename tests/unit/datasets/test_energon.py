@@ -56,6 +56,9 @@ def folder(path: Path, shards: list[list[dict[str, bytes]]], description: Any = 
     return path
 
 
+JOINER = {"__module__": "megatron.energon", "__class__": "OCRSample"}
+
+
 def captions(*names: str) -> list[dict[str, bytes]]:
     return [
         {"png": content(picture(20 + len(name), 30)), "json": json.dumps({"caption": name}).encode()} for name in names
@@ -130,6 +133,11 @@ KINDS: dict[str, tuple[dict[str, str], dict[str, Any], list[str]]] = {
         {"json": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "yes"}]},
         ["<image>?", "yes"],
     ),
+    "InterleavedSample": (
+        {"sequence": "json"},
+        {"json": ["first", "png", {"type": "image", "value": "png"}, {"type": "text", "value": "both"}, "png"]},
+        ["", "first", "<image><image>", "both"],
+    ),
     "CrudeWebdataset": (
         {},
         {"json": {"conversations": [{"from": "human", "value": "<image>!"}, {"from": "gpt", "value": "no"}]}},
@@ -180,6 +188,44 @@ def test_a_blend_is_that_of_its_yaml_file_with_the_weights_of_files_inside_multi
     assert planned(str(old)) == [("a:train", None)]
 
 
+def joined(path: Path, nonmatch: str, **more: Any) -> str:
+    """A YAML file that joins pictures with the transcripts of another folder, which lacks that of the second."""
+    pictures = [{"png": content(picture(20 + number, 30))} for number in range(3)]
+    texts = [{"txt": b"zero"}, {"md": b"of no field"}, {"txt": b"two"}]
+    image = {
+        "sample_type": {"__module__": "megatron.energon", "__class__": "ImageSample"},
+        "field_map": {"image": "png"},
+    }
+    text = {"sample_type": {"__module__": "megatron.energon", "__class__": "TextSample"}, "field_map": {"text": "txt"}}
+    folder(path / "pictures", [pictures[:2], pictures[2:]], image)
+    folder(path / "texts", [texts], text, train=["s-0.tar"], exclude=["s-0.tar/0001"])
+    nodes = [{"path": "pictures"}, {"path": "texts", "nonmatch": nonmatch}]
+    return blend(path / "join.yaml", train={"join": nodes, "joiner": JOINER, **more})
+
+
+def test_a_join_gives_samples_the_fields_of_those_with_the_same_key(tmp_path: Path) -> None:
+    assert seen(joined(tmp_path, "skip")) == ["####two", "####zero"]  # in the plain format questions are left out
+    (prefix,) = plan_splits(DataConfig(data_path=(str(tmp_path / "join.yaml"),)))[0].blend.prefixes  # type: ignore[union-attr]
+    part = EnergonPart.read(prefix)
+    assert part is not None and part.prefix == prefix and part.kind == "OCRSample"
+    first, last = rows(part)
+    assert first["conversations"][1]["value"] == "zero" and first["image"].endswith("0000.png")
+    assert "s-1.tar@" in last["image"]
+
+
+def test_a_sample_that_a_join_lacks_is_refused_skipped_or_left_out_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(DataError, match="has no sample 0001, and nonmatch is error"):
+        seen(joined(tmp_path / "error", "error"))
+    with caplog.at_level(logging.WARNING, "megatron"):
+        assert seen(joined(tmp_path / "none", "none")) == ["####two", "####zero"]
+    assert "1 of 3 rows are left out" in caplog.text and "0001: it has no text" in caplog.text
+    with pytest.raises(ConfigError, match="a subset of a join that skips samples"):
+        seen(joined(tmp_path / "subset", "skip", subset={"range": [0, 1]}))
+    assert seen(joined(tmp_path / "first", "none", subset={"range": [0, 1]})) == ["####zero"]
+
+
 def test_samples_of_a_blend_come_in_the_shares_of_its_weights_wherever_it_is_read(tmp_path: Path) -> None:
     for name in "ab":
         folder(tmp_path / name, [captions(*(name * 20 + str(number) for number in range(5)))])
@@ -198,7 +244,13 @@ def test_samples_of_a_blend_come_in_the_shares_of_its_weights_wherever_it_is_rea
         ({"blend": [{"path": "a", "weight": 0}]}, "it is above 0"),
         ({"blend": [{"path": "none"}]}, "is no folder with .nv-meta"),
         ({"blend": [{"path": "self.yaml"}]}, "name each other"),
-        ({"join": {"x": {"path": "a"}}}, "join is not read"),
+        ({"join": {"x": {"path": "a"}}}, "a join whose joiner is code of its own is not run"),
+        ({"join": [{"path": "a"}], "joiner": {"__module__": "mine", "__class__": "VQASample"}}, "is not run"),
+        (
+            {"join": [{"path": "a", "nonmatch": "skip"}], "joiner": JOINER},
+            "first folder of a join has the nonmatch error",
+        ),
+        ({"join": [{"path": "a"}, {"path": "a", "nonmatch": "?"}], "joiner": JOINER}, "with a nonmatch of error, skip"),
         ({"path": "a", "split_part": "dev"}, "has no part 'dev'; it has test, train, val"),
         ({"path": "a", "subset": {"range": [1, 9]}}, "leaves nothing of 1 samples"),
     ],
