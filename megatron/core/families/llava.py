@@ -208,12 +208,7 @@ def _settings_of_config(
     config: Mapping[str, Any], *, decoders: Decoders, shape: Shape
 ) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
-    text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
-    if shape.layer is None:
-        vocabulary = {"vocab_size": text["vocab_size"]} if "vocab_size" in text else {}
-        text = {**{name: value for name, value in text.items() if name not in _SAYS_NOTHING}, **vocabulary}
-        vision = {name: value for name, value in vision.items() if name not in _SAYS_NOTHING}
-        text = {"rms_norm_eps": 1e-5, **text, "tie_word_embeddings": config.get("tie_word_embeddings") or False}
+    text, vision = _parts(keys, config, shape)
     settings, problems = decoders.settings({"model_type": "llama", **text})
     vision = {"model_type": shape.vision_type, **shape.vision_defaults, **vision}
     kind = kind_of(vision)
@@ -236,6 +231,16 @@ def _settings_of_config(
         **shape.reads(keys, kind),
     }
     return result, [*problems, *keys.finish()]
+
+
+def _parts(keys: Keys, config: Mapping[str, Any], shape: Shape) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configs of the language model and of the encoder, without what says nothing of the network."""
+    text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
+    if shape.layer is not None:
+        return text, vision
+    silent = set(_SAYS_NOTHING) - {"vocab_size"}
+    text, vision = ({name: part[name] for name in part if name not in silent} for part in (text, vision))
+    return {"rms_norm_eps": 1e-5, **text, "tie_word_embeddings": config.get("tie_word_embeddings") or False}, vision
 
 
 def _used_layers(keys: Keys, depth: int, usual: int) -> int:
