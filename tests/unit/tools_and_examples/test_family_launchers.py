@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.families.registry import FAMILIES, differences
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole_box
+from megatron.trust.flags.command import read_command
 from tests.helpers.architecture import ROOT
 from tests.unit.families.test_settings import PUBLISHED
 from tests.unit.tools_and_examples.test_launchers import bash, launch
@@ -90,6 +92,23 @@ def test_a_launcher_with_adapters_trains_them_beside_the_published_network(name:
     assert differences(replace(model, adapter=AdapterConfig()), FAMILIES[family]) == []
     done = bash([str(ROOT / "examples" / name)], tmp_path)
     assert done.returncode == 2 and f"bash examples/{name} CHECKPOINTS" in done.stderr and "LAUNCH=echo" in done.stderr
+
+
+def test_the_launcher_of_preferences_trains_the_published_network_beside_its_reference(tmp_path: Path) -> None:
+    name = "examples/dpo/train_llama3_8b.sh"
+    printed = bash([str(ROOT / name), *PATHS, "--lr", "0.125"], tmp_path, LAUNCH="echo torchrun").stdout
+    command = read_command(shlex.split(printed))
+    assert not command.unread and command.setting is not None and command.finetuning is not None
+    config = command.setting.as_started().config.resolve(8)
+    assert command.setting.world_size == 8 and config.schedule.lr == 0.125
+    assert (command.finetuning.finetune_task, config.checkpoint.save_best) == ("dpo", "loss")
+    assert config.checkpoint.pretrained_checkpoint == config.tokenizer.tokenizer_model == PATHS[2]
+    config = replace(config, model=config.model.with_vocabulary(128256, 2))
+    assert differences(config.model, FAMILIES["llama"]) == []
+    reference = command.beside(config, 8)["reference"]  # half of the matrices, and all norms, in 16 bits
+    assert reference == pytest.approx(8.03e9, rel=0.01)
+    done = bash([str(ROOT / name)], tmp_path)
+    assert done.returncode == 2 and f"bash {name} CHECKPOINTS" in done.stderr and "LAUNCH=echo" in done.stderr
 
 
 @pytest.mark.parametrize("name", SAME)
