@@ -12,8 +12,10 @@ from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import HeadExchange
+from megatron.core.context_parallel.states import SequenceShards
 from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import Segment
+from megatron.core.models.mtp import MultiTokenPrediction
 from megatron.core.parallel.spec import FusedSegment, Initial
 from megatron.core.tensor_parallel.linear import ColumnLinear
 from megatron.core.transformer import gated_delta_net, mamba
@@ -22,6 +24,8 @@ from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
 from tests.parity.defect import Defect, sum_replicated_but
 
 _sizes_of, _log_uniform, _borders, _norm = MambaSizes.of, mamba.log_uniform, mamba.borders, GatedNorm.forward
+_last_inputs, _states_before = SequenceShards._last_inputs, SequenceShards._states_before
+_run_depth = MultiTokenPrediction.run_depth
 _share, _order, _mix, _mix_delta = (
     HeadExchange.share,
     HeadExchange._sequence_permutation,
@@ -104,6 +108,26 @@ def _borders_of_pieces(mask: Any) -> Tensor | None:
     return segments + (places >= segments.shape[1] // 2)
 
 
+def _nothing_before(self: SequenceShards, x: Tensor, width: int, segments: Tensor | None) -> list[Tensor]:
+    return [torch.zeros_like(one) for one in _last_inputs(self, x, width, segments)]
+
+
+def _without_gradient(find: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    return lambda *inputs: [one.detach() for one in find(*inputs)]
+
+
+def _own_only(self: SequenceShards, made: list[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.zeros_like(one) for one in made]
+
+
+def _layers_of_the_first_depth(self: MultiTokenPrediction, *inputs: Any) -> Tensor:
+    layers, self.layers = self.layers, self.layers[:1]
+    try:
+        return _run_depth(self, *inputs)
+    finally:
+        self.layers = layers
+
+
 def _output_norms(segment: Segment) -> bool:
     return "out_norm" in segment.spec.name
 
@@ -159,7 +183,32 @@ HYBRIDS: tuple[Defect, ...] = (
     ),
     Defect(
         "every context rank begins a document of its own",
-        (("cp2", "hybrid-packed"),),
+        (("cp2", "hybrid-packed"), ("cp2", "hybrid-odd-packed")),
         ((mamba, "borders", _borders_of_pieces), (gated_delta_net, "borders", _borders_of_pieces)),
+    ),
+    Defect(
+        "the convolution does not see the chunk before",
+        (("cp2", "hybrid-odd"), ("cp4", "hybrid-odd-packed")),
+        ((SequenceShards, "_last_inputs", _nothing_before),),
+    ),
+    Defect(
+        "the inputs before a chunk get no gradient",
+        (("cp2", "hybrid-odd"),),
+        ((SequenceShards, "_last_inputs", _without_gradient(_last_inputs)),),
+    ),
+    Defect(
+        "the states of other context ranks are left out",
+        (("cp2", "hybrid-odd"), ("cp4", "hybrid-odd-packed")),
+        ((SequenceShards, "_states_before", _own_only),),
+    ),
+    Defect(
+        "the states before a chunk get no gradient",
+        (("cp2", "hybrid-odd"),),
+        ((SequenceShards, "_states_before", _without_gradient(_states_before)),),
+    ),
+    Defect(
+        "the layers of one depth of multi-token prediction serve all",
+        (("tp2 sp", "hybrid-mtp"), ("pp2", "hybrid-mtp")),
+        ((MultiTokenPrediction, "run_depth", _layers_of_the_first_depth),),
     ),
 )

@@ -1,6 +1,7 @@
 """Rows of the table of layouts for networks of layers of several kinds: Mamba-2, gated delta net, attention, MLPs and experts.
 
-`hybrid` has as many groups as four tensor ranks need; `hybrid-two-groups` fewer than four context-parallel ranks.
+`hybrid` has as many groups as four tensor ranks need; `hybrid-two-groups` fewer than four context-parallel ranks; the groups of `hybrid-odd`
+are not divided by context-parallel ranks, which then gather states.
 """
 
 from __future__ import annotations
@@ -22,11 +23,29 @@ _STATES: dict[str, Any] = {
 }
 _PACKED: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}
 
+_ODD: dict[str, Any] = {
+    **_STATES,
+    "hybrid_layer_pattern": "M*-G",
+    "mamba_num_heads": 6,
+    "mamba_num_groups": 3,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+}
+_EVEN_BY_TENSOR: dict[str, Any] = {
+    "mamba_num_heads": 12,
+    "mamba_num_groups": 6,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {**_STATES, "hybrid_layer_pattern": "M*-M"},
     "hybrid-limits": {**_STATES, "hybrid_layer_pattern": "MM", "mamba_time_step_limit": (0.01, 0.05)},
     "hybrid-two-groups": {**_STATES, "hybrid_layer_pattern": "MM-*", "mamba_num_groups": 2},
     "hybrid-packed": {**_STATES, **_PACKED, "hybrid_layer_pattern": "M*-G"},
+    "hybrid-odd": _ODD,
+    "hybrid-odd-packed": {**_ODD, **_PACKED},
+    "hybrid-odd-tensor": {**_ODD, **_EVEN_BY_TENSOR},
     "hybrid-moe": {**_STATES, "hybrid_layer_pattern": "ME*E", "num_experts": 4, "moe_ffn_hidden_size": 24},
     "hybrid-mtp": {**_STATES, "hybrid_layer_pattern": "M-M*/MG/MG"},
     "hybrid-muon": {
@@ -76,6 +95,11 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("cp4", "hybrid-two-groups"),
     ("tp2 sp", "hybrid-packed"),
     ("cp2", "hybrid-packed"),
+    ("cp2", "hybrid-odd"),
+    ("cp4 recompute-uniform", "hybrid-odd"),
+    ("cp2", "hybrid-odd-packed"),
+    ("cp4", "hybrid-odd-packed"),
+    ("tp2 sp cp2 pp2", "hybrid-odd-tensor"),
     ("ep2 dp2", "hybrid-moe"),
     ("tp2 sp ep2 dp2 alltoall", "hybrid-moe"),
     ("pp2", "hybrid-mtp"),

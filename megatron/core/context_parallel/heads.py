@@ -12,25 +12,40 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.states import SequenceShards
 from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """The all-to-all of one forward pass over the ranks that share its sequences; over one rank it does nothing."""
+    """The all-to-all of one forward pass over the ranks that share its sequences; over one rank it does nothing.
+
+    shards: where those ranks do not divide the heads, and positions stay where they are.
+    """
 
     axis: Axis
     cut: Zigzag
+    shards: SequenceShards | None = None
 
     @staticmethod
-    def of(mesh: Mesh, mask: MaskSpec, held: int) -> HeadExchange:
-        """held: positions of a sequence on this rank. mask: of the whole sequence, whose length it has where that is cut."""
+    def of(mesh: Mesh, mask: MaskSpec, held: int, *, heads: int, groups: int) -> HeadExchange:
+        """held: positions of a sequence on this rank. mask: of the whole sequence, whose length it has where that is cut. heads, groups: of this
+        tensor rank.
+        """
         if mask.length is None:
             return ALONE
         axis = mesh.sequence_axis(mask.length // held)
-        return HeadExchange(axis, Zigzag(mask.length, axis.size))
+        cut = Zigzag(mask.length, axis.size)
+        if heads % axis.size or (groups % axis.size and axis.size % groups):
+            return HeadExchange(ALONE.axis, ALONE.cut, SequenceShards(axis, cut))
+        return HeadExchange(axis, cut)
+
+    def around(self, kernels: Kernels) -> Kernels:
+        """Kernels for what this exchange brings: whole sequences, or this rank's positions."""
+        return kernels if self.shards is None else self.shards.around(kernels)
 
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Each part [s/cp, b, n, w] to [s, b, n/cp, w]; numbers of heads and widths may differ between parts."""

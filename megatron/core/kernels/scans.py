@@ -184,6 +184,25 @@ def selective_span(
     return y.reshape(length, batch, heads, size).to(x.dtype), carried[:, -1].flatten(1, 2).transpose(-1, -2)
 
 
+def decay_across(logs: Tensor, segments: Tensor | None) -> Tensor:
+    """Decay of a state over a whole sequence: [b, n]; 0 where another segment ends it. logs: [s, b, n], of each token's decay; segments: [b, s]."""
+    decay = _decay(logs.sum(dim=0, dtype=torch.float64).to(logs.dtype))
+    return decay if segments is None else decay * (segments[:, 0] == segments[:, -1]).to(decay.dtype)[:, None]
+
+
+def selective_read(c: Tensor, logs: Tensor, state: Tensor, segments: Tensor | None) -> Tensor:
+    """What the tokens of Mamba-2's scan read of the state before the first: [s, b, n, p], in the format of the state.
+
+    c: [s, b, g, d]; logs: [s, b, n], of each token's decay; state: [b, n, p, d], which belongs to the first of the segments [b, s].
+    """
+    sums = logs.cumsum(dim=0, dtype=torch.float64).to(state.dtype)
+    if segments is not None:
+        sums = sums.masked_fill((segments != segments[:, :1]).t()[..., None], NEVER)
+    grouped = state.unflatten(1, (c.shape[2], -1))
+    read = torch.einsum("sbgd,bgrpd->sbgrp", c.to(state.dtype), grouped).flatten(2, 3)
+    return read * _decay(sums)[..., None]
+
+
 def _by_span(
     scan: Callable[..., tuple[Tensor, Tensor]],
     inputs: tuple[Tensor, ...],

@@ -93,7 +93,9 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
-        exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
+        exchange = HeadExchange.of(
+            self.build.mesh, context.mask, len(projected), heads=self.value_heads, groups=self.key_heads
+        )
         parts, z = self._split_projection(projected)
         if context.cache is not None:
             mixed = context.cache.scan(self, parts, self._go_on)
@@ -135,9 +137,10 @@ class GatedDeltaNet(nn.Module):
         if copies > 1:
             q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
         q, k, v, b, a = exchange.to_heads(q, k, v, b, a)
+        kernels = exchange.around(self.build.kernels)
         joined = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
         before = None if state is None else state.conv
-        made = self.build.kernels.causal_conv(joined, self._conv_of(exchange, copies), None, segments, before)
+        made = kernels.causal_conv(joined, self._conv_of(exchange, copies), None, segments, before)
         widths = [part.shape[2] * part.shape[3] for part in (q, k, v)]
         q, k, v = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (q, k, v), strict=True)
@@ -152,7 +155,7 @@ class GatedDeltaNet(nn.Module):
             o, scan = scans.delta_rule_step(q[0], k[0], v[0], fading[0], rate[0], scan)
             o = o[None]
         else:
-            o, scan = self.build.kernels.delta_rule_scan(q, k, v, fading, rate, segments=segments, state=scan)
+            o, scan = kernels.delta_rule_scan(q, k, v, fading, rate, segments=segments, state=scan)
         return o, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
 
     def _conv_of(self, exchange: HeadExchange, copies: int) -> Tensor:

@@ -98,7 +98,7 @@ class MambaMixer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
-        exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected))
+        exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected), heads=self.heads, groups=self.groups)
         z, *parts = self._split_projection(projected)
         if context.cache is not None:
             mixed = context.cache.scan(self, parts, self._go_on)
@@ -138,9 +138,10 @@ class MambaMixer(nn.Module):
         if copies > 1:
             b, c = b.repeat_interleave(copies, dim=2), c.repeat_interleave(copies, dim=2)
         x, b, c, dt = exchange.to_heads(x, b, c, dt)
+        kernels = exchange.around(self.build.kernels)
         joined = torch.cat([part.flatten(2) for part in (x, b, c)], dim=-1)
         before = None if state is None else state.conv
-        made = self.build.kernels.causal_conv(joined, *self._conv_of(exchange, copies), segments, before)
+        made = kernels.causal_conv(joined, *self._conv_of(exchange, copies), segments, before)
         widths = [part.shape[2] * part.shape[3] for part in (x, b, c)]
         x, b, c = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (x, b, c), strict=True)
@@ -155,7 +156,7 @@ class MambaMixer(nn.Module):
             y, scan = scans.selective_step(x[0], steps[0], decay, b[0], c[0], scan)
             y = y[None]
         else:
-            y, scan = self.build.kernels.selective_scan(x, steps, decay, b, c, segments=segments, state=scan)
+            y, scan = kernels.selective_scan(x, steps, decay, b, c, segments=segments, state=scan)
         y = (y.to(format_) + skip.to(format_)[:, None] * x.to(format_)).to(y.dtype)
         return y, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
 

@@ -85,6 +85,8 @@ def test_ranks_divide_heads_and_groups() -> None:
         4, tensor_model_parallel_size=4, **changes
     )
     assert not problems(4, context_parallel_size=4, **changes)
+    odd = {**changes, "mamba_num_heads": 6, "mamba_num_groups": 3}
+    assert not problems(4, context_parallel_size=4, **odd), "states are gathered where heads cannot be divided"
 
 
 @pytest.mark.parametrize(

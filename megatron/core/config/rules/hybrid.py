@@ -100,28 +100,16 @@ def _norms_of_states(model: ModelConfig) -> Iterator[str]:
 
 def _undivided(s: Setting, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
     """Why heads and their groups cannot be divided."""
-    parallel = s.run.parallel
-    tp, regrouped = parallel.tp, parallel.hybrid_context_parallel
-    cp = parallel.data_parallel_size(s.world_size) if regrouped else parallel.context_parallel_size
-    axis = (
-        f"--context-parallel-size {cp}"
-        if not regrouped
-        else f"the {cp} ranks that --hybrid-context-parallel may give a sequence,"
-    )
+    tp = s.run.parallel.tp
     named = f"{heads_flag} {heads} and {groups_flag} {groups}"
     if heads < 1 or groups < 1 or heads % groups:
         return f"{named}: each group serves as many heads; choose a multiple, of at least 1"
     if heads % tp or groups % tp:
         return f"{named} cannot be divided over --tensor-model-parallel-size {tp}; choose a size that divides both"
-    if heads // tp % cp or (groups // tp % cp and cp % (groups // tp)):
-        return (
-            f"{named} cannot be divided over {axis} of each tensor rank; choose a size that divides the heads, "
-            "and divides the groups or is divided by them"
-        )
     return ""
 
 
 RULES = (
     Rule("hybrid-pattern", _pattern, "the symbols of a hybrid say all that its layers are"),
-    Rule("states", _sizes, "heads of layers with a state come in whole groups, which the ranks can divide"),
+    Rule("states", _sizes, "heads of layers with a state come in whole groups, which the tensor ranks can divide"),
 )
