@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A small Nemotron-H on the text of the repository: two layers of Mamba-2, one of attention, an MLP.
-# About two minutes on two processor cores; see examples/small.sh.
+# About a minute on two processor cores; see examples/small.sh.
 #
 #   bash examples/nemotron/pretrain_nemotron_h_small.sh [more flags]
 
