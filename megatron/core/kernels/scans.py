@@ -181,7 +181,8 @@ def selective_span(
     )
     reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.from_start().unflatten(2, grouped)[..., None]
     y = _in_order(inside + reading)[:length]
-    return y.reshape(length, batch, heads, size).to(x.dtype), carried[:, -1].flatten(1, 2).transpose(-1, -2)
+    last = carried[:, -1].flatten(1, 2).transpose(-1, -2).contiguous()  # a view would keep the states before all chunks
+    return y.reshape(length, batch, heads, size).to(x.dtype), last
 
 
 def decay_across(logs: Tensor, segments: Tensor | None) -> Tensor:

@@ -248,18 +248,27 @@ def _score_bytes(config: RunConfig) -> float:
 
 
 def _state_mixer_bytes(config: RunConfig, mixer: str) -> float:
-    """Return the bytes per token that the backward pass of a mixer with a state needs on a rank: what its projection makes, the inputs and outputs
-    of convolution and scan, and the states between chunks.
+    """Return the bytes per token that the backward pass of a mixer with a state needs on a rank, beside its input.
+
+    Convolution: its input, output and SiLU of it. Scan and gated norm: in fp32 or wider, with copies of what is in half precision. Scans keep a
+    state every 512 tokens.
     """
     model, size = config.model, BYTES[config.precision.dtype]
     if mixer == "none":
         return 0.0
-    plan = replace(layer_rows(model)[0], mixer=mixer, mlp="none")
-    shapes = linear_layers(model, plan)
-    first, last = shapes.values()
-    made, inner = first.outputs, last.inputs
-    channels, state = _conv_and_state(model, mixer)
-    return (size * (made + 2 * channels + 3 * inner) + 4 * state / 512) / config.parallel.tp
+    first, last = linear_layers(model, replace(layer_rows(model)[0], mixer=mixer, mlp="none")).values()
+    hybrid, (channels, state), wide = model.hybrid, _conv_and_state(model, mixer), max(4, size)
+    half = size < wide
+    # In half precision the gate is copied, and the projection is not needed; else the gate is a view that keeps all of it.
+    kept = size * (3 * channels + last.inputs + (0 if half else first.outputs))
+    if mixer == "mamba":
+        widened = (6 if half else 4) * last.inputs + 2 * (hybrid.mamba_num_heads or 0)
+    else:
+        keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
+        widened = (5 if half else 4) * last.inputs + (4 if half else 2) * keys
+        widened += 5 * hybrid.linear_num_value_heads + 2 * hybrid.linear_num_key_heads
+    spans = max(0, -(-config.train.seq_length // 512) - 1)  # of which each but the first begins with a state
+    return (kept + wide * (widened + state * spans / config.train.seq_length)) / config.parallel.tp
 
 
 def _recomputed_modules(config: RunConfig) -> frozenset[str]:

@@ -1,0 +1,62 @@
+"""The estimate of what a mixer with a state keeps for its backward pass, against what autograd saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config.plan import layer_rows
+from megatron.core.kernels.mask import MaskSpec
+from megatron.core.models import flops
+from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.spec import name_all
+from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.passing import ForwardContext
+from tests.helpers import tiny
+
+S = 1200  # three spans of chunks, the last of which is short
+SIZES: dict[str, Any] = {
+    "num_layers": None,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "seq_length": S,
+    "max_position_embeddings": S,
+    "position_embedding_type": "none",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("mixer, symbol", [("mamba", "M"), ("gated_delta_net", "G")])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_a_mixer_keeps_what_the_planner_counts(mixer: str, symbol: str, dtype: str) -> None:
+    settings = tiny.config(**SIZES, hybrid_layer_pattern=symbol, **({} if dtype == "fp32" else {dtype: True}))
+    run = tiny.run_of(settings)
+    layer = Layer(layer_rows(settings.model)[0], run.build)
+    name_all(layer)
+    materialize(layer, run.mesh, seed=1)
+    x = torch.randn(S, 1, 64, dtype=run.build.dtype, requires_grad=True)
+    own, kept = {one.untyped_storage().data_ptr() for one in (x, *layer.parameters())}, dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output, _ = layer.token_mixer(x, None, ForwardContext(MaskSpec()))
+    del output
+    norm = 2 * 64 * run.build.dtype.itemsize  # its input and output
+    estimate = flops.layer_activation_bytes(settings, mlp="none", mixer=mixer) - norm
+    assert sum(kept.values()) / S == pytest.approx(estimate, rel=0.05)
