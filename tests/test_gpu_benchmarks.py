@@ -239,9 +239,9 @@ def test_every_triton_kernel_compiles_for_a_hopper_and_spills_nothing(problem: s
     assert (done.returncode == 0) == (problem == ""), done.stdout[-3000:] + done.stderr[-3000:]
     expected = {
         "": "none spills",
-        "spills": "pointwise._rotate (rotary 64) spills 0 bytes; -1 are allowed",
+        "spills": "rotary._rotate_token (rotary 64) spills 0 bytes; -1 are allowed",
         "no case": "rotary has a Triton kernel and no case",
-        "not launched": "pointwise._rotate of megatron/core/kernels/triton/pointwise.py was launched by no case",
+        "not launched": "rotary._rotate_token of megatron/core/kernels/triton/rotary.py was launched by no case",
         "does not compile": "rotary (odd): AttributeError",
     }[problem]
     assert expected in done.stdout, done.stdout[-3000:]

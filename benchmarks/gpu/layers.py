@@ -67,7 +67,7 @@ SMALL: dict[str, Any] = {
     "micro_batch_size": 1,
     "num_layers": 1,
 }
-TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary=triton", "residual_norm=triton")
+TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "residual_norm=triton")
 BLOCKS = {"cross_entropy_fusion_impl": "triton"}
 FP8: dict[str, Any] = {**LLAMA, "fp8_format": "hybrid"}
 IS_STAND_IN = torch.version.cuda is None  # which has no kernels to record, and compiles nothing

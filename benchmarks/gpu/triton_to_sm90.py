@@ -121,6 +121,16 @@ def rotated(size: int, *, interleaved: bool) -> Case:
     return call
 
 
+def rotated_qkv(counts: tuple[int, ...], size: int, turned: int, *, interleaved: bool) -> Case:
+    """Rotation of the queries and keys of a fused projection."""
+
+    def call(op: Any) -> None:
+        table = torch.zeros(8, 1, 1, turned)
+        both_passes(op(draw(8, 2, sum(counts), size), counts, table, table, interleaved))
+
+    return call
+
+
 def permuted(choices: int) -> Case:
     """Rows to experts, each token to so many."""
 
@@ -216,6 +226,13 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "rotary": {
         **{f"rotary {size}": rotated(size, interleaved=False) for size in (64, 96, 128)},
         "rotary 128, interleaved": rotated(128, interleaved=True),
+    },
+    "rotary_qkv": {
+        "Llama 8B": rotated_qkv((32, 8, 8), 128, 128, interleaved=False),
+        "heads of 64": rotated_qkv((16, 16, 16), 64, 64, interleaved=False),
+        "heads of 96": rotated_qkv((32, 32, 32), 96, 96, interleaved=False),
+        "a quarter, gate": rotated_qkv((16, 16, 2, 2), 256, 64, interleaved=False),
+        "interleaved": rotated_qkv((32, 8, 8), 128, 128, interleaved=True),
     },
     "permute": {f"{choices} choices": permuted(choices) for choices in (1, 2, 8)},
     "cross_entropy": {"50304 words": loss(50304, 50304), "50257 words": loss(50304, 50257)},

@@ -122,7 +122,7 @@ def test_triton_kernels_train_as_torch_does() -> None:
         "swiglu": True,
         "ffn_hidden_size": 64,
     }
-    words = ("rms_norm=triton", "gated_activation=triton", "rotary=triton", "residual_norm=triton")
+    words = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "residual_norm=triton")
     assert losses_on("cuda", kernel=words, **changes) == pytest.approx(losses_on("cuda", **changes), rel=1e-4)
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32}
     assert losses_on("cuda", kernel=("permute=triton",), **experts) == pytest.approx(

@@ -119,7 +119,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
     else:
         yield KernelTrial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
     if model.rotates:
-        yield _rotary_trial(config, draw, length)
+        yield from _rotary_trials(config, draw, length)
     yield _cross_entropy(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
@@ -250,7 +250,7 @@ def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
 
-def _rotary_trial(config: RunConfig, draw: _Draw, length: int) -> KernelTrial:
+def _rotary_trials(config: RunConfig, draw: _Draw, length: int) -> Iterator[Trial]:
     rope, pairs, size = config.model.rope, config.model.rotates_pairs, config.model.rotary_size or 64
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
     angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (
@@ -258,11 +258,20 @@ def _rotary_trial(config: RunConfig, draw: _Draw, length: int) -> KernelTrial:
     )
     angles = (angles.repeat_interleave(2, -1) if pairs else angles.repeat(1, 2))[:, None, None]
 
-    def call(op: Op, x: Tensor) -> Tensor:
+    def tables(x: Tensor) -> tuple[Tensor, Tensor]:
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return op(x, angles.cos().to(x.device, kind), angles.sin().to(x.device, kind), pairs)
+        return angles.cos().to(x.device, kind), angles.sin().to(x.device, kind)
 
-    return KernelTrial("rotary", (draw(length, 2, 2, max(size, turned)),), call, reference.rotary)
+    def fused(op: Callable[..., tuple[Tensor, ...]], x: Tensor) -> Tensor:
+        return torch.cat([part.flatten() for part in op(x, counts, *tables(x), pairs)])
+
+    yield KernelTrial(
+        "rotary", (draw(length, 2, 2, max(size, turned)),), lambda op, x: op(x, *tables(x), pairs), reference.rotary
+    )
+    if config.model.rotates_fused_heads:
+        heads, groups = _heads_and_groups(config.model)
+        counts = heads, *((heads,) if config.model.attention_output_gate else ()), groups, groups
+        yield KernelTrial("rotary_qkv", (draw(length, 2, sum(counts), max(size, turned)),), fused, reference.rotary_qkv)
 
 
 def _permute_trial(draw: _Draw, width: int) -> KernelTrial:

@@ -146,6 +146,17 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 
+def rotary_qkv(
+    heads: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, ...]:
+    """Split the heads of a fused projection, and rotate queries and keys by position.
+
+    heads: [s, b, sum of counts, d], [q | k | v], or with a gate [q | gate | k | v], so many heads each; cos, sin: as in `rotary`. Returns the parts [s, b, count, d].
+    """
+    q, *gate, k, v = heads.split(counts, dim=2)
+    return rotary(q, cos, sin, interleaved), *gate, rotary(k, cos, sin, interleaved), v
+
+
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b with the matrix and bias of each row's expert; rows of x are sorted by expert.
 

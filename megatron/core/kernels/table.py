@@ -115,6 +115,7 @@ class Kernels:
     activation: Callable = reference.activation
     gated_activation: Callable = reference.gated_activation
     rotary: Callable = reference.rotary
+    rotary_qkv: Callable = reference.rotary_qkv
     grouped_linear: Callable = reference.grouped_linear
     permute: Callable = permute.permute
     causal_conv: Callable = scans.causal_conv
@@ -286,8 +287,10 @@ CANDIDATES = (
     # Not `_not_measured`: formulas of several operations, each of which reads and writes all that one kernel reads and writes once.
     _checked("gated_activation", "triton.pointwise", _compiled_or_interpreted),
     Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
-    _checked("rotary", "triton.pointwise", _compiled_or_interpreted),
+    _checked("rotary", "triton.rotary", _compiled_or_interpreted),
     Candidate("rotary", "torch", reference.rotary, _always_fits),
+    _checked("rotary_qkv", "triton.rotary", _compiled_or_interpreted),
+    Candidate("rotary_qkv", "torch", reference.rotary_qkv, _always_fits),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),

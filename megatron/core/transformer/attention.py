@@ -85,9 +85,7 @@ class SelfAttention(nn.Module):
         Returns the attention's output and the normed input, both like x.
         """
         qkv, normed = self.build.normed_linear(norm, self.linear_qkv, x)
-        q, k, v, gate = self._split_heads(qkv)
-        if context.table is not None and self.plan.rope:
-            q, k = self._apply_rotary(q, context.table), self._apply_rotary(k, context.table)
+        q, k, v, gate = self._split_heads(qkv, context.table if self.plan.rope else None)
         if self.build.model.qk_l2_norm:
             q, k = self._normalize_qk(q), self._normalize_qk(k)
         mask = context.mask.within(self.plan.window)
@@ -121,12 +119,23 @@ class SelfAttention(nn.Module):
         linear = self.linear_qkv
         return {linear.weight: rows} if linear.bias is None else {linear.weight: rows, linear.bias: rows}
 
-    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d], k, v: [s, b, g/tp, d], and with 2n the gate: [s, b, n/tp * d]."""
-        sizes = [self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups]
-        q, *gate, k, v = qkv.view(*qkv.shape[:2], -1, self.head_size).split(sizes, dim=2)
+    def _split_heads(self, qkv: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d], k, v: [s, b, g/tp, d], and with 2n the gate: [s, b, n/tp * d].
+
+        Queries and keys are normed, if they have norms, and rotated by a table, if there is one.
+        """
+        counts = self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups
+        heads = qkv.view(*qkv.shape[:2], -1, self.head_size)
+        has_norms = self.q_layernorm is not None and self.k_layernorm is not None
+        if table is not None and not has_norms:
+            pairs = self.build.model.rotates_pairs
+            q, *gate, k, v = self.build.kernels.rotary_qkv(heads, counts, table.cos, table.sin, pairs)
+        else:
+            q, *gate, k, v = heads.split(counts, dim=2)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
+            if table is not None:
+                q, k = self._apply_rotary(q, table), self._apply_rotary(k, table)
         return q, k, v, gate[0].flatten(2) if gate else None
 
     def _normalize_qk(self, x: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ _PLAIN: dict[str, tuple[Callable, ...]] = {
     "activation": (reference.activation,),
     "gated_activation": (reference.gated_activation,),
     "rotary": (reference.rotary,),
+    "rotary_qkv": (reference.rotary_qkv,),
 }
 _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation

@@ -17,6 +17,7 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
         "rms_norm": "torch",
         "gated_activation": "torch",
         "rotary": "torch",
+        "rotary_qkv": "torch",
         "grouped_linear": "grouped",
         "permute": "torch",
         "residual_norm": "apart",

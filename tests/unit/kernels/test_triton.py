@@ -8,24 +8,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.config.stages import stages_of
 from megatron.core.kernels import linear_loss, reference, table
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, select
 from megatron.core.transformer.dispatch import permute_tokens, sort_by_expert, unpermute_tokens
+from tests.helpers import tiny
 from tests.helpers.triton_interpreter import interpreted, missing_interpreter, needs_triton
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("triton.norm", "triton.pointwise", "triton.loss", "triton.permute")
+FILES = ("triton.norm", "triton.pointwise", "triton.rotary", "triton.loss", "triton.permute")
 GPU = Need(device="cuda", dtype=torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
@@ -147,11 +151,77 @@ def test_rotations_equal_the_reference(kernels: dict[str, ModuleType], interleav
         angles = draw("angles", 4, rows, 1, turned // 2)
         angles = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 1, 1, 2)
         compare(
-            lambda x: kernels["triton.pointwise"].rotary(x, angles.cos().float(), angles.sin().float(), interleaved),
+            lambda x: kernels["triton.rotary"].rotary(x, angles.cos().float(), angles.sin().float(), interleaved),
             lambda x: reference.rotary(x, angles.cos(), angles.sin(), interleaved),
             (draw("x", 4, 2, 3, 12),),
             dtype,
         )
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("counts, turned", [((3, 2, 2), 12), ((3, 3, 1, 1), 6)], ids=["whole", "half, gate"])
+def test_queries_and_keys_of_a_fused_projection_are_rotated_as_by_the_reference(
+    kernels: dict[str, ModuleType], counts: tuple[int, ...], turned: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    angles = draw("angles", 4, 2 if turned == 6 else 1, 1, turned // 2)
+    angles = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 1, 1, 2)
+
+    def joined(parts: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(
+            [part.permute(1, 2, 0, 3).flatten() for part in parts]
+        )  # whose gradients lie as attention's do
+
+    rotary_qkv = kernels["triton.rotary"].rotary_qkv
+    compare(
+        lambda x: joined(rotary_qkv(x, counts, angles.cos().float(), angles.sin().float(), interleaved)),
+        lambda x: joined(reference.rotary_qkv(x, counts, angles.cos(), angles.sin(), interleaved)),
+        (draw("x", 4, 2, sum(counts), 12),),
+        dtype,
+    )
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_triton
+def test_the_gradient_of_a_fused_projection_is_written_once_and_not_concatenated(
+    kernels: dict[str, ModuleType],
+) -> None:
+    changes = {
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "num_layers": 1,
+        "seq_length": 8,
+    }
+
+    def backward_of(rotary_qkv: Callable[..., Any]) -> tuple[list[str], list[Tensor]]:
+        run = tiny.run_of(tiny.config(**changes))
+        run = replace(run, kernels=replace(run.kernels, rotary_qkv=rotary_qkv))
+        stage = tiny.gpt(run, stages_of(run.config)[0]).materialize(1)
+        ids = torch.arange(2 * run.config.train.seq_length).view(2, -1) % 7
+        loss = stage(ids=ids, labels=ids).sum()
+        with _Operations() as seen:
+            loss.backward()
+        return seen.names, [param.grad for param in stage.parameters()]
+
+    names, gradients = backward_of(kernels["triton.rotary"].rotary_qkv)
+    by_formula, expected = backward_of(reference.rotary_qkv)
+    assert "cat" not in names and by_formula.count("cat") >= 1
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
 
 @needs_triton
@@ -188,7 +258,7 @@ def test_layers_with_any_of_these_kernels_are_one_graph_of_torchs_compiler() -> 
         capture_output=True,
         timeout=300,
     )
-    assert done.returncode == 0 and done.stdout.count("one graph") == 6, done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count("one graph") == 7, done.stdout + done.stderr[-3000:]
 
 
 def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +269,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         "rms_norm",
         "gated_activation",
         "rotary",
+        "rotary_qkv",
         "cross_entropy",
         "permute",
         "residual_norm",

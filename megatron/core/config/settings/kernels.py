@@ -14,6 +14,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "rms_norm": ("torch", "triton", "reference"),
     "gated_activation": ("triton", "torch"),
     "rotary": ("triton", "torch"),
+    "rotary_qkv": ("triton", "torch"),
     "grouped_linear": ("torch", "grouped", "loop"),
     "permute": ("torch", "triton"),
     "residual_norm": ("apart", "triton"),

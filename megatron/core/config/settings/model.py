@@ -446,7 +446,8 @@ class ModelConfig(RequestedModel):
             "layer_norm": self.normalization == "LayerNorm",
             "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
             "gated_activation": self.gated,
-            "rotary": self.rotates,
+            "rotary": self.rotates and not self.rotates_fused_heads,
+            "rotary_qkv": self.rotates_fused_heads,
             "grouped_linear": bool(self.moe.num_experts),
             "moe_flex_dispatcher": bool(self.moe.num_experts),
             "permute": bool(self.moe.num_experts),
@@ -459,6 +460,13 @@ class ModelConfig(RequestedModel):
             "paged_attention": False,  # of decoding
         }
         return {op for op, is_used in used.items() if not is_used}
+
+    @property
+    def rotates_fused_heads(self) -> bool:
+        """Whether queries and keys are rotated as the fused projection has them, without norms between."""
+        return self.rotates and not (
+            self.mla.multi_latent_attention or self.qk_layernorm or self.qk_layernorm_across_heads
+        )
 
     @property
     def state_mixers(self) -> frozenset[str]:

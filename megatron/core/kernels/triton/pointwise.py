@@ -1,4 +1,4 @@
-"""Gated activations and rotations in Triton: each tensor is read once and written once.
+"""Gated activations in Triton: each tensor is read once and written once.
 
 This file needs the package triton, and is imported when one of its kernels is first called.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.reference import Gating
-from megatron.core.kernels.triton import cdiv, power_of_2_above
+from megatron.core.kernels.triton import cdiv
 
 _BLOCK = 1024
 _NO_CLAMP = float("inf")
@@ -121,68 +121,3 @@ def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
     """`reference.gated_activation`. x: [..., gate f | up f]; returns [..., f]."""
     assert name in ("silu", "quick_gelu", "gelu", "gelu_tanh"), f"no gated activation is called {name}"
     return _Gated.apply(x, name, gating)
-
-
-@triton.jit
-def _rotate(
-    x: tl.tensor,
-    y: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    times: tl.tensor,
-    SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """x, y: [rows, SIZE]; cos, sin: [rows / times, SIZE]."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    if INTERLEAVED:
-        other = columns ^ 1
-        ahead = columns % 2 == 1
-    else:
-        ahead = columns >= SIZE // 2
-        other = tl.where(ahead, columns - SIZE // 2, columns + SIZE // 2)
-    values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    across = tl.load(x + row * SIZE + other, mask=inside, other=0.0).to(tl.float32)
-    table = row // times * SIZE + columns
-    turned = tl.where(ahead, across, -across) * tl.load(sin + table, mask=inside, other=0.0)
-    rotated = values * tl.load(cos + table, mask=inside, other=0.0) + turned
-    tl.store(y + row * SIZE + columns, rotated.to(y.dtype.element_ty), mask=inside)
-
-
-class _Rotary(Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        cos, sin = cos.contiguous(), sin.contiguous()
-        context.save_for_backward(cos, sin)
-        context.interleaved = interleaved
-        return _apply_rotary(x.contiguous(), cos, sin, interleaved)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = context.saved_tensors  # to turn back is to turn by the negative angle
-        return _apply_rotary(gradient.contiguous(), cos, -sin, context.interleaved), None, None, None
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`reference.rotary` of angles that are those of pairs: the same for both of a pair.
-
-    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32.
-    """
-    size = cos.shape[-1]
-    if size == x.shape[-1]:
-        return _Rotary.apply(x, cos, sin, interleaved)
-    return torch.cat((_Rotary.apply(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
-
-
-def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    y, size = torch.empty_like(x), x.shape[-1]
-    if x.numel():
-        rows, angles = x.numel() // size, cos.numel() // size
-        assert rows % angles == 0, "every row of the table turns equally many heads"
-        _rotate[(rows,)](
-            x, y, cos, sin, rows // angles, SIZE=size, INTERLEAVED=interleaved, BLOCK=power_of_2_above(size)
-        )
-    return y
