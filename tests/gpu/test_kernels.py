@@ -44,7 +44,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "wide heads": {**HEADS, "kv_channels": 192},
     "bert": {**HEADS, "architecture": "bert"},
 }
-PACKAGES = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex")
+PACKAGES = ("cudnn", "varlen", "flash", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex")
 
 
 @pytest.mark.parametrize("numbers", ["bf16", "fp16", "fp32"])

@@ -30,6 +30,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "llama": MODELS["llama"],
     "packed": MODELS["packed"],
+    "packed without a mask": {**MODELS["packed"], "bf16": True, "attention_backend": "varlen"},
     "recomputed": MODELS["recomputed"],
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True, "bf16": True},
     "fp8 tensorwise": {**FP8, "fp8_recipe": "tensorwise"},

@@ -24,6 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
+from megatron.training.cli.device_checks import kernel_need
 from megatron.training.data.batch import Batch, LossFunction, language_loss
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
@@ -72,7 +73,9 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
-    need = Need(device=device.type, dtype=dtype, low=settings.precision.low, compiled=settings.compilation.compile)
+    need = Need(device=device.type, dtype=dtype, low=settings.precision.low)
+    if device.type == "cuda":
+        need = kernel_need(settings, device)
     return Run(
         args=argparse.Namespace(),
         config=settings,

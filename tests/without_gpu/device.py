@@ -210,6 +210,9 @@ def install() -> None:
     }.items():
         setattr(torch.cuda, name, value)
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    if find_spec("torch.nn.attention.varlen") is not None:
+        library, model = import_module("torch.nn.attention.varlen"), import_module("varlen_stand_in").varlen_attn
+        setattr(library, "varlen_attn", functools.wraps(library.varlen_attn)(model))  # noqa: B010 - torch's own is for a GPU alone
     torch.compile = lambda function=None, **_: function if function is not None else (lambda one: one)  # type: ignore[assignment]
     on_cpu = torch.UntypedStorage.resize_
 

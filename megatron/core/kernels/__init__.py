@@ -3,6 +3,7 @@
 mask.py       MaskSpec: which keys each query may attend to, before anyone makes a mask tensor
 reference.py  every op in plain torch: the definition that all other kernels must match
 fused.py      torch's own fused kernels (scaled dot product attention); flex.py: FlexAttention
+varlen.py     torch's attention of sequences of different lengths; documents.py: where the documents of packed rows begin
 blockwise_attention.py  attention over a block of keys, whose results can be merged (ring attention)
 chunked_attention.py    attention with dropout on CPUs, one chunk of queries at a time
 linear_loss.py  cross entropy of every token without the full matrix of logits

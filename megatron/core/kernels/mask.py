@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.documents import DocumentStarts
+
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
@@ -16,6 +18,8 @@ class MaskSpec:
     documents: [b, keys] numbers; a query attends only to keys of its own document. padding: bool [b, keys], False where there is no token. query_places,
     key_places: int64 [queries] and [keys], positions in the whole sequence; without them keys count from 0 and the last query is at the last key.
     query_documents: [b, queries], where queries are not the last keys. A query that attends to no key gets zero.
+
+    starts: where the documents begin, if it was counted on the host.
 
     length: of the whole sequence, when queries and keys are only the shards that a context rank holds; query_places are then those of its shard, while
     documents and padding are those of the whole sequence. `context_parallel` turns it into the masks that kernels get.
@@ -29,6 +33,7 @@ class MaskSpec:
     key_places: Tensor | None = None
     query_documents: Tensor | None = None
     length: int | None = None
+    starts: DocumentStarts | None = None
 
     @property
     def is_plain(self) -> bool:

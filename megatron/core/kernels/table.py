@@ -18,7 +18,7 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.kernels import flex, fused, grouped, linear_loss, permute, reference, scans
+from megatron.core.kernels import flex, fused, grouped, linear_loss, permute, reference, scans, varlen
 from megatron.core.kernels.external import deep_ep, flash_attn, state_space, torchao, transformer_engine
 from megatron.core.kernels.low_precision.fp8 import FusedRounding
 
@@ -37,8 +37,8 @@ class Need:
     window, softcap, sinks, biased_scores: some layers have a window, some scores a cap, a sink or a bias. head_sizes: of keys and of values; uneven_heads: they
     differ. experts_cut: an expert is sharded over several ranks. overlapped_experts: computation runs while tokens are exchanged. pieces: attention gets shards of
     sequences. low: what is multiplied in low precision, and how; alone: no other rank works on a rank's tokens; delays_wgrad: weight gradients are computed
-    later. preferred: the library whose kernels are tried first. compiled: torch's compiler makes kernels of the layers' formulas. checks: (op, name, problem)
-    of the defaults that were tried on this device (`startup_check.py`); no problem: "".
+    later. preferred: the library whose kernels are tried first. compiled: torch's compiler makes kernels of the layers' formulas. recorded: layers are CUDA graphs.
+    checks: (op, name, problem) of the defaults that were tried on this device (`startup_check.py`); no problem: "".
     """
 
     device: str = "cpu"
@@ -60,7 +60,12 @@ class Need:
     delays_wgrad: bool = False
     preferred: str = ""
     compiled: bool = False
+    recorded: bool = False
     checks: tuple[tuple[str, str, str], ...] = ()
+
+    def has_tried(self, op: str, name: str) -> bool:
+        """Whether a kernel was tried on this device."""
+        return any((op, name) == (checked_op, checked) for checked_op, checked, _ in self.checks)
 
     def check_problem(self, op: str, name: str) -> str:
         """Return why a kernel that is to be tried on the device is not taken by default, or ""."""
@@ -209,6 +214,29 @@ def _flex_unfit(need: Need) -> str:
     return flex.unfit(device=need.device, dtype=need.dtype, dropout=need.attention_dropout)
 
 
+def _varlen_unfit(need: Need) -> str:
+    lacking = {
+        "padding is left out by a mask tensor": need.padding,
+        "it has no cap on scores": need.softcap,
+        "it adds nothing to scores": need.biased_scores,
+        "it has no sinks": need.sinks,
+        "sequences are cut over context ranks": need.pieces,
+        "the number of documents changes, and that of a recorded layer's sequences does not": need.recorded
+        and need.documents,
+    }
+    return varlen.unfit(
+        device=need.device,
+        dtype=need.dtype,
+        head_sizes=need.head_sizes,
+        dropout=need.attention_dropout,
+        lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
+    )
+
+
+def _no_mask_is_made(need: Need) -> str:
+    return "" if need.documents or need.window else "there are neither documents nor windows"
+
+
 def _not_measured(_: Need) -> str:
     return "not measured here against the ones before; it has to be asked for"
 
@@ -268,6 +296,8 @@ def _checked(op: str, module: str, unasked: Callable[[Need], str]) -> Candidate:
 
 
 CANDIDATES = (
+    # Not `_not_measured`: with documents or windows `fused` makes a mask of s x s, and repeats keys and values.
+    Candidate("attention", "varlen", varlen.attention, _varlen_unfit, _no_mask_is_made, checked=True),
     Candidate("attention", "fused", fused.attention, _always_fits),
     Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
     Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _not_measured),
@@ -354,16 +384,20 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
 
 
 def _choose_candidate(need: Need, candidates: list[Candidate], requested: str) -> tuple[Candidate, list[str]]:
-    """Return the best candidate of an op, and why those before it cannot serve. requested: a name, or auto. Raises `ConfigError`."""
-    refusals = list[str]()
+    """Return the best candidate of an op, and why those before it cannot serve, but for defaults of machines that are not this one. requested: a name, or auto.
+    Raises `ConfigError`.
+    """
+    refusals, reasons = list[str](), list[str]()
     for candidate in sorted(candidates, key=lambda one: one.name != need.preferred):
         if requested not in ("auto", candidate.name):
             continue
         is_default = requested == "auto" and candidate.name != need.preferred
         reason = candidate.unfit(need) or (candidate.not_by_default(need) if is_default else "")
         if not reason:
-            return candidate, refusals
+            return candidate, reasons
         refusals.append(f"{candidate.name}: {reason}")
+        if not candidate.checked or need.has_tried(candidate.op, candidate.name):
+            reasons.append(refusals[-1])
     raise ConfigError(
         f"{kernel_flag(candidates[0].op, requested)} cannot be used: {'; '.join(refusals) or 'no such kernel'}; choose another of "
         f"{', '.join(candidate.name for candidate in candidates)}, or leave it out"

@@ -16,6 +16,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RecomputeConfig
 from megatron.core.context_parallel.attention import context_parallel_kernel
 from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.kernels.documents import remembered_starts
 from megatron.core.kernels.low_precision.recipes import recipe_of
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import Gating
@@ -101,9 +102,10 @@ class Build:
         length = held * self.mesh.cp.size if documents is None else documents.shape[1]
         axis = self.mesh.sequence_axis(length // held)
         if axis.group is None:
-            return MaskSpec(documents=documents)
+            return MaskSpec(documents=documents, starts=remembered_starts(documents))
         places = Zigzag(length, axis.size).places(axis.rank, hidden.device)
-        return MaskSpec(documents=documents, query_places=places, length=length)
+        starts = remembered_starts(documents)
+        return MaskSpec(documents=documents, query_places=places, length=length, starts=starts)
 
     def recomputes(self, module: str) -> bool:
         """Whether selective recomputation covers `module`."""

@@ -90,4 +90,5 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
         delays_wgrad=config.parallel.defers_weights,
         preferred=config.model.kernels.preferred,
         compiled=config.compilation.compile,
+        recorded=config.graphs.cuda_graph_impl != "none",
     )

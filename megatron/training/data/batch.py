@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.kernels.documents import remember_starts
 from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.core.models.vision import IdsWithImages
 from megatron.core.parallel.mesh import Axis
@@ -59,6 +60,8 @@ class Batch:
         }
         tokens = next(on.pop(name) for name in _TOKENS if name in on)
         places = on.pop("position_ids", None)
+        if "document_ids" in on:
+            remember_starts(on["document_ids"], arrays["document_ids"])
         return Batch(
             tokens=tokens,
             labels=on.pop("labels"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.context_parallel.planner import Assignment, SequenceGroup, assign_sequences
 from megatron.core.datasets.indexed import DataError
+from megatron.core.kernels.documents import remember_starts
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.data.batch import Batch
 
@@ -84,6 +86,8 @@ class RebalancedBatches:
         rows = {name: F.pad(torch.cat([document[name] for document in local]), (0, fill))[None] for name in local[0]}
         numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(local)]
         rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
+        lengths = [*map(len, numbers), fill]
+        remember_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
         return _batch_of_rows(rows).over_context(self.mesh.sequence_axis(share.size))
 
     def _empty_batch(self) -> Batch:

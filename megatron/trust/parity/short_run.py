@@ -30,6 +30,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.samplers import collate
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_optimizer_state
 from megatron.core.distributed.finalize import finalize
+from megatron.core.kernels.documents import remember_starts
 from megatron.core.kernels.startup_check import choose
 from megatron.core.kernels.table import Need
 from megatron.core.parallel import collectives
@@ -215,6 +216,8 @@ def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
         if "image_slots" in arrays:
             arrays = _collate(arrays, run.config.model.vision.rows)
         local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
+        if data.separates_documents:
+            remember_starts(local["documents"], arrays["documents"])
         batch = Batch(
             tokens=local["tokens"],
             labels=local["labels"],

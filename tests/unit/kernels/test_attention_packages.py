@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import flex, fused, reference
+from megatron.core.kernels.documents import DocumentStarts
 from megatron.core.kernels.external import flash_attn, transformer_engine
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.table import CANDIDATES, Need, select
@@ -159,11 +160,6 @@ def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
         select(GPU, {"attention": "transformer_engine"})
 
 
-def test_documents_begin_where_their_number_changes_and_with_every_row() -> None:
-    assert flash_attn.starts_of(DOCUMENTS).tolist() == [0, 3, 5, 10, 11, 12, 19, 22]
-    assert flash_attn.starts_of(torch.zeros(2, 3, dtype=torch.long)).tolist() == [0, 3, 6]
-
-
 @pytest.mark.parametrize("version", [2, 3])
 def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(
     packages: None, version: int, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +168,11 @@ def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(
     kernel = partial(flash_attn.attention, version=version)
     demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))
     monkeypatch.setattr(
-        flash_attn, "starts_of", lambda documents: torch.tensor([0, documents.numel()], dtype=torch.int32)
+        flash_attn,
+        "starts_of",
+        lambda documents, _: DocumentStarts(
+            torch.tensor([0, documents.numel()], dtype=torch.int32), documents.numel(), documents.numel()
+        ),
     )
     with pytest.raises(ConfigError, match="lets tokens leak"):
         demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))

@@ -68,7 +68,7 @@ def test_defaults_are_taken_once_they_have_computed_their_ops() -> None:
     assert not found.failures and all(taken[op] == "triton" for op in OPS)
     assert {op for op, _, problem in found.need.checks if not problem} == set(OPS)
     untried = dict((op, (name, why)) for op, name, why in select(Need(), candidates=offers()).report)
-    assert untried["rotary"] == ("torch", "triton: it was not tried on this device; it has to be asked for")
+    assert untried["rotary"] == ("torch", ""), "what another machine would take is not told in every run"
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,14 @@ def _attention_backends(model: ModelConfig, kinds: Sequence[str]) -> list[str]:
         problems.append(
             "--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a"
         )
-    if model.attention_backend in ("cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine", "flex") and set(
-        kinds
-    ) != {"a2a"}:
+    if model.attention_backend in (
+        "cudnn",
+        "varlen",
+        "flash_attn_2",
+        "flash_attn_3",
+        "transformer_engine",
+        "flex",
+    ) and set(kinds) != {"a2a"}:
         problems.append(
             f"--attention-backend {model.attention_backend} is for whole sequences, which only --cp-comm-type a2a gives it; choose "
             "a2a, or --attention-backend fused"

@@ -43,7 +43,7 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
     """What a recording could not see, and what to leave out."""
     parallel, model = run.parallel, run.model
     backend = model.attention_backend
-    packages = backend in ("flash_attn_2", "flash_attn_3", "transformer_engine") or (
+    packages = backend in ("varlen", "flash_attn_2", "flash_attn_3", "transformer_engine") or (
         backend,
         model.kernels.transformer_impl,
     ) == ("auto", "transformer_engine")

@@ -249,6 +249,7 @@ class RequestedModel:
         "fused",
         "flash",
         "cudnn",
+        "varlen",
         "flash_attn_2",
         "flash_attn_3",
         "transformer_engine",
@@ -257,7 +258,7 @@ class RequestedModel:
         "local",
     ] = flag(
         "auto",
-        "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; flash_attn_2, flash_attn_3, "
+        "attention kernel; fused: torch's best for the machine; flash, cudnn: one of those; varlen: torch's for packed documents and windows; flash_attn_2, flash_attn_3, "
         "transformer_engine: by these packages; flex: torch's FlexAttention; unfused and local: the plain formula",
         role="free",
     )

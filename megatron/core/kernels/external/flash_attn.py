@@ -3,15 +3,12 @@
     flash_attn             --attention-backend flash_attn_2
     flash_attn_interface   --attention-backend flash_attn_3
 
-Both take windows and caps as they are, and documents as sequences of different lengths laid end to end: no mask tensor is made.
-
-    documents   0 0 0 1 1 | 0 1 1 1 1     rows of a batch
-    starts      0     3     5 6       10   where each document begins, and the end of the last
+Both take windows and caps as they are, and documents as sequences of different lengths laid end to end (`kernels/documents.py`): no mask tensor is made.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
+from megatron.core.kernels.documents import starts_of
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 PACKAGES = {2: "flash_attn", 3: "flash_attn_interface"}
@@ -61,10 +59,11 @@ def attention(
         how["dropout_p"] = dropout
     library, batch = import_module(PACKAGES[version]), q.shape[1]
     rows = [x.transpose(0, 1) for x in (q, k, v)]
-    if not apart:
+    if mask.documents is None:
         output = _output_only(library.flash_attn_func(*rows, **how))
     else:
-        starts, longest = starts_of(mask.documents), len(q)  # no document is longer than its row
+        known = starts_of(mask.documents, mask.starts)
+        starts, longest = known.places, known.longest
         flat = [x.flatten(0, 1) for x in rows]
         output = _output_only(
             library.flash_attn_varlen_func(
@@ -76,18 +75,6 @@ def attention(
 
 version_2 = partial(attention, version=2)
 version_3 = partial(attention, version=3)
-
-
-@lru_cache(maxsize=4)  # all layers of a microbatch ask for the same, and counting documents makes the host wait
-def starts_of(documents: Tensor) -> Tensor:
-    """Return where each document begins when the rows are concatenated, and the end of the last: int32 [documents + 1].
-
-    documents: [b, s], contiguous. Every row begins a new document.
-    """
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    places = begins.flatten().nonzero()[:, 0]
-    return torch.cat((places, places.new_full((1,), documents.numel()))).to(torch.int32)
 
 
 def unfit(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
-from megatron.core.kernels.external.flash_attn import starts_of
+from megatron.core.kernels.documents import starts_of
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 
@@ -45,10 +45,11 @@ def attention(
     how: dict[str, Any] = (
         {} if mask.window is None else {"window_size": (mask.window[0], 0) if mask.causal else mask.window}
     )
-    if not apart:
+    if mask.documents is None:
         kind = ("causal" if len(q) == len(k) else "causal_bottom_right") if mask.causal else "no_mask"
         return module(q, k, v, qkv_format="sbhd", attn_mask_type=kind, **how)
-    starts, longest, batch = starts_of(mask.documents), len(q), q.shape[1]  # no document is longer than its row
+    known, batch = starts_of(mask.documents, mask.starts), q.shape[1]
+    starts, longest = known.places, known.longest
     flat = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     output = module(
         *flat,
