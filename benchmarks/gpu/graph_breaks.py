@@ -1,4 +1,4 @@
-"""Whether torch's compiler traces every Triton kernel of layers into one graph, forward and backward; no GPU is needed.
+"""Whether torch's compiler traces every Triton kernel of layers, and attention by varlen, into one graph, forward and backward; no GPU is needed.
 
     python benchmarks/gpu/graph_breaks.py
 
@@ -19,7 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.utils._triton
 
+from megatron.core.kernels.documents import DocumentStarts
+from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.table import CANDIDATES
+
+OTHERS = {"attention": "varlen"}  # kernels that are not Triton's
 
 
 class Traced(Exception):
@@ -35,6 +39,8 @@ def inputs() -> dict[str, tuple[Any, ...]]:
     x, weight, bias = random(4, 2, 64), random(64), random(64)
     cos, sin = torch.randn(4, 1, 1, 64), torch.randn(4, 1, 1, 64)
     places, back = torch.arange(8).view(8, 1), torch.arange(8).view(8, 1)
+    documents = torch.zeros(2, 4, dtype=torch.long)
+    packed = MaskSpec(documents=documents, starts=DocumentStarts(torch.tensor([0, 4, 8], dtype=torch.int32), 4, 8))
     return {
         "rms_norm": (x, weight, 1e-5),
         "layer_norm": (x, weight, bias, 1e-5),
@@ -43,6 +49,8 @@ def inputs() -> dict[str, tuple[Any, ...]]:
         "rotary": (random(4, 2, 3, 64), cos, sin, False),
         "rotary_qkv": (random(4, 2, 5, 64), (3, 1, 1), cos, sin, False),
         "permute": (random(8, 64), places, back, False, False),
+        "causal_conv": (random(4, 2, 64), random(64, 4), random(64), torch.zeros(2, 4, dtype=torch.long)),
+        "attention": (random(4, 2, 4, 64), random(4, 2, 2, 64), random(4, 2, 2, 64), packed),
     }
 
 
@@ -71,8 +79,8 @@ def main() -> None:
     setattr(torch.utils._triton, "has_triton", lambda: True)  # noqa: B010 - a function that is replaced
     failed = False
     for op, given in inputs().items():
-        call = next(one.call for one in CANDIDATES if (one.op, one.name) == (op, "triton"))
-        assert call is not None, "Triton has a kernel for it"
+        call = next(one.call for one in CANDIDATES if (one.op, one.name) == (op, OTHERS.get(op, "triton")))
+        assert call is not None, "there is a kernel for it"
         why = problem(call, given)
         failed = failed or bool(why)
         print(f"{op:18} {why or 'one graph'}", flush=True)

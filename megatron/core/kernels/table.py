@@ -237,6 +237,10 @@ def _no_mask_is_made(need: Need) -> str:
     return "" if need.documents or need.window else "there are neither documents nor windows"
 
 
+def _no_cap_is_kept(need: Need) -> str:
+    return "" if need.softcap else _not_measured(need)
+
+
 def _not_measured(_: Need) -> str:
     return "not measured here against the ones before; it has to be asked for"
 
@@ -298,6 +302,8 @@ def _checked(op: str, module: str, unasked: Callable[[Need], str]) -> Candidate:
 CANDIDATES = (
     # Not `_not_measured`: with documents or windows `fused` makes a mask of s x s, and repeats keys and values.
     Candidate("attention", "varlen", varlen.attention, _varlen_unfit, _no_mask_is_made, checked=True),
+    # Taken unasked for capped scores, which `fused` computes by the formula, a block of queries at a time.
+    Candidate("attention", "flex", flex.attention, _flex_unfit, _no_cap_is_kept, checked=True),
     Candidate("attention", "fused", fused.attention, _always_fits),
     Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
     Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _not_measured),
@@ -306,7 +312,6 @@ CANDIDATES = (
     Candidate(
         "attention", "transformer_engine", transformer_engine.attention, _transformer_engine_unfit, _not_measured
     ),
-    Candidate("attention", "flex", flex.attention, _flex_unfit, _not_measured),
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
     Candidate("layer_norm", "torch", reference.layer_norm, _always_fits),

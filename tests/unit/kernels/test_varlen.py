@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import documents, fused, reference, varlen
+from megatron.core.kernels import documents, flex, fused, reference, varlen
 from megatron.core.kernels.documents import DocumentStarts, remember_starts, remembered_starts, starts_of
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.startup_check import choose
 from megatron.core.kernels.table import CANDIDATES, Need, select
 from megatron.training.cli.device_checks import kernel_need
 from megatron.training.data.batch import Batch
-from tests.helpers import tiny
+from tests.helpers import flex_stand_in, tiny
 from tests.unit.kernels.test_attention_packages import DOCUMENTS, MASKS, B, S, heads
 from tests.unit.kernels.test_ops import check, with_gradients
 from tests.without_gpu import varlen_stand_in
@@ -178,6 +178,24 @@ def test_it_is_the_default_of_documents_and_windows_once_it_passed_its_trial(
         chosen.kernels.attention is fused.attention
         and "--attention-backend varlen is no default here" in chosen.failures[0]
     )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("sound", [True, False])
+def test_capped_scores_are_left_to_flex_attention_once_it_passed_its_trial(
+    sound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = flex_stand_in.flex_attention if sound else lambda q, *_, **__: 1.1 * q
+    monkeypatch.setattr(flex, "compiled", lambda: (kept, flex_stand_in.create_block_mask))
+    here = tuple(replace(one, unfit=lambda _: "") if one.name == "flex" else one for one in CANDIDATES)
+    config = tiny.config(attention_logit_softcap=2.0)
+    chosen = choose(config, kernel_need(config, CPU), CPU, candidates=here)
+    assert (
+        chosen.kernels.attention is (flex.attention if sound else fused.attention) and len(chosen.failures) == 1 - sound
+    )
+    assert choose(tiny.config(), Need(), CPU, candidates=here).kernels.attention is fused.attention
+    capped = Need(device="cuda", dtype=torch.bfloat16, softcap=True, attention_dropout=0.1)
+    assert select(capped).attention is fused.attention, "it has no dropout"
 
 
 def test_the_model_of_torchs_function_has_its_signature() -> None:
