@@ -72,12 +72,12 @@ def greedy(lengths: list[int]) -> list[list[int]]:
     """Samples into rows of LENGTH: the largest that fits next."""
     left, result = sorted(range(len(lengths)), key=lambda place: -lengths[place]), []
     while left:
-        left, chosen = LENGTH, list[int]()
+        room, chosen = LENGTH, list[int]()
         for place in list(left):
-            if lengths[place] <= left:
+            if lengths[place] <= room:
                 chosen.append(place)
                 left.remove(place)
-                left -= lengths[place]
+                room -= lengths[place]
         result.append(chosen or [left.pop(0)])
     return result
 
