@@ -54,6 +54,12 @@ RULES = (
     pytest.param("muon-joined", "tp2 pp2 mb2", "", marks=pytest.mark.nightly),
     pytest.param("lion", "tp2 dp2 zero mb2", "", marks=pytest.mark.nightly),
 )
+VISION = (
+    ("vlm", "tp2 sp", "pp2 dp2 zero"),
+    pytest.param("vlm-frozen-vit", "dp2 fsdp", "tp2", marks=pytest.mark.nightly),
+    pytest.param("vlm-projector", "dp2 zero", "pp2", marks=pytest.mark.nightly),
+    pytest.param("vlm-odd", "tp2 sp dp2 zero", "", marks=pytest.mark.nightly),
+)
 
 
 @cache
@@ -62,7 +68,7 @@ def never_stopped(model: str) -> Outcome:
     return never_stopped_run({**MODELS[model], "fp64": True})
 
 
-@pytest.mark.parametrize("model, writer, reader", (*ENCODERS, *LATENT, *EXPERTS, *ROUNDED, *RULES))
+@pytest.mark.parametrize("model, writer, reader", (*ENCODERS, *LATENT, *EXPERTS, *ROUNDED, *RULES, *VISION))
 def test_a_run_resumed_under_another_layout_goes_on_as_if_it_had_not_stopped(
     world: Worlds, tmp_path: Path, model: str, writer: str, reader: str
 ) -> None:

@@ -53,6 +53,13 @@ def _rows_without_gradient(self: ImageInput, images: Tensor) -> Tensor:
     return _rows(self, images).detach()
 
 
+def _rows_with_twice_the_gradient(self: ImageInput, images: Tensor) -> Tensor:
+    rows = _rows(self, images)
+    if rows.requires_grad:
+        rows.register_hook(lambda gradient: 2 * gradient)
+    return rows
+
+
 def _same(x: Tensor, axis: Axis) -> Tensor:
     return x
 
@@ -99,6 +106,11 @@ VISION: tuple[Defect, ...] = (
         "a rank without images adds what its encoder sees in a black one",
         (("dp2", "vlm"), ("dp2 fsdp", "vlm")),
         ((ImageInput, "forward", _black_image_everywhere),),
+    ),
+    Defect(
+        "with half of the ranks without images, the gradients of the others count twice",
+        (("dp2", "vlm"), ("dp2 fsdp", "vlm")),
+        ((ImageInput, "rows", _rows_with_twice_the_gradient),),
     ),
     Defect(
         "the gradient of rows is that of a rank's piece of the sequence",

@@ -48,6 +48,11 @@ def _last_slot_masked(self: ImageChatDataset, index: int) -> dict[str, np.ndarra
     return sample
 
 
+def _later_positions(self: ImageChatDataset, index: int) -> dict[str, np.ndarray]:
+    sample = _sample(self, index)
+    return {**sample, "position_ids": sample["position_ids"] + 1}
+
+
 DEFECTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], Callable[[Path], None]]] = {
     "blue first": ((images, "decode", _blue_first), lambda path: pixels_equal((40, 28))),
     "pixels are not normalized": ((images, "normalized", _as_they_are), lambda path: pixels_equal((40, 28))),
@@ -57,6 +62,7 @@ DEFECTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], Callable[[Path], N
         (ImageChatDataset, "__getitem__", _last_slot_masked),
         slots_right,
     ),
+    "positions are shifted by one": ((ImageChatDataset, "__getitem__", _later_positions), slots_right),
 }
 
 

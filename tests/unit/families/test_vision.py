@@ -21,7 +21,7 @@ from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.kernels.table import Need, select
 from megatron.core.models.on_meta import NETWORKS
-from megatron.core.models.vision import IdsWithImages
+from megatron.core.models.vision import IdsWithImages, ImageInput
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -253,6 +253,28 @@ def test_a_whole_network_gives_the_logits_loss_and_gradients_of_transformers(
         theirs = gradients.read(f"model.{spec.name}", whole_box(spec.shape))
         own = torch.zeros_like(theirs) if param.grad is None else param.grad
         assert float((theirs - own).abs().max()) <= 2 * TOLERANCE * max(float(theirs.abs().max()), 1e-3), spec.name
+
+
+def _demand_gradients_without_images(ours: nn.Module) -> None:
+    """A text without images trains the language model alone, and every other parameter has a gradient of zeros."""
+    ids, labels, _ = prompt(1)
+    given = IdsWithImages(ids.clamp(max=IMAGE - 1), torch.zeros(0, 3, 28, 28), torch.full_like(ids, -1))
+    ours.zero_grad()
+    ours(ids=given, labels=labels.clamp(min=0)).mean().backward()
+    for name, param in ours.named_parameters():
+        assert param.grad is not None, f"{name} has no gradient; ranks that sum it would wait for this one"
+        assert bool(param.grad.any()) != name.startswith("image"), name
+
+
+def test_a_rank_without_images_gives_every_parameter_a_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(llava_clip, tmp_path)
+    ours = network(hf.open_folder(tmp_path))
+    _demand_gradients_without_images(ours)
+    monkeypatch.setattr(ImageInput, "forward", lambda self, hidden, images, slots: hidden)
+    with pytest.raises(AssertionError, match="has no gradient"):
+        _demand_gradients_without_images(ours)
 
 
 @pytest.mark.parametrize("make", READERS, ids=lambda make: make.__name__)
