@@ -27,6 +27,7 @@ from megatron.core.parallel.boxes import Box, whole_box
 BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
 
 
+OUTPUT_LAYER = "output_layer."  # of language models, which reward models have not
 _LEFT = ("run.tokenizer", "run.progress")  # of a run's values those that weights keep
 
 
@@ -152,6 +153,8 @@ class Merged:
         }
         self.settings: Mapping[str, Any] = {**source.settings, **to_values(AdapterConfig())}
         self._saved = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
+        if adapters.model.reward_head:
+            self._take_head(adapters.saved["score.weight"])
         self._pairs: dict[str, list[Pair]] = {}
         for pair in adapters.pairs:
             self._pairs.setdefault(f"model.{pair.linear}.weight", []).append(pair)
@@ -163,6 +166,13 @@ class Merged:
                 "parameters) is in the base alone; take the base"
             )
         self._last: tuple[str, Tensor] | None = None
+
+    def _take_head(self, head: Tensor) -> None:
+        """Let the head of a reward model, [1, h], stand in the place of the output layer of the language model that it began with."""
+        dtype = self.formats["model.embedding.word_embeddings.weight"].dtype
+        kept = {name: one for name, one in self.formats.items() if not name.startswith(f"model.{OUTPUT_LAYER}")}
+        self.formats = {**kept, "model.score.weight": Format(tuple(head.shape), dtype)}
+        self.settings = {**self.settings, "reward_head": True}
 
     def _shape_problems(self) -> Iterator[str]:
         for name, pairs in self._pairs.items():

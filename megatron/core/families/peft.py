@@ -61,7 +61,7 @@ class _Places:
             raise CheckpointError(
                 "adapters of a gpt-oss network cannot be exchanged with PEFT: its experts are laid out otherwise"
             )
-        rows = expanded(family.rows(model), layers=model.num_layers)
+        rows = expanded(family.network_rows(model), layers=model.num_layers)
         self.shapes = {
             f"{layer_name(model, plan)}.{path}": shape
             for plan in layer_rows(model)
@@ -113,7 +113,9 @@ def _experts_module(name: str) -> str:
 def read(folder: str | Path, model: ModelConfig) -> AdapterSet:
     """The adapter in a folder, for this network. Raises one `CheckpointError` with all that does not fit the network."""
     folder = Path(folder)
-    config, (tensors, metadata), places = _read_config(folder), _read_tensors(folder), _Places(model)
+    config, (tensors, metadata) = _read_config(folder), _read_tensors(folder)
+    model = replace(model, reward_head=model.reward_head or config.get("task_type") == "SEQ_CLS")
+    places = _Places(model)
     factors, saved, problems = _sorted_out(tensors, places)
     pairs = list[Pair]()
     for module, tensors_of in factors.items():
@@ -336,7 +338,7 @@ def _config_of(model: ModelConfig, file: _File, places: _Places, base: str | Non
     linears = [module for module in sizes if module in places.linear_of]
     return {
         "peft_type": "LORA",
-        "task_type": _TASKS.get(model.architecture),
+        "task_type": "SEQ_CLS" if model.reward_head else _TASKS.get(model.architecture),
         "base_model_name_or_path": base,
         "bias": "none",
         "r": rank,

@@ -41,7 +41,8 @@ def adapters_for(base: Source, adapter: str) -> AdapterSet:
     """The adapters of a folder, which belong to this base as far as its shapes and, where it is known, its hash tell."""
     adapters = open_adapters(adapter, model_of(base.settings))
     if adapters.base.get("hash") is not None:
-        mine = {"hash": source_hash(base, adapters.model.adapter), "where": base.where}
+        model = adapters.model
+        mine = {"hash": source_hash(base, model.adapter, reward_head=model.reward_head), "where": base.where}
         demand_same_base(adapters.base, mine, adapters.where)
     return adapters
 

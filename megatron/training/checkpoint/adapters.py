@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.source import Format, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree
 from megatron.core.families import peft
-from megatron.core.families.adapter_set import BASE, AdapterSet, demand_fit, read_adapters
+from megatron.core.families.adapter_set import BASE, OUTPUT_LAYER, AdapterSet, demand_fit, read_adapters
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box
@@ -149,12 +149,13 @@ def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) ->
     return f"{int(collectives.all_reduce(total, mesh.world)) % 2**64:016x}"
 
 
-def source_hash(source: Source, config: AdapterConfig) -> str:
-    """The same hash of the network of a source."""
+def source_hash(source: Source, config: AdapterConfig, *, reward_head: bool = False) -> str:
+    """The same hash of the network of a source. reward_head: as a reward model begins with it, which leaves the output layer."""
     total = torch.zeros((), dtype=torch.int64)
     for full_name, one in source.formats.items():
         name = full_name.removeprefix("model.")
-        if full_name != name and not is_adapter(name) and not is_trained(name, config):
+        left = reward_head and name.startswith(OUTPUT_LAYER)
+        if full_name != name and not (left or is_adapter(name) or is_trained(name, config)):
             box = whole_box(one.shape)
             total += box_hash(source.read(full_name, box), box, one.shape, derive_seed("base", name))
     return f"{int(total) % 2**64:016x}"

@@ -14,11 +14,12 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.evaluation.reward import RewardModel
 from megatron.tools import score as tool
+from megatron.tools.checkpoint import adapter
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.trainer import build_trainer
+from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 
 LLAMA: dict[str, Any] = {
@@ -36,13 +37,18 @@ FAMILIES = {
 TEXTS = ["2 + 2 = 4", "2 + 2 = 5", "", "a longer text, of forty bytes, I suppose"]
 
 
-def saved(folder: Path, **changes: Any) -> str:
-    """A checkpoint of a network with random weights, of bytes."""
+def trainer_of(folder: Path, **changes: Any) -> Trainer:
+    """A network with random weights, of bytes, that is saved into a folder."""
     sizes = {"seq_length": 64, "max_position_embeddings": 64}
     config = tiny.config(save=str(folder), tokenizer_type="ByteTokenizer", **sizes, **changes)
     model = dataclasses.replace(config.model, padded_vocab_size=None).with_vocabulary(257, 1)
     run = dataclasses.replace(tiny.run_of(dataclasses.replace(config, model=model)), tokenizer=ByteTokenizer())
-    Checkpoint(build_trainer(run, tiny.gpt, tiny.forward_step)).save()
+    return build_trainer(run, tiny.gpt, tiny.forward_step)
+
+
+def saved(folder: Path, **changes: Any) -> str:
+    """A checkpoint of such a network."""
+    Checkpoint(trainer_of(folder, **changes)).save()
     return str(folder)
 
 
@@ -69,6 +75,44 @@ def test_conversations_are_scored_by_their_template(tmp_path: Path) -> None:
     stage = model.loaded.stages[0]
     ids = "<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n".encode()
     assert score == pytest.approx(float(stage(ids=torch.tensor([list(ids)]))[0, -1]), abs=1e-6)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_a_reward_model_are_merged_into_the_language_model_that_they_began_with(
+    tied: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    shape = {**LLAMA, "untie_embeddings_and_output_weights": not tied}
+    base = saved(tmp_path / "base", **shape)
+    lora = {"lora_rank": 2, "lora_targets": ("all-linear",), "lora_modules_to_save": ("score.weight",)}
+    trainer = trainer_of(tmp_path / "run", reward_head=True, pretrained_checkpoint=base, **shape, **lora)
+    Checkpoint(trainer).resume()
+    for name, param in trainer.stages[0].named_parameters():
+        if param.requires_grad:
+            param.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    Checkpoint(trainer).save()
+    arguments = ["--adapter", str(tmp_path / "run"), "--base", base, "--save", str(tmp_path / "merged")]
+    adapter.main(["merge", *arguments])
+    names = open_checkpoint(str(tmp_path / "merged")).formats
+    assert "model.score.weight" in names and not any("output_layer" in name for name in names)
+    stage = trainer.stages[0].eval()
+    expected = [float(stage(ids=torch.tensor([[*text.encode(), 256]]))[0, -1].detach()) for text in TEXTS]  # type: ignore[index]
+    assert RewardModel.load(str(tmp_path / "merged")).score(TEXTS) == pytest.approx(expected, abs=1e-5)
+    adapter.main(["export", "--adapter", str(tmp_path / "run"), "--save", str(tmp_path / "peft")])
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (written["task_type"], written["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    adapter.main(["merge", "--adapter", str(tmp_path / "peft"), *arguments[2:5], str(tmp_path / "from-peft")])
+    assert RewardModel.load(str(tmp_path / "from-peft")).score(TEXTS) == pytest.approx(expected, abs=1e-5)
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    export(open_checkpoint(base), tmp_path / "hf")
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=1)
+    theirs = peft.PeftModel.from_pretrained(network, tmp_path / "peft")
+    found = [float(theirs(input_ids=torch.tensor([[*text.encode(), 256]])).logits) for text in TEXTS]
+    assert found == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(SystemExit, match="holds adapters of another base"):
+        adapter.main(
+            ["merge", *arguments[:3], saved(tmp_path / "other", seed=8, **shape), "--save", str(tmp_path / "no")]
+        )
 
 
 def test_a_language_model_gives_no_scores_and_a_reward_model_no_texts(tmp_path: Path) -> None:
