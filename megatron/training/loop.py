@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from datetime import datetime
 from functools import partial
@@ -36,7 +36,7 @@ from megatron.training.health.stragglers import Stragglers
 from megatron.training.health.vote import Vote
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import launcher_place
-from megatron.training.loader import Data, DatasetProvider, build_data, next_batch
+from megatron.training.loader import Data, DatasetProvider, Evaluations, build_data, next_batch
 from megatron.training.report.metrics import (
     FlopsPerSample,
     Meter,
@@ -312,16 +312,20 @@ class Session:
         self._resolve_steps(watch)
         watch.around_evaluation()
         assert self.data.valid is not None, "only runs with validation data evaluate"
-        with self.data.valid.next() as (batches, iterations):
-            losses = evaluate(self.trainer, batches, iterations)
+        losses = self._losses_of(self.data.valid)
         if not self.config.data.full_validation:
-            progress.consumed_valid_samples += iterations * self.trainer.batches.evaluated
+            progress.consumed_valid_samples += self.data.valid.iterations * self.trainer.batches.evaluated
         self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
         self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses)
         watch.around_evaluation()
         self.since += time.perf_counter() - paused
-        options = self.config.checkpoint
-        if options.save_best is not None and note_if_best(progress, losses, options, self.mesh.world):
+        if self.config.checkpoint.save_best is not None:
+            self._save_if_best(losses, watch)
+
+    def _save_if_best(self, losses: Mapping[str, float], watch: ExitConditions) -> None:
+        """Begin to save where an evaluation is better than all before (--save-best)."""
+        progress = self.trainer.progress
+        if note_if_best(progress, losses, self.config.checkpoint, self.mesh.world):
             self.trainer.run.say(
                 f"iteration {progress.iteration} is the best so far: {progress.best_figure[4:]} {progress.best_value:.6E}"
             )
@@ -403,8 +407,10 @@ class Session:
     def _finish(self, reason: str, watch: ExitConditions) -> None:
         """Save, and evaluate if the run came to its end."""
         progress, train = self.trainer.progress, self.config.train
+        losses: dict[str, float] | None = None
         if self.config.checkpoint.save_best and not (reason or train.skip_train or self._is_due(train.eval_interval)):
-            self._evaluate(watch)  # before the last save, which may be the best
+            losses = self._losses_of(self.data.valid)  # before the last save, which may be the best
+            self._save_if_best(losses, watch)
         if not train.skip_train:
             self._record_save(
                 self.checkpoint.finish()
@@ -414,21 +420,27 @@ class Session:
         if reason:
             self.trainer.run.say(reason)
         else:
-            self._evaluate_at_end()
+            self._evaluate_at_end(losses)
         if self.config.checkpoint.save and not train.skip_train and self.checkpoint.last_saved != progress.iteration:
             raise CheckpointError(
                 f"the last checkpoint of this run, of iteration {progress.iteration}, could not be saved; see above"
             )
 
-    def _evaluate_at_end(self) -> None:
-        """One evaluation of each split that is there."""
+    def _losses_of(self, evaluations: Evaluations | None) -> dict[str, float]:
+        """The losses of the next evaluation of a split."""
+        assert evaluations is not None, "only splits with data are evaluated"
+        with evaluations.next() as (batches, iterations):
+            return evaluate(self.trainer, batches, iterations)
+
+    def _evaluate_at_end(self, validated: dict[str, float] | None) -> None:
+        """One evaluation of each split that is there. validated: the losses of the validation split, where they are known already."""
         progress, train = self.trainer.progress, self.config.train
         if train.skip_train or not self._is_due(train.eval_interval):  # else it has just been done
             self._show_samples()
         for name, evaluations in (("validation", self.data.valid), ("test", self.data.test)):
             if evaluations is not None:
-                with evaluations.next() as (batches, iterations):
-                    losses = evaluate(self.trainer, batches, iterations)
+                known = validated if name == "validation" else None
+                losses = self._losses_of(evaluations) if known is None else known
                 self.writers.validation(
                     losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples, final=name
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,20 @@ def test_the_last_iteration_is_evaluated_before_its_save(
     trained([*FLAGS, "--save", str(tmp_path), "--eval-interval", "3"])
     assert complete_iterations(tmp_path) == [7] and linked_best(tmp_path) == 7
     assert saved_counters(tmp_path / "best")["best_value"] == 1.0
+
+
+def test_the_evaluation_before_the_last_save_is_the_one_at_the_end(tmp_path: Path) -> None:
+    logs = []
+    for name, words in (("with", FLAGS[-2:]), ("without", [])):
+        log = tmp_path / f"{name}.jsonl"
+        run = trained(
+            [*FLAGS[:-2], *words, "--save", str(tmp_path / name), "--eval-interval", "3", "--log-jsonl", str(log)]
+        )
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        found = [(row["iteration"], row.get("final"), row["losses"]) for row in rows if row["kind"] == "validation"]
+        logs.append((found, run.progress.consumed_valid_samples))
+    assert logs[0] == logs[1] and [iteration for iteration, _, _ in logs[0][0]] == [3, 6, 7, 7]
+    assert saved_counters(tmp_path / "with" / "best")["best_value"] == logs[0][0][2][2]["lm loss"]
 
 
 def better(progress: Progress, value: float, mode: str | None = None, figure: str = "reward margin") -> bool:
