@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -71,7 +72,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "gpt, dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "llama": LLAMA,
     "llama, without fused weight gradients": {**LLAMA, "gradient_accumulation_fusion": False},
-    "llama, packed documents": {**LLAMA, "reset_attention_mask": True, "reset_position_ids": True},
+    "llama, packed documents": {
+        **LLAMA,
+        "reset_attention_mask": True,
+        "reset_position_ids": True,
+        "attention_backend": "varlen",
+    },
     "llama, Triton": {**LLAMA, "kernel": TRITON, "cross_entropy_fusion_impl": "triton"},
     "llama, fp8 tensorwise": {**FP8, "fp8_recipe": "tensorwise"},
     "llama, fp8 delayed": {**FP8, "fp8_recipe": "delayed"},
@@ -110,7 +116,7 @@ class Counted(TorchDispatchMode):
         return output
 
 
-def kernels_of_a_gpu() -> torch.library.Library:
+def kernels_of_a_gpu() -> tuple[torch.library.Library, ...]:
     """Operations that are one kernel on a GPU, and that the stand-in, which has no kernels, would take apart. Kept as long as it is held."""
     library = torch.library.Library("aten", "IMPL")
 
@@ -125,7 +131,20 @@ def kernels_of_a_gpu() -> torch.library.Library:
     library.impl("_fused_rms_norm", rms_norm, "CUDA")
     library.impl("_fused_rms_norm_backward", rms_norm_backward, "CUDA")
     library.impl("silu_backward", lambda dy, x: torch.empty_like(x), "CUDA")
-    return library
+
+    def varlen(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), *(q.new_empty(0, dtype=one) for one in (torch.float32, torch.uint64))
+
+    def varlen_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    import torch.nn.attention.varlen as own  # in the place of which the stand-in has a formula
+
+    own.varlen_attn = inspect.unwrap(own.varlen_attn)
+    packed = torch.library.Library("torch_attn", "IMPL")
+    packed.impl("_varlen_attn", varlen, "CUDA")
+    packed.impl("_varlen_attn_backward", varlen_backward, "CUDA")
+    return library, packed
 
 
 @contextmanager
