@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import calls, goals, launches, layers, results, roofline
+from benchmarks.gpu import calls, goals, launches, layers, results, roofline, timing
 from benchmarks.train_gpu import Job, Work, profile_of, works
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,6 +171,26 @@ def test_a_profile_counts_launches_and_the_time_in_which_the_gpu_is_busy(tmp_pat
     assert found is not None and found.launches == 3 and found.longest[0] == ("a", pytest.approx(60e-6), 2)
     assert found.busy == pytest.approx(80e-6) and found.seconds == pytest.approx(100e-6)
     assert profile_of(tmp_path / "none.json") is None
+
+
+def test_a_call_is_timed_by_events_around_many_and_the_host_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            noted.append("event")
+
+        def elapsed_time(self, _: Event) -> float:
+            return 30.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: noted.append("wait"))
+    found = timing.one_round(lambda: noted.append("call"), torch.device("cuda"), 3)
+    assert found.device == pytest.approx(0.01) and 0 <= found.host != found.device
+    assert noted == ["wait", "event", "call", "call", "call", "event", "wait"]
 
 
 def test_the_computed_roofline_is_the_sum_of_bytes_and_operations() -> None:

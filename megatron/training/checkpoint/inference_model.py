@@ -213,6 +213,7 @@ def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
             backend_of(device, config.parallel.distributed_backend),
             launcher_place(),
             timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            device if device.type == "cuda" else None,
         )
     return Mesh.build(config.parallel, device)
 

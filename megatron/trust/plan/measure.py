@@ -43,7 +43,7 @@ def measured(say: Say) -> Hardware | None:
         return _measure_process(device, say)
     is_first = place.rank == 0
     hardware = _measure_process(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
-    dist.init_process_group(backend_of(device))
+    dist.init_process_group(backend_of(device), device_id=device if device.type == "cuda" else None)
     try:
         hardware = measure_links(hardware, device, say if is_first else _say_nothing)
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import global_vars, initialize
+from megatron.training.checkpoint import inference_model
 from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
+from megatron.training.launch import rendezvous
 from megatron.training.launch.launch_info import launcher_place
 from megatron.training.run import Run
 from tests.helpers import tiny
@@ -144,11 +148,32 @@ def test_the_shims_speak_of_the_mesh_in_megatrons_order(world: Worlds) -> None:
         assert found == [tensor, data, pipeline, 2, 2, 2, pipeline == 0, pipeline == 1, 0, 1, members]
 
 
-def test_deterministic_mode_allows_deterministic_kernels_only() -> None:
+def test_deterministic_mode_allows_deterministic_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     started(RUN)
     assert not torch.are_deterministic_algorithms_enabled()
     started([*RUN, "--deterministic-mode"])
     assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory, "nothing reads what was not written"
+
+
+@pytest.mark.parametrize("attempt", ["0", "1"])
+def test_the_process_group_knows_a_ranks_gpu(attempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **how: given.append(how["device_id"]))
+    monkeypatch.setattr(rendezvous, "_store_at", lambda *_: torch.distributed.HashStore())
+    place = replace(launcher_place(), rank=1, size=2, store="node0:6000", attempt=attempt)
+    rendezvous.join_ranks("nccl", place, timedelta(seconds=1), torch.device("cuda", 1))
+    monkeypatch.setattr(initialize, "launcher_place", lambda: place)
+    monkeypatch.setattr(inference_model, "launcher_place", lambda: place)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(Mesh, "build", lambda *_: None)
+    for name in ("set_current_device", "keep_freed_memory"):
+        monkeypatch.setattr(inference_model, name, lambda _: None)
+    config = tiny.config()
+    initialize.join(config, torch.device("cuda", 1))
+    inference_model._join_mesh(config, torch.device("cuda", 1))
+    assert given == 3 * [torch.device("cuda", 1)], "training and generation both say it"
 
 
 def test_the_launchers_environment_says_where_this_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
