@@ -1,6 +1,7 @@
 """The bank: a file of JSON lines for each round of rollouts, written before the round's first optimizer step.
 
-It is the log of what was sampled, and what a run that is resumed within a round goes on with, to the last bit.
+It is the log of what was sampled, and what a run that is resumed within a round goes on with, to the last bit. Beside it lies what was sampled
+ahead (rollout_queue.py). `remove_expired` removes what no checkpoint needs any more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import DataError
+from megatron.core.dist_checkpointing.store import scan_folder
 from megatron.rl.batches import TrainedRollout
 from megatron.rl.rollouts import Rollout
 
@@ -21,6 +23,11 @@ from megatron.rl.rollouts import Rollout
 def bank_file(folder: Path, first: int) -> Path:
     """The file of the round that begins at an iteration."""
     return folder / f"round_{first:07d}.jsonl.gz"
+
+
+def ahead_file(folder: Path, first: int) -> Path:
+    """The file of what was ahead of the round that begins at an iteration."""
+    return folder / f"ahead_{first:07d}.jsonl.gz"
 
 
 def write_bank(file: Path, trained: Sequence[TrainedRollout]) -> None:
@@ -53,6 +60,41 @@ def read_lines(file: str | Path) -> list[dict[str, Any]]:
             return [dict(json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise DataError(f"the rollouts of {file} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def saved_iterations(folders: Iterable[str | None]) -> list[int]:
+    """The iterations of all checkpoints in these folders."""
+    return [step.iteration for folder in folders if folder and Path(folder).is_dir() for step in scan_folder(folder).steps]
+
+
+def remove_expired(folder: Path, *, first: int, steps: int, saved: Sequence[int] | None, max_bytes: int = 0) -> str:
+    """Remove the files that no checkpoint needs, and return what is wrong, usually "".
+
+    first: iteration at which the round under way begins. steps: iterations of a round. saved: iterations of the checkpoints; None: the run
+    saves none. A run that is resumed at an iteration needs the file of the round that holds it, unless it begins there, and what was ahead of the round of the iteration
+    before it. Of what was ahead nothing else is kept, but for checkpoints that are still being written: those after the newest. Rounds are the
+    log of the run: the oldest go only where all files together have more than max_bytes (0: no limit).
+    """
+    files = {file: int(file.name.split("_")[1].split(".")[0]) for file in sorted(folder.glob("*_???????.jsonl.gz"))}
+    newest = first if saved is None else max(saved, default=0)
+    goes = list[Path]()
+    for file, begin in files.items():
+        if file.name.startswith("ahead_") and begin < first and begin + steps < newest:
+            goes += [] if any(begin < one <= begin + steps for one in saved or ()) else [file]
+    size = sum(file.stat().st_size for file in files.keys() - set(goes))
+    for file, begin in files.items() if max_bytes else ():
+        needed = begin + steps > newest or any(begin < one < begin + steps for one in saved or ())
+        if size > max_bytes and file.name.startswith("round_") and begin < first and not needed:
+            size -= file.stat().st_size
+            goes.append(file)
+    for file in goes:
+        file.unlink(missing_ok=True)
+    if max_bytes and size > max_bytes:
+        return (
+            f"the rollouts of {folder} have {size} bytes, more than --rl-rollout-bank-max-bytes {max_bytes}, and checkpoints need all of them; "
+            "save more often, or keep fewer checkpoints"
+        )
+    return ""
 
 
 def _rollout_from_json(values: dict[str, Any]) -> TrainedRollout:

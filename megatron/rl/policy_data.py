@@ -29,7 +29,7 @@ from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import Sampling
 from megatron.rl import batches
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.bank import bank_file, read_bank, write_bank
+from megatron.rl.bank import bank_file, read_bank, remove_expired, saved_iterations, write_bank
 from megatron.rl.batches import Arrays, TrainedRollout
 from megatron.rl.environments.config import read_environments
 from megatron.rl.evaluation import evaluate_held_out, text_of
@@ -85,6 +85,7 @@ class PolicyData(StepHooks):
         )
         shows = self._bank is not None and rl.rl_samples_per_round and self.run.mesh.world.is_first
         self._samples = SampleFiles(self._bank) if shows and self._bank is not None else None
+        self._bank_is_full = False  # and it was told
         self._since = time.monotonic()  # the last round was prepared, or the run began
         if rl.rl_offload_optimizer_during_inference and not has_separate_memory(self.run.mesh.device):
             self.run.say(
@@ -197,10 +198,21 @@ class PolicyData(StepHooks):
         if self.run.mesh.world.is_first and file is not None:
             self.queue.write(number)
             write_bank(file, trained)
+            self._remove_expired(file.parent, first)
         if self._samples is not None:
             self._samples.write(first, facts_of(first, trained, self.rl.rl_samples_per_round))
         collectives.barrier(self.run.mesh.world)
         return trained
+
+    def _remove_expired(self, folder: Path, first: int) -> None:
+        """Remove the files of the bank that no checkpoint needs; first: iteration at which the round under way begins."""
+        options = self.run.config.checkpoint
+        saved = saved_iterations({options.save, options.load}) if options.save else None
+        limit = self.rl.rl_rollout_bank_max_bytes
+        trouble = remove_expired(folder, first=first, steps=self.step.steps, saved=saved, max_bytes=limit)
+        if trouble and not self._bank_is_full:
+            self.run.log.warning(trouble)
+        self._bank_is_full = bool(trouble)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import read_lines, tuples, write_lines
+from megatron.rl.bank import ahead_file, read_lines, tuples, write_lines
 from megatron.rl.environments.config import WeightedEnvironment, environment_of
 from megatron.rl.rollouts import Answer, Draft, PlayTimes, Rollout, Task
 from megatron.rl.settings import RLConfig
@@ -105,7 +105,7 @@ class RolloutQueue:
 
     def _file(self, number: int) -> Path:
         assert self._folder is not None, "asked where there is a bank"
-        return self._folder / f"ahead_{number * self._steps:07d}.jsonl.gz"
+        return ahead_file(self._folder, number * self._steps)
 
     def _task(self, number: int, place: int, draft: Draft) -> Task:
         """The rollout at a place of a round. The same problem and the same draws in every run of this seed."""

@@ -123,6 +123,9 @@ class RLConfig:
     rl_rollout_bank_dir: str | None = flag(
         None, "folder of JSON lines of all rollouts; left out: SAVE/rollouts", metavar="FOLDER"
     )
+    rl_rollout_bank_max_bytes: int = flag(
+        0, "remove the oldest rounds of this folder that no checkpoint needs when it grows larger; 0: none", metavar="BYTES"
+    )
 
     @property
     def rollouts_per_round(self) -> int:
@@ -250,6 +253,7 @@ def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     if rl.rl_max_new_tokens is not None and length and not 0 < rl.rl_max_new_tokens < length:
         yield f"--rl-max-new-tokens {rl.rl_max_new_tokens} must lie between 1 and --seq-length {length} - 1"
     counts = {"rl_max_inflight_requests": 1, "rl_eval_answers": 1, "rl_prompts_per_eval": 0, "rl_samples_per_round": 0}
+    counts |= {"rl_rollout_bank_max_bytes": 0}
     for name, least in counts.items():
         if (given := getattr(rl, name)) is not None and given < least:
             yield f"{spelling(name)} {given} is too small; give {least} or more"

@@ -321,20 +321,19 @@ LATER = (
           values="grpo-prompts-per-step grpo-group-size grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta "
                  "grpo-entropy-term-weight langrl-env-config rl-default-temperature rl-default-top-p rl-default-top-k "
                  "rl-importance-sampling-truncation-coef rl-rollout-bank-dir rl-prompts-per-eval rl-generation-lag "
-                 "rl-max-inflight-requests "
+                 "rl-max-inflight-requests rl-rollout-bank-max-bytes "
                  "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
                  "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size"),
     FlagGroup("ignored", "weights are copied to the network that generates by one all-to-all of the run's own transport", values="refit-method"),
     FlagGroup("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
     FlagGroup("refused", "weights change between rounds, so that keys and values of earlier rounds are never used again: every round has a cache of its "
               "own, which training does not hold; give recompute, or leave it out", values="rl-kv-cache-management-mode=recompute"),
-    FlagGroup("refused", "rollouts are submitted and trained on in rounds; give B, or leave it out",
+    FlagGroup("refused", "rollouts are submitted and trained on in rounds: groups in the order in which they happen to end would make no two "
+              "runs alike; give B, or leave it out",
           values="rl-submission-granularity=B rl-consumption-granularity=B"),
     FlagGroup("ignored", "rollouts are packed longest first into the first row with room; the result is the same",
           values="rl-sequence-packing-max-sequences-per-bin rl-sequence-packing-algo"),
     FlagGroup("ignored", "a prompt begins with the tokens that its environment writes, and no other", switches="rl-skip-bos-token"),
-    FlagGroup("refused", "no file of the bank is removed, since a run may be resumed from any checkpoint; remove old rounds by hand",
-          values="rl-rollout-bank-max-bytes"),
     FlagGroup("refused", "captured graphs of generation end with its round, and training has --cuda-graph-impl; leave it out",
           switches="rl-persist-cuda-graphs rl-training-cuda-graphs"),
     FlagGroup("refused", "memory is not managed by the driver; --rl-offload-inference-model-weights-when-idle gives it back",

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import read_lines
+from megatron.rl.bank import read_lines, remove_expired
 from megatron.rl.environments.base import Conversation, Problem
 from megatron.rl.memory import offloaded
 from megatron.rl.policy_data import PolicyData
@@ -108,6 +108,50 @@ def test_without_what_was_ahead_it_is_sampled_anew_and_damaged_files_are_refused
     (tmp_path / "ahead_0000001.jsonl.gz").write_bytes(b"not compressed")
     with pytest.raises(DataError, match="cannot be read"):
         train_step(trainer, data)
+
+
+def test_what_was_ahead_goes_with_the_checkpoints_that_need_it(tmp_path: Path) -> None:
+    rl = dataclasses.replace(RL, **AHEAD, grpo_iterations=2, rl_rollout_bank_dir=str(tmp_path / "bank"))
+    trainer, data = trainer_of(rl, save=str(tmp_path / "save"), save_keep_last=1)
+    checkpoint = Checkpoint(trainer)
+
+    def ahead() -> list[int]:
+        return sorted(int(file.name[6:13]) for file in (tmp_path / "bank").glob("ahead_*"))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            train_step(trainer, data)
+
+    train(4)
+    assert ahead() == [0, 2], "nothing is saved yet"
+    checkpoint.save()  # of iteration 4: it goes on with what was ahead of round 2, and makes that of 4
+    train(6)
+    assert ahead() == [2, 4, 6, 8]
+    checkpoint.save()  # of iteration 10
+    train(1)
+    assert ahead() == [8, 10]
+    assert len(list((tmp_path / "bank").glob("round_*"))) == 6, "rounds are the log"
+    again, resumed = trainer_of(rl, load=str(tmp_path / "save"), save=str(tmp_path / "save"))
+    Checkpoint(again).resume()
+    train_step(again, resumed)
+    assert all(torch.equal(a, b) for (*_, a), (*_, b) in zip(held_weights(trainer), held_weights(again), strict=True))
+
+
+def test_a_bank_that_is_too_large_loses_its_oldest_rounds_but_none_that_a_checkpoint_needs(tmp_path: Path) -> None:
+    def fill() -> None:
+        for begin in range(0, 12, 3):
+            (tmp_path / f"round_{begin:07d}.jsonl.gz").write_bytes(b"x" * 100)
+
+    def left(saved: list[int] | None, limit: int) -> tuple[list[int], str]:
+        fill()
+        trouble = remove_expired(tmp_path, first=9, steps=3, saved=saved, max_bytes=limit)
+        return sorted(int(file.name[6:13]) for file in tmp_path.glob("round_*")), trouble
+
+    assert left([9], 0) == ([0, 3, 6, 9], "")
+    assert left([9], 250) == ([6, 9], "")
+    assert left([1, 9], 250) == ([0, 9], ""), "iteration 1 is in the middle of the round of 0"
+    assert left(None, 1)[0] == [9] and "--rl-rollout-bank-max-bytes 1" in left(None, 1)[1]
+    assert left([4], 1)[0] == [3, 6, 9], "a checkpoint may be on its way"
 
 
 @pytest.mark.nightly
