@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = launcher_place()
     ARGS, RL = parse_rl_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
+from megatron.rl.memory import refuse_too_large
 from megatron.rl.policy_data import data_source
 from megatron.rl.policy_step import PolicyStep, policy_model
 from megatron.training.entry import entry
@@ -27,7 +28,9 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
 @entry
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, policy_model(RL), PolicyStep(RL), data_of=data_source(RL))
+    run = initialize_megatron(ARGS)
+    refuse_too_large(RL, run)
+    pretrain(run, datasets, policy_model(RL), PolicyStep(RL), data_of=data_source(RL))
 
 
 if __name__ == "__main__":

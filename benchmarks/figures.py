@@ -92,6 +92,7 @@ QUESTIONS = (
     Question("replica_check", "benchmarks/replica_check.py"),
     Question("failure", "benchmarks/failure.py --rounds 3"),
     Question("decode", "benchmarks/decode.py 124m --rounds 3"),
+    Question("rollouts", "benchmarks/rollouts.py 10m --rounds 3"),
     Question("adapters", "benchmarks/adapters.py --rounds 7"),
     Question("decode on a GPU", "benchmarks/decode_gpu.py", on="gpu"),
     Question("gpu", "benchmarks/train_gpu.py", on="gpu"),

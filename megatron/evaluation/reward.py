@@ -50,11 +50,15 @@ class RewardModel:
         dtype: str = "auto",
         tokenizer: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
+        alone: bool = False,
     ) -> RewardModel:
-        """Load a checkpoint, or a folder of Hugging Face's; all ranks together. The arguments are those of `load_network`."""
-        return RewardModel(
-            load_network(path, REWARD, parallel=parallel, dtype=dtype, tokenizer=tokenizer, device=device), template
+        """Load a checkpoint, or a folder of Hugging Face's; all ranks together, or with `alone` whole on this one, which scores by
+        itself then. The arguments are those of `load_network`.
+        """
+        loaded = load_network(
+            path, REWARD, parallel=parallel, dtype=dtype, tokenizer=tokenizer, device=device, alone=alone
         )
+        return RewardModel(loaded, template)
 
     def score(self, texts: Sequence[str | Sequence[Message]], *, size: BatchSize = BatchSize(32)) -> list[float]:
         """The score of each text or conversation, in their order; the same on all ranks, which are all asked the same."""

@@ -109,6 +109,7 @@ class Engine:
         self._throughput = ThroughputMeter()
         self._after = _line_end(tokenizer)
         self._in_flight: _Pass | None = None
+        self.is_paused = False
         self._overlaps = config.inference_async_scheduling and has_separate_memory(self.mesh.device)
         self._overlaps &= self.mesh.world.size == 1 and not config.num_speculative_tokens
         guesser = DraftNetwork if draft else MTPDraft if config.num_speculative_tokens else None
@@ -164,6 +165,8 @@ class Engine:
         """Run one forward pass over the scheduled requests, and take its tokens; False when there was nothing to do. Where that
         can be, the next pass is scheduled and launched before these tokens are known, so that the device need not wait.
         """
+        if self.is_paused:
+            return False
         if self._in_flight is None:
             self._take_in()
             self._in_flight = self._launch_step()
@@ -171,6 +174,14 @@ class Engine:
         if current is None:
             return False
         self._in_flight = self._launch_step() if self._can_look_ahead() else None
+        self._finish(current)
+        if self._in_flight is not None and not self._in_flight.matters:
+            self._in_flight = None
+        self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
+        return True
+
+    def _finish(self, current: _Pass) -> None:
+        """Take the tokens of a pass."""
         outputs = current.launched.collect()
         self._counts["steps"] += 1
         for blocks, *replica in zip(self.allocators, current.chosen, current.rows, outputs, strict=True):
@@ -178,10 +189,6 @@ class Engine:
                 if one.reason is None:  # else it had ended before, and nobody hears of this token
                     self._append_tokens(one, row, what, blocks)
                     one.emit()
-        if self._in_flight is not None and not self._in_flight.matters:
-            self._in_flight = None
-        self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
-        return True
 
     def _launch_step(self) -> _Pass | None:
         """Schedule and launch a pass; None when there is nothing to do."""
@@ -276,6 +283,26 @@ class Engine:
             blocks.clear()
         for slots in self.slots:
             slots.clear()
+
+    def pause(self) -> None:
+        """Stop between two steps until `resume`, as while the weights change. Requests wait, and new ones are taken; those that were
+        running keep their tokens, which are read anew afterwards. All that the old weights computed is dropped: keys and values, the prefix
+        cache, states, images.
+        """
+        if self._in_flight is not None:
+            current, self._in_flight = self._in_flight, None
+            self._finish(current)
+        for one in sorted(self._running, key=lambda one: -one.ticket):
+            one.preempt(self.allocators[one.replica])
+            self._waiting.appendleft(one)
+        self._running.clear()
+        self.clear_prefix_cache()
+        self.runner.forget_images()
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`, with the weights as they are."""
+        self.is_paused = False
 
     def metrics(self) -> Metrics:
         """Counters and gauges of the engine. May be called from any thread."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.settings.inference import InferenceConfig
+from megatron.core.config.settings.inference import MOST_CACHE_BYTES, InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels import paged
 from megatron.core.kernels.table import CANDIDATES, Need, select
@@ -20,7 +20,6 @@ from megatron.inference.cache import bytes_per_token
 from megatron.inference.model_runner import stored
 from megatron.inference.states import slot_count, state_bytes, stateful
 
-_MOST_BYTES = 4 * 10**9  # of the KV cache, unless another size is requested
 _GRAPHS = 16  # shapes of a step
 
 
@@ -143,7 +142,7 @@ def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Inferen
     longest = -(-(max_length + config.num_speculative_tokens) // size)
     needed = config.inference_max_requests * longest
     given = config.inference_dynamic_batching_buffer_size_gb
-    room = int((given * 10**9 if given else _MOST_BYTES) // (each * size))
+    room = int((given * 10**9 if given else MOST_CACHE_BYTES) // (each * size))
     count = room if given else min(room, needed)
     if count < longest and given:
         raise ConfigError(

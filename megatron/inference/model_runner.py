@@ -45,6 +45,11 @@ class AdapterChange:
     adapters: AdapterSet | None
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsChange:
+    """All ranks are to forget the images that they have encoded."""
+
+
 def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
     """(layers whose keys and values this rank stores, hidden states stored per token), with so many depths of multi-token prediction."""
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
@@ -136,6 +141,10 @@ class CachedNetwork:
         while len(self._image_rows) > _KEPT_IMAGES:
             self._image_rows.popitem(last=False)
         return self._image_rows[images.digest]
+
+    def forget_images(self) -> None:
+        """Forget the images that are encoded."""
+        self._image_rows.clear()
 
     def launch(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SampledTokens]:
         """Run the rows of this rank's replica through the stages, without waiting for the device. What the parts of the pass sample,
@@ -387,6 +396,8 @@ class ModelRunner:
         while (step := collectives.broadcast_object(None, self.mesh.world)) is not None:
             if isinstance(step, AdapterChange):
                 self.networks[0].adapters.put(step.number, step.adapters)
+            elif isinstance(step, WeightsChange):
+                self._forget_images()
             elif step.capture is not None:
                 self._capture_graphs(step)
             elif step.rows:
@@ -396,6 +407,15 @@ class ModelRunner:
         """On the leader: give all ranks an adapter of the network, or take it from them."""
         collectives.broadcast_object(change, self.mesh.world)
         self.networks[0].adapters.put(change.number, change.adapters)
+
+    def forget_images(self) -> None:
+        """On the leader: forget the images that are encoded, on all ranks, as when the weights change."""
+        collectives.broadcast_object(WeightsChange(), self.mesh.world)
+        self._forget_images()
+
+    def _forget_images(self) -> None:
+        for network in self.networks:
+            network.forget_images()
 
     def uncaptured(self) -> int:
         """On the leader: how many shapes of a step wait to be captured."""

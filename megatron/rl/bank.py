@@ -64,7 +64,9 @@ def read_lines(file: str | Path) -> list[dict[str, Any]]:
 
 def saved_iterations(folders: Iterable[str | None]) -> list[int]:
     """The iterations of all checkpoints in these folders."""
-    return [step.iteration for folder in folders if folder and Path(folder).is_dir() for step in scan_folder(folder).steps]
+    return [
+        step.iteration for folder in folders if folder and Path(folder).is_dir() for step in scan_folder(folder).steps
+    ]
 
 
 def remove_expired(folder: Path, *, first: int, steps: int, saved: Sequence[int] | None, max_bytes: int = 0) -> str:
@@ -75,26 +77,29 @@ def remove_expired(folder: Path, *, first: int, steps: int, saved: Sequence[int]
     before it. Of what was ahead nothing else is kept, but for checkpoints that are still being written: those after the newest. Rounds are the
     log of the run: the oldest go only where all files together have more than max_bytes (0: no limit).
     """
-    files = {file: int(file.name.split("_")[1].split(".")[0]) for file in sorted(folder.glob("*_???????.jsonl.gz"))}
     newest = first if saved is None else max(saved, default=0)
-    goes = list[Path]()
-    for file, begin in files.items():
-        if file.name.startswith("ahead_") and begin < first and begin + steps < newest:
-            goes += [] if any(begin < one <= begin + steps for one in saved or ()) else [file]
-    size = sum(file.stat().st_size for file in files.keys() - set(goes))
-    for file, begin in files.items() if max_bytes else ():
+    ahead, rounds = _files_before(folder, "ahead", first), _files_before(folder, "round", first)
+    for file, begin in ahead:
+        if begin + steps < newest and not any(begin < one <= begin + steps for one in saved or ()):
+            file.unlink(missing_ok=True)
+    size = sum(file.stat().st_size for file in folder.glob("*_*.jsonl.gz"))
+    for file, begin in rounds if max_bytes else ():
         needed = begin + steps > newest or any(begin < one < begin + steps for one in saved or ())
-        if size > max_bytes and file.name.startswith("round_") and begin < first and not needed:
+        if size > max_bytes and not needed:
             size -= file.stat().st_size
-            goes.append(file)
-    for file in goes:
-        file.unlink(missing_ok=True)
-    if max_bytes and size > max_bytes:
-        return (
-            f"the rollouts of {folder} have {size} bytes, more than --rl-rollout-bank-max-bytes {max_bytes}, and checkpoints need all of them; "
-            "save more often, or keep fewer checkpoints"
-        )
-    return ""
+            file.unlink(missing_ok=True)
+    if not max_bytes or size <= max_bytes:
+        return ""
+    return (
+        f"the rollouts of {folder} have {size} bytes, more than --rl-rollout-bank-max-bytes {max_bytes}, and checkpoints need all of them; "
+        "save more often, or keep fewer checkpoints"
+    )
+
+
+def _files_before(folder: Path, kind: str, first: int) -> list[tuple[Path, int]]:
+    """The files of a kind, with the iterations at which their rounds begin, of those that begin before an iteration, in their order."""
+    files = ((file, int(file.name.split("_")[1].split(".")[0])) for file in sorted(folder.glob(f"{kind}_*.jsonl.gz")))
+    return [(file, begin) for file, begin in files if begin < first]
 
 
 def _rollout_from_json(values: dict[str, Any]) -> TrainedRollout:

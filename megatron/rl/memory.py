@@ -1,4 +1,4 @@
-"""What is moved out of the device's memory while rollouts are sampled."""
+"""The memory of this rank's device: whether a run fits it, and what is moved out of it while rollouts are sampled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from megatron.core.config.flags import refuse
+from megatron.core.parallel.device import free_memory
+from megatron.rl.planned_memory import memory_problem
+from megatron.rl.settings import RLConfig
+from megatron.training.run import Run
+
+
+def refuse_too_large(rl: RLConfig, run: Run) -> None:
+    """Raise `ConfigError` for a run that cannot fit a device with memory of its own, before anything is built."""
+    memory = free_memory(run.mesh.device)
+    if memory is not None:
+        refuse(filter(None, [memory_problem(rl, run.config, run.mesh.world.size, memory[1])]))
 
 
 @contextmanager

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 
+import yaml
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.inference import MOST_CACHE_BYTES
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.models.flops import BYTES, rank_memory
@@ -30,8 +36,65 @@ def memory_beside(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str,
         copies = rank_memory(generating, stages_of(generating), data_parallel_size=replicas, num_microbatches=1)
         parts["copy that generates"] = size * max(rank.parameters for rank in copies)
     together = min(TOGETHER, -(-rl.rollouts_per_round * (1 + rl.lag * rl.rl_partial_rollouts) // replicas))
-    parts["keys and values"] = together * run.train.seq_length * _bytes_per_token(generating)
+    text = run.train.seq_length * _bytes_per_token(generating)
+    parts["keys and values"] = min(together * text, max(text, MOST_CACHE_BYTES))
+    if scoring := _reward_model_bytes(rl.langrl_env_config):
+        parts["reward models of the first rank"] = scoring
     return parts
+
+
+def least_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Return bytes that the fullest rank needs at least, by parts, while it trains or while it generates, whichever needs more."""
+    dp = run.parallel.data_parallel_size(world_size)
+    count = max(1, (run.train.global_batch_size or 1) // (run.train.micro_batch_size * dp))
+    ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=count)
+    fullest = max(ranks, key=lambda rank: rank.total)
+    beside = dict(memory_beside(rl, run, world_size))
+    cache, idle = beside.pop("keys and values"), rl.rl_offload_inference_model_weights_when_idle
+    training = {"policy in training": fullest.total, **beside}
+    training |= {"copy that generates": 0.0} if idle else {}
+    held = fullest.weights_and_optimizer
+    if rl.rl_offload_optimizer_during_inference:
+        held = BYTES[run.precision.dtype] * fullest.parameters
+    generating = {"policy while it generates": held, **beside, "keys and values": cache}
+    return max(training, generating, key=lambda parts: sum(parts.values()))
+
+
+def memory_problem(rl: RLConfig, run: RunConfig, world_size: int, memory: float) -> str:
+    """What is wrong where the device of each rank has so many bytes; "" if nothing is known to be."""
+    parts = least_memory(rl, run, world_size)
+    if sum(parts.values()) <= memory:
+        return ""
+    return too_large(parts, memory) + ", --rl-offload-optimizer-during-inference, or a shorter --seq-length"
+
+
+def too_large(parts: Mapping[str, float], memory: float) -> str:
+    """Why a run does not fit."""
+    return (
+        f"the fullest rank needs at least {sum(parts.values()) / 2**30:.2f} GiB ({memory_line(parts)}), and its device has {memory / 2**30:.2f} GiB "
+        "for tensors; give more ranks, a larger --tensor-model-parallel-size or --pipeline-model-parallel-size, --use-distributed-optimizer"
+    )
+
+
+def _reward_model_bytes(path: str | None) -> float:
+    """Bytes of the weights of all reward models of an environment file; 0 of what cannot be read here. No environment is made."""
+    from megatron.core.dist_checkpointing.store import (
+        CheckpointError,
+    )  # the command line is read before torch is imported
+    from megatron.training.checkpoint.formats import open_checkpoint
+
+    try:
+        entries = yaml.safe_load(Path(path or "").read_text(encoding="utf-8"))
+        requested = [one["agent_args"] for one in entries if one.get("agent_type") == "reward_model"]
+        formats = [
+            one
+            for arguments in requested
+            for name, one in open_checkpoint(arguments["model"]).formats.items()
+            if name.startswith("model.")
+        ]
+    except (OSError, ValueError, yaml.YAMLError, TypeError, AttributeError, KeyError, CheckpointError, ConfigError):
+        return 0.0  # the run says what is wrong with it
+    return float(sum(math.prod(one.shape) * one.dtype.itemsize for one in formats))
 
 
 def _bytes_per_token(run: RunConfig) -> float:
@@ -48,5 +111,8 @@ def _bytes_per_token(run: RunConfig) -> float:
 
 
 def memory_line(parts: Mapping[str, float]) -> str:
-    """The parts in a line, in MiB."""
-    return ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in parts.items())
+    """The parts in a line, in MiB, or GiB."""
+    return ", ".join(
+        f"{name} {size / 2**30:.2f} GiB" if size >= 2**30 else f"{name} {size / 2**20:.2f} MiB"
+        for name, size in parts.items()
+    )

@@ -31,7 +31,7 @@ from megatron.rl import batches
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.bank import bank_file, read_bank, remove_expired, saved_iterations, write_bank
 from megatron.rl.batches import Arrays, TrainedRollout
-from megatron.rl.environments.config import read_environments
+from megatron.rl.environments.config import read_environments, start_environments
 from megatron.rl.evaluation import evaluate_held_out, text_of
 from megatron.rl.memory import offloaded
 from megatron.rl.planned_memory import memory_beside, memory_line
@@ -83,6 +83,7 @@ class PolicyData(StepHooks):
             last=None if train.train_iters is None else max(0, -(-train.train_iters // self.step.steps) - 1),
             folder=self._bank,
         )
+        start_environments(self.queue.environments, self.run.mesh.world)
         shows = self._bank is not None and rl.rl_samples_per_round and self.run.mesh.world.is_first
         self._samples = SampleFiles(self._bank) if shows and self._bank is not None else None
         self._bank_is_full = False  # and it was told

@@ -124,7 +124,9 @@ class RLConfig:
         None, "folder of JSON lines of all rollouts; left out: SAVE/rollouts", metavar="FOLDER"
     )
     rl_rollout_bank_max_bytes: int = flag(
-        0, "remove the oldest rounds of this folder that no checkpoint needs when it grows larger; 0: none", metavar="BYTES"
+        0,
+        "remove the oldest rounds of this folder that no checkpoint needs when it grows larger; 0: none",
+        metavar="BYTES",
     )
 
     @property

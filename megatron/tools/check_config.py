@@ -24,6 +24,8 @@ from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, Command, read_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
 from megatron.trust.flags.rule_page import page
+from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.plan.hardware import PROFILES, hardware_of
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -39,6 +41,11 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="the run will be on another machine, with this device: files need not be here (default: it is on this one)",
     )
     parser.add_argument(
+        "--gpu",
+        choices=PROFILES,
+        help="kind of machine that will run it: what cannot fit its memory, by formulas, breaks a rule (tools/plan.py looks closer)",
+    )
+    parser.add_argument(
         "--why-not",
         action="append",
         default=[],
@@ -51,7 +58,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--true-vocab-size",
         type=int,
-        help="--build: ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
+        help="--build, --gpu: ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
     )
     parser.add_argument(
         "--tries",
@@ -92,6 +99,17 @@ def checked_command(command: Command, options: argparse.Namespace) -> Command:
     return replace(
         command, setting=replace(command.setting, whole=True, device=options.device or "", files=options.device is None)
     )
+
+
+def memory_broken(command: Command, options: argparse.Namespace) -> tuple[BrokenRule, ...]:
+    """What cannot fit the memory of the machine of --gpu."""
+    if options.gpu is None or command.setting is None:
+        return ()
+    setting = command.setting.as_started()
+    config, _ = resolve_and_examine(setting.config, setting.world_size)
+    config = with_vocabulary(config, options.true_vocab_size or expected_vocab_size(config.tokenizer)[0])
+    trouble = command.memory(config, setting.world_size, hardware_of(options.gpu).budget())
+    return (BrokenRule("memory", trouble),) if trouble else ()
 
 
 def notes_on(command: Command) -> list[str]:
@@ -221,6 +239,7 @@ def _config_report(options: argparse.Namespace, words: Sequence[str]) -> Report:
     before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
     rules = command.setting.broken() if command.setting else ()
     broken = (*command.unread, *rules)
+    broken = broken or memory_broken(command, options)
     answer = None
     if command.setting is not None and any(one.rule != "files" for one in rules):  # no other flag brings a file
         answer = smallest_repair(replace(command.setting, files=False), fixed=fixed, tries=options.tries)

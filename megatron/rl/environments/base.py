@@ -55,6 +55,10 @@ class Conversation(Protocol):
 class Environment(ABC):
     """A task with a verifiable reward. Options of the environment file are the arguments of the constructor."""
 
+    def start(self) -> None:
+        """Get ready to play, such as load a network. Called once before the first rollout, on the one rank that plays."""
+        return None
+
     @abstractmethod
     def problem(self, number: int) -> Problem:
         """Return the problem of a number, 0 and up. The same number gives the same problem on every rank and in every run."""

@@ -1,6 +1,6 @@
 """--langrl-env-config: the environments of a run, and how often each is drawn.
 
-- agent_type: arithmetic             # or countdown, math, http, openai, or FILE.py:CLASS for one's own, a path relative to this file
+- agent_type: arithmetic             # or countdown, math, reward_model, http, openai, or FILE.py:CLASS for one's own, a path relative to this file
   agent_args: {largest: 9}           # arguments of the constructor
   weight: 1.0                        # share of the problems
 - agent_type: my_task.py:MyTask
@@ -19,17 +19,20 @@ from typing import Any
 import yaml
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.parallel.mesh import Axis
 from megatron.rl.environments.arithmetic import Arithmetic
 from megatron.rl.environments.base import Environment
 from megatron.rl.environments.countdown import Countdown
 from megatron.rl.environments.math_problems import MathProblems
 from megatron.rl.environments.openai_agent import OpenAIAgent
 from megatron.rl.environments.remote import Remote
+from megatron.rl.environments.reward_model import RewardModelEnvironment
 
 KINDS: Mapping[str, type[Environment]] = {
     "arithmetic": Arithmetic,
     "countdown": Countdown,
     "math": MathProblems,
+    "reward_model": RewardModelEnvironment,
     "http": Remote,
     "openai": OpenAIAgent,
 }
@@ -57,6 +60,12 @@ def read_environments(path: str) -> tuple[WeightedEnvironment, ...]:
     if not any(one.weight for one in made):
         raise ConfigError(f"--langrl-env-config {path} has no environment to train on; give one a weight above 0")
     return made
+
+
+def start_environments(environments: Sequence[WeightedEnvironment], world: Axis) -> None:
+    """Start the environments on the rank that plays: the first of those that generate."""
+    for one in environments if world.is_first else ():
+        one.environment.start()
 
 
 def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> WeightedEnvironment:

@@ -96,13 +96,36 @@ def load_network(
     dtype: str = "auto",
     tokenizer: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
+    alone: bool = False,
 ) -> InferenceModel[AnyStage]:
-    """Load the network of a checkpoint of any format. All ranks of the launcher call this together.
+    """Load the network of a checkpoint of any format. All ranks of the launcher call this together; with `alone` this one has all of it.
 
     step: iteration, in a folder of several. dtype: a name of `FORMATS`; auto: as the weights were saved. tokenizer: settings
     of `TokenizerConfig` that win over the checkpoint's; with a `tokenizer_type`, they are all. Raises `ConfigError` and
     `CheckpointError`, before any rank waits for another, for what does not fit together.
     """
+    source = open_kind(path, kind, step)
+    settings = tokenizer_settings(source, tokenizer or {})
+    made = build_tokenizer(settings)
+    _demand_same_tokenizer(source, made)
+    if not (source.settings.get("tokenizer_type") or is_folder(source.where)):
+        # Megatron's own files count the rows that pad the vocabulary, unless they are told.
+        source = open_checkpoint(path, step, {"true_vocab_size": made.vocab_size})
+    config = _resolve_config(source, settings, parallel, dtype, 1 if alone else world_size())
+    rows = config.model.true_vocab_size
+    # Special tokens that the network has never seen are common, and no text holds one.
+    if made.vocab_size - sum(number >= rows for number in made.special.values()) > rows:
+        raise ConfigError(
+            f"the tokenizer has {made.vocab_size} ids, and the embedding of {source.where} {rows} rows; give the tokenizer "
+            "that belongs to this network"
+        )
+    device = device or pick_device()
+    mesh = Mesh.single(device) if alone else _join_mesh(config, device)
+    return InferenceModel(config, mesh, _build_stages(source, kind, config, mesh), made, source)
+
+
+def open_kind(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> Source:
+    """Open a checkpoint; `CheckpointError` if its network is of another kind."""
     source = open_checkpoint(path, step)
     architecture = architecture_of(source)
     if architecture != kind.architecture:
@@ -116,22 +139,7 @@ def load_network(
             else ("a reward model, which scores texts and writes none", "tools/score.py asks it")
         )
         raise CheckpointError(f"{source.where} holds {holds}; {way}")
-    settings = tokenizer_settings(source, tokenizer or {})
-    made = build_tokenizer(settings)
-    _demand_same_tokenizer(source, made)
-    if not (source.settings.get("tokenizer_type") or is_folder(source.where)):
-        # Megatron's own files count the rows that pad the vocabulary, unless they are told.
-        source = open_checkpoint(path, step, {"true_vocab_size": made.vocab_size})
-    config = _resolve_config(source, settings, parallel, dtype)
-    rows = config.model.true_vocab_size
-    # Special tokens that the network has never seen are common, and no text holds one.
-    if made.vocab_size - sum(number >= rows for number in made.special.values()) > rows:
-        raise ConfigError(
-            f"the tokenizer has {made.vocab_size} ids, and the embedding of {source.where} {rows} rows; give the tokenizer "
-            "that belongs to this network"
-        )
-    mesh = _join_mesh(config, device or pick_device())
-    return InferenceModel(config, mesh, _build_stages(source, kind, config, mesh), made, source)
+    return source
 
 
 def architecture_of(source: Source) -> str:
@@ -175,7 +183,9 @@ def _demand_same_tokenizer(source: Source, tokenizer: Tokenizer) -> None:
         )
 
 
-def _resolve_config(source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str) -> RunConfig:
+def _resolve_config(
+    source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str, size: int
+) -> RunConfig:
     """The checkpoint's network under this layout; `ConfigError` with every rule that it breaks."""
     if dtype == "auto":
         dtype = str(source.formats[_EMBEDDING].dtype).removeprefix("torch.")
@@ -187,7 +197,6 @@ def _resolve_config(source: Source, tokenizer: TokenizerConfig, parallel: Parall
     )
     precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16", fp64=dtype == "float64")
     train = TrainConfig(seq_length=model.max_position_embeddings, micro_batch_size=1, train_iters=1, skip_train=True)
-    size = world_size()
     config = RunConfig(
         model=model,
         parallel=parallel,

@@ -14,18 +14,21 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.config.stages import stages_of
+from megatron.core.models.flops import rank_memory
 from megatron.preference.arguments import defaults_of as preference_defaults
 from megatron.preference.arguments import preference_problems
 from megatron.preference.planned_memory import memory_beside as preference_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.rl.arguments import defaults_of as rl_defaults
 from megatron.rl.arguments import rl_problems
-from megatron.rl.planned_memory import memory_beside
+from megatron.rl.planned_memory import memory_beside, memory_problem, too_large
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
 
 MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
+MemoryProblem = Callable[[RunConfig, int, float], str]
 
 
 def _nothing_beside(config: RunConfig, world_size: int) -> Mapping[str, float]:
@@ -33,18 +36,29 @@ def _nothing_beside(config: RunConfig, world_size: int) -> Mapping[str, float]:
     return {}
 
 
+def _training_problem(config: RunConfig, world_size: int, memory: float) -> str:
+    """Why the network in training cannot fit; "" if that is not known."""
+    dp = config.parallel.data_parallel_size(world_size)
+    count = max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
+    ranks = rank_memory(config, stages_of(config), data_parallel_size=dp, num_microbatches=count)
+    needs = max(rank.total for rank in ranks)
+    return too_large({"network in training": needs}, memory) if needs > memory else ""
+
+
 @dataclass(frozen=True, slots=True)
 class EntryScript:
     """A script that trains. defaults: values of flags that are not given, from the words of a command line; extra: its own flags.
 
     problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each. beside: of a
-    namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks.
+    namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks. memory: of a
+    namespace, what tells why it cannot fit, from a config, a number of ranks and the bytes of a device.
     """
 
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
     extra: tuple[type, ...] = ()
     problems: Callable[[Any, int], Sequence[str]] = lambda args, ranks: ()
     beside: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
+    memory: Callable[[Any], MemoryProblem] = lambda args: _training_problem
 
 
 ENTRIES: Mapping[str, EntryScript] = {
@@ -66,7 +80,11 @@ ENTRIES: Mapping[str, EntryScript] = {
         lambda args: partial(preference_memory, from_namespace(PreferenceConfig, args)),
     ),
     "train_rl.py": EntryScript(
-        rl_defaults, (RLConfig,), rl_problems, lambda args: partial(memory_beside, from_namespace(RLConfig, args))
+        rl_defaults,
+        (RLConfig,),
+        rl_problems,
+        lambda args: partial(memory_beside, from_namespace(RLConfig, args)),
+        lambda args: partial(memory_problem, from_namespace(RLConfig, args)),
     ),
 }
 # Scripts of Megatron, and what does their work here.
@@ -91,6 +109,7 @@ class Command:
     unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
     beside: MemoryBeside = _nothing_beside
+    memory: MemoryProblem = _training_problem
     finetuning: PreferenceConfig | None = None
 
 
@@ -125,6 +144,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         ),
         tuple(args.messages),
         script.beside(args),
+        script.memory(args),
         from_namespace(PreferenceConfig, args) if PreferenceConfig in script.extra else None,
     )
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
 from megatron.inference.sampling import Sampling
+from megatron.rl import memory as rl_memory
 from megatron.rl.environments.base import Environment, Problem
 from megatron.rl.environments.config import WeightedEnvironment
 from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, text_of
-from megatron.rl.planned_memory import memory_beside
+from megatron.rl.planned_memory import least_memory, memory_beside
 from megatron.rl.rollouts import Limits, Rollout
 from megatron.rl.samples import SampleFiles, read_samples
+from megatron.tools import check_config
 from megatron.training.step import train_step
 from megatron.trust.flags.command import read_command
 from megatron.trust.plan.analytic_estimate import with_vocabulary
@@ -112,3 +116,42 @@ def test_the_planner_counts_what_reinforcement_learning_holds_beside_the_policy(
     assert not command.unread and command.setting is not None
     config = with_vocabulary(command.setting.as_started().config.resolve(1), 1000)
     assert {"reference", "critic", "keys and values"} == command.beside(config, 1).keys()
+
+
+def test_what_cannot_fit_the_memory_is_refused_by_the_checker_and_by_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "train_rl.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --bf16 "
+        "--micro-batch-size 1 --lr 1e-6 --train-iters 1 --langrl-env-config x --pretrained-checkpoint base --tokenizer-type NullTokenizer "
+        "--vocab-size 32000 --use-distributed-optimizer"
+    ).split()
+
+    def says(*more: str, ranks: int = 8) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            check_config.main(["--gpu", "h100-80", "--device", "cuda", "--world-size", str(ranks), *words, *more])
+        return int(str(end.value.code)), capsys.readouterr().out
+
+    code, text = says()
+    assert code == 2 and "the fullest rank needs at least" in text and "policy in training" in text, text
+    assert says("--tensor-model-parallel-size", "8", "--sequence-parallel") == (0, "all rules are kept on 8 ranks\n")
+    trainer, _ = trainer_of(RL)
+    for memory, fits in ((10**9, True), (10**5, False)):
+        monkeypatch.setattr(rl_memory, "free_memory", lambda device, memory=memory: (0, memory))
+        with nullcontext() if fits else pytest.raises(ConfigError, match="the fullest rank needs at least"):
+            rl_memory.refuse_too_large(RL, trainer.run)
+
+
+def test_generation_and_training_need_memory_at_different_times() -> None:
+    trainer, _ = trainer_of(RL, seq_length=64, max_position_embeddings=64)
+    rl, config = dataclasses.replace(RL, rl_inference_tensor_model_parallel_size=1), trainer.run.config
+    parameters = sum(param.numel() for param in trainer.stages[0].parameters())
+    beside = memory_beside(rl, config, 1)
+    assert beside["keys and values"] == 16 * 64 * 2 * 4 * 32 * 8, "16 texts, 4 layers, hidden size 32, 8 bytes"
+    parts = least_memory(rl, config, 1)
+    assert parts.keys() == {"policy while it generates", "copy that generates", "keys and values"}
+    off = least_memory(dataclasses.replace(rl, rl_offload_optimizer_during_inference=True), config, 1)
+    assert off.get("policy while it generates", 8 * parameters) == 8 * parameters < parts["policy while it generates"]
+    short = least_memory(dataclasses.replace(rl, grpo_prompts_per_step=1, grpo_group_size=1), config, 1)
+    assert short.keys() == {"policy in training", "copy that generates"}
+    assert short["policy in training"] > parts["policy while it generates"]

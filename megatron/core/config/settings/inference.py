@@ -8,6 +8,8 @@ from typing import Literal
 
 from megatron.core.config.flags import flag
 
+MOST_CACHE_BYTES = 4 * 10**9  # of keys and values on a rank, unless another size is requested
+
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:

@@ -1,0 +1,91 @@
+"""Prompts of a file, whose answers a reward model scores (finetune.py --finetune-task reward, or one of Hugging Face's)."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.evaluation.reward import RewardModel
+from megatron.rl.environments.base import EVALUATION, Conversation, Environment, Problem
+from megatron.training.checkpoint.inference_model import REWARD, open_kind
+
+
+class RewardModelEnvironment(Environment):
+    """Answers to the prompts of a JSONL file, scored by a reward model, which the first rank holds whole.
+
+    model: a checkpoint, or a folder of Hugging Face's with an ...ForSequenceClassification of one label. path: lines with `prompt`; the last
+    `held_out` of them are for evaluation only. template: of what the policy continues, with {prompt}. chat_format: the reward model reads prompt
+    and answer as a conversation of that format (`RewardModel`); left out: as one text. sigmoid: the reward is the sigmoid of the score, between 0 and
+    1; else the score. cut_off: reward of an answer that was cut off at the limit. tokenizer: settings of the reward model's tokenizer, where
+    its folder does not say them.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        path: str,
+        held_out: int = 0,
+        template: str = "{prompt}",
+        chat_format: str | None = None,
+        sigmoid: bool = True,
+        cut_off: float = 0.0,
+        tokenizer: Mapping[str, Any] | None = None,
+    ) -> None:
+        open_kind(model, REWARD)  # every rank says at once what is wrong with it
+        try:
+            lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+            prompts = [str(json.loads(line)["prompt"]) for line in lines]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"environment reward_model: {path} is no JSONL file with `prompt` in each line: {type(error).__name__} {error}"
+            ) from None
+        if not 0 <= held_out < len(prompts) or "{prompt}" not in template:
+            raise ConfigError(
+                f"environment reward_model: held_out {held_out} must leave some of the {len(prompts)} prompts of {path} to train on, and the "
+                f"template {template!r} have {{prompt}}"
+            )
+        count = len(prompts) - held_out
+        self._train, self._held_out, self._template = prompts[:count], prompts[count:] or prompts, template
+        self._path, self._tokenizer = model, tokenizer
+        self._chat_format, self._sigmoid, self._cut_off = chat_format, sigmoid, cut_off
+        self._model: RewardModel | None = None
+        self._turn = threading.Lock()
+
+    def start(self) -> None:
+        """Load the reward model, whole on this rank."""
+        self._model = RewardModel.load(
+            self._path, template=self._chat_format or "tokenizer", tokenizer=self._tokenizer, alone=True
+        )
+
+    def problem(self, number: int) -> Problem:
+        """As the base class says. Prompts are taken in the order of the file, again and again."""
+        rows = self._train if number < EVALUATION else self._held_out
+        prompt = rows[number % EVALUATION % len(rows)]
+        return Problem(self._template.format(prompt=prompt), {"prompt": prompt})
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """As the class says. Each text is scored alone, so that its score does not depend on what else is sampled."""
+        text: Any = problem.prompt + answer
+        if self._chat_format is not None:
+            prompt = problem.facts["prompt"]
+            text = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        assert self._model is not None, "the rank that plays has started its environments"
+        with self._turn:  # with --rl-rollout-seconds rewards run in threads
+            (score,) = self._model.score([text])
+        return _sigmoid(score) if self._sigmoid else score
+
+    async def play(self, problem: Problem, conversation: Conversation) -> float:
+        """One answer."""
+        conversation.add(problem.prompt)
+        answer = await conversation.generate()
+        return await conversation.call(self.reward, problem, answer) if conversation.is_finished else self._cut_off
+
+
+def _sigmoid(score: float) -> float:
+    return 1.0 / (1.0 + math.exp(-score)) if score >= 0 else math.exp(score) / (1.0 + math.exp(score))
