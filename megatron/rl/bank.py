@@ -78,22 +78,32 @@ def remove_expired(folder: Path, *, first: int, steps: int, saved: Sequence[int]
     log of the run: the oldest go only where all files together have more than max_bytes (0: no limit).
     """
     newest = first if saved is None else max(saved, default=0)
-    ahead, rounds = _files_before(folder, "ahead", first), _files_before(folder, "round", first)
-    for file, begin in ahead:
+    for file, begin in _files_before(folder, "ahead", first):
         if begin + steps < newest and not any(begin < one <= begin + steps for one in saved or ()):
             file.unlink(missing_ok=True)
-    size = sum(file.stat().st_size for file in folder.glob("*_*.jsonl.gz"))
-    for file, begin in rounds if max_bytes else ():
-        needed = begin + steps > newest or any(begin < one < begin + steps for one in saved or ())
-        if size > max_bytes and not needed:
-            size -= file.stat().st_size
-            file.unlink(missing_ok=True)
-    if not max_bytes or size <= max_bytes:
+    if not max_bytes:
+        return ""
+    oldest = [
+        file
+        for file, begin in _files_before(folder, "round", first)
+        if begin + steps <= newest and not set(range(begin + 1, begin + steps)) & set(saved or ())
+    ]
+    size = _remove_down_to(max_bytes, oldest, sum(file.stat().st_size for file in folder.glob("*_*.jsonl.gz")))
+    if size <= max_bytes:
         return ""
     return (
         f"the rollouts of {folder} have {size} bytes, more than --rl-rollout-bank-max-bytes {max_bytes}, and checkpoints need all of them; "
         "save more often, or keep fewer checkpoints"
     )
+
+
+def _remove_down_to(limit: int, files: Sequence[Path], size: int) -> int:
+    """Remove files in their order until `size`, the bytes of all, is within the limit; returns what it is then."""
+    for file in files:
+        if size > limit:
+            size -= file.stat().st_size
+            file.unlink(missing_ok=True)
+    return size
 
 
 def _files_before(folder: Path, kind: str, first: int) -> list[tuple[Path, int]]:

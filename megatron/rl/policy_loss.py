@@ -29,10 +29,13 @@ class PolicyLoss:
         """What the loss is made of."""
         return ALGORITHMS[self.config.rl_algorithm]
 
-    def __call__(self, token_losses: Tensor, batch: Batch, values: Tensor | None = None) -> Loss:
+    def __call__(
+        self, token_losses: Tensor, batch: Batch, values: Tensor | None = None, entropy: Tensor | None = None
+    ) -> Loss:
         """Return (sum over tokens, number of tokens, figures to log).
 
-        token_losses: [b, s], minus the log-probabilities of the labels. values: [b, s], of the critic's state before each label.
+        token_losses: [b, s], minus the log-probabilities of the labels. values: [b, s], of the critic's state before each label. entropy: [b, s],
+        of the whole distribution; None: the entropy term is that of the sampled tokens.
         """
         assert batch.loss_mask is not None, "the stage of the loss has the mask"
         config, extras = self.config, batch.extras
@@ -55,7 +58,8 @@ class PolicyLoss:
             reference = extras["rl_reference"].to(token_losses.dtype)
             divergence = losses.kl_to_reference(logprobs, reference, config.rl_kl_estimator)
             loss = loss + config.grpo_kl_beta * divergence
-        loss = loss - config.grpo_entropy_term_weight * losses.entropy_term(logprobs)
+        bonus = losses.entropy_term(logprobs) if entropy is None else entropy.to(loss.dtype)
+        loss = loss - config.grpo_entropy_term_weight * bonus
         count, total = mask.sum(), (loss * weight).sum()
         clipped = losses.is_clipped(ratio, advantages, **limits)
         difference = (old - generation).abs()
@@ -69,6 +73,8 @@ class PolicyLoss:
             "entropy estimate": mean(-logprobs),
             "generation logprob difference": mean(difference),
         }
+        if entropy is not None:
+            report["entropy"] = mean(entropy)
         if self.has_reference:
             report["kl to reference"] = mean(divergence)
         if values is not None:

@@ -48,6 +48,7 @@ class PolicyStep:
         if stage.output_layer is not None:
             stage.output_layer.temperature = self.rl.rl_default_temperature
             stage.output_layer.even = False
+            stage.output_layer.wants_entropy = self.rl.rl_full_entropy and self.collected is None
         if (routes := batch.extras.get("rl_routes")) is not None and batch.microbatch_context is not None:
             batch.microbatch_context.routes = routes_by_layer(routes, run.config.model)
         inputs: dict[str, Any] = {
@@ -57,6 +58,9 @@ class PolicyStep:
             "microbatch_context": batch.microbatch_context,
         }
         output: Any = stage(hidden=batch.hidden, labels=batch.targets, **inputs)
+        entropy = None
+        if stage.output_layer is not None:
+            entropy, stage.output_layer.entropy = stage.output_layer.entropy, None
         if isinstance(stage, ActorCritic):
             output = (output, stage.critic(hidden=None if batch.message is None else batch.message[-1], **inputs))
         loss = PolicyLoss(self.rl, run.mesh.cp, self.has_old, self.rl.grpo_kl_beta != 0)
@@ -64,7 +68,7 @@ class PolicyStep:
         def of_tokens(output: Any) -> Loss:
             token_losses, values = output if isinstance(output, tuple) else (output, None)
             if self.collected is None:
-                return loss(token_losses, batch, values)
+                return loss(token_losses, batch, values, entropy)
             assert batch.loss_mask is not None, "the stage of the loss has the mask"
             scores = (-token_losses * batch.loss_mask, *(() if values is None else (values * batch.loss_mask,)))
             self.collected.append((batch.extras["rl_place"], *scores))

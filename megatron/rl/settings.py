@@ -31,6 +31,11 @@ class RLConfig:
     grpo_entropy_term_weight: float = flag(
         0.0, "weight of -p log p of the sampled tokens, which is added to the objective"
     )
+    rl_full_entropy: bool = flag(
+        False,
+        "log the entropy of each token's whole distribution, and let --grpo-entropy-term-weight weigh that instead of -p log p of the sampled token; costs "
+        "the output layer's logits once more",
+    )
     grpo_filter_groups_with_same_reward: bool = flag(
         False,
         "leave out prompts whose answers all have the same reward, so that they do not count in means over tokens",

@@ -11,6 +11,7 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
+from megatron.core.tensor_parallel.entropy import linear_entropy
 from megatron.core.tensor_parallel.linear import Linear, enter_linear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.transformer.build import Build
@@ -30,13 +31,16 @@ class LanguageModelHead(nn.Module):
 
     shared: the embedding's matrix if it is on this stage; otherwise the head has its own, tied if `tied_name` is given.
     bias: add a bias for each word. temperature: divides the logits in the loss, as in sampling.
-    even: every token that counts weighs the same in the loss.
+    even: every token that counts weighs the same in the loss. wants_entropy: `loss` also leaves the entropy of each token's distribution in
+    `entropy`, [b, s]; it is overwritten by the next loss.
     """
 
     def __init__(self, build: Build, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
         super().__init__()
         model = build.model
         self.build, self.temperature, self.even = build, 1.0, True
+        self.wants_entropy = False
+        self.entropy: Tensor | None = None
         if shared is None:
             spec = vocabulary_spec(
                 model.true_vocab_size,
@@ -69,6 +73,8 @@ class LanguageModelHead(nn.Module):
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of every token, [b, s]. labels: [b, s], below 0 for tokens to ignore."""
         build, targets, kernel = self.build, labels.t().contiguous(), self.build.kernels.cross_entropy
+        if self.wants_entropy:
+            self.entropy = self._entropy(x, weight)
         if kernel is None or self.temperature != 1.0 and (build.model.final_logit_softcap or self.bias is not None):
             logits = self.logits(x, weight)
             logits = logits if self.temperature == 1.0 else logits / self.temperature
@@ -84,6 +90,18 @@ class LanguageModelHead(nn.Module):
             region=build.region,
             softcap=build.model.final_logit_softcap,
             true_vocab_size=build.model.true_vocab_size,
+        ).t()
+
+    def _entropy(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the entropy of every token's distribution, with the temperature, [b, s]. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
+        return linear_entropy(
+            x if self.scale is None else x * self.scale,
+            weight,
+            self.bias,
+            region=self.build.region,
+            true_vocab_size=self.build.model.true_vocab_size,
+            softcap=self.build.model.final_logit_softcap,
+            factor=1.0 / self.temperature,
         ).t()
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.datasets.indexed import DataError
 from megatron.rl.bank import read_bank
 from megatron.training.health.bad_steps import BadStep
+from megatron.training.hooks import StepHooks
 from megatron.training.step import train_step
 from tests.helpers.policy import PACKED, RL, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights
@@ -93,6 +94,44 @@ def test_experts_over_ranks_sample_and_train_alike(world: Worlds) -> None:
     changes = {**MOE, "expert_model_parallel_size": 2}
     results = world(2).run(train_policy_here, {}, changes, 2)
     compare(train_policy_here({}, MOE, 2), (*results[0][:2], [held for r in results for held in r[2]], results[0][3]))
+
+
+def test_the_whole_entropy_is_torchs_and_a_bonus_that_layouts_agree_on(world: Worlds) -> None:
+    rl = {"rl_full_entropy": True, "grpo_entropy_term_weight": 0.3, "rl_default_temperature": 0.7}
+    trainer, data = trainer_of(dataclasses.replace(RL, **rl), **LLAMA, clip_grad=0.0)
+    data.begin(16)
+    assert data.rollouts is not None
+    (stage,), entropies, objective = trainer.stages, list[torch.Tensor](), torch.zeros((), dtype=torch.float64)
+    for one in (trained.rollout for trained in data.rollouts):
+        places = torch.tensor(one.sampled[1:]).nonzero()[:, 0]
+        logits = stage(ids=torch.tensor([one.ids[:-1]]))[:, 0, : trainer.run.config.model.true_vocab_size]
+        found = torch.distributions.Categorical(logits=logits[places] / 0.7).entropy()
+        entropies.append(found.detach())
+        objective = objective + found.mean() / len(data.rollouts)
+    weight = stage.output_layer.weight
+    (bonus,) = torch.autograd.grad(objective, weight)
+    total, count = train_step(trainer, data).losses["entropy"].tolist()
+    assert total / count == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-10)
+    gradients = []
+
+    class Keep(StepHooks):
+        """The gradient of the output matrix."""
+
+        def before_update(self) -> None:
+            gradients.append(again.stages[0].output_layer.weight.main_grad.total.clone())  # type: ignore[union-attr]
+
+    for factor in (0.3, 0.0):
+        again, data = trainer_of(dataclasses.replace(RL, **{**rl, "grpo_entropy_term_weight": factor}), **LLAMA)
+        again.add_hook(Keep())
+        train_step(again, data)
+    # In the first step all ratios are 1: the rest of the loss is the same with and without the bonus.
+    # Until the update, gradients are those of the mean over all positions of the rows.
+    difference = (gradients[1] - gradients[0]) * 16 * trainer.run.config.train.seq_length / count
+    torch.testing.assert_close(difference, 0.3 * bonus, rtol=1e-9, atol=1e-12)
+    serial = train_policy_here(rl, LLAMA, 2)
+    for layout in ("tp2", "dp2 zero"):
+        results = world(2).run(train_policy_here, rl, {**LLAMA, **LAYOUTS[layout][1]}, 2)
+        compare(serial, (*results[0][:2], [held for r in results for held in r[2]], results[0][3]))
 
 
 def compare(expected: Any, result: Any) -> None:

@@ -18,6 +18,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import FusedSegment, local_shards, name_all, normal, spec_of
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
+from megatron.core.tensor_parallel.entropy import linear_entropy
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.tensor_parallel.norm import Norm
@@ -155,3 +156,21 @@ def run_linear_loss(
         (losses * weights).sum().backward()
     whole = collectives.all_gather(states.grad, mesh.tp) if sequence_parallel else states.grad
     return losses.detach(), whole, weight.grad, bias.grad
+
+
+def run_entropy(
+    tp: int, padded: int, sequence_parallel: bool, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Entropies [S, B] of fixed states, and the gradients of their weighed sum: of all states, whole; of this rank's words and biases."""
+    mesh = here(tp)
+    region = Region(mesh.tp, sequence_parallel)
+    states = region.scatter_to_sequence(data("states", S, B, H)).clone().requires_grad_()
+    weight, bias = (
+        data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
+        for name, shape in (("words", (H,)), ("biases", ()))
+    )
+    found = linear_entropy(states, weight, bias, region=region, true_vocab_size=V, softcap=softcap, factor=1 / 0.7)
+    (found * data("weights", S, B)).sum().backward()
+    assert states.grad is not None and weight.grad is not None and bias.grad is not None
+    whole = collectives.all_gather(states.grad, mesh.tp) if sequence_parallel else states.grad
+    return found.detach(), whole, weight.grad, bias.grad
