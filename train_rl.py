@@ -10,11 +10,15 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = launcher_place()
     ARGS, RL = parse_rl_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
+from megatron.core.parallel.mesh import SplitJob
+from megatron.rl.environments.config import read_environments
+from megatron.rl.generation_ranks import generate, mesh_of
 from megatron.rl.memory import refuse_too_large
-from megatron.rl.policy_data import data_source
+from megatron.rl.policy_data import PolicySource
 from megatron.rl.policy_step import PolicyStep, policy_model
 from megatron.training.entry import entry
 from megatron.training.initialize import initialize_megatron
+from megatron.training.launch.launch_info import train_on
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
@@ -27,10 +31,19 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
 
 @entry
 def main() -> None:
-    """Initialize and train."""
-    run = initialize_megatron(ARGS)
+    """Initialize and train, or generate for the ranks that do."""
+    jobs: list[SplitJob] = []
+    if RL.rl_generation_ranks:
+        train_on(PLACE.size - RL.rl_generation_ranks)
+    run = initialize_megatron(ARGS, mesh_of(RL, PLACE, jobs) if RL.rl_generation_ranks else None)
+    job = jobs[0] if jobs else None
+    if job is not None and PLACE.rank >= job.training:
+        generate(run, RL, job, read_environments(str(RL.langrl_env_config)))
+        return
     refuse_too_large(RL, run)
-    pretrain(run, datasets, policy_model(RL), PolicyStep(RL), data_of=data_source(RL))
+    source = PolicySource(RL, job)
+    pretrain(run, datasets, policy_model(RL), PolicyStep(RL), data_of=source)
+    source.end_generation()
 
 
 if __name__ == "__main__":

@@ -35,13 +35,26 @@ def defaults_of(words: Sequence[str]) -> Mapping[str, Any]:
     }
 
 
+def training_ranks(words: Sequence[str], world_size: int) -> int:
+    """How many of the ranks of a job train: all but those of --rl-generation-ranks. 0 or less: none is left."""
+    given = dict(zip(words, [*words[1:], ""]))
+    given |= dict(word.split("=", 1) for word in words if "=" in word)
+    count = given.get("--rl-generation-ranks", "0")
+    return world_size - int(count) if count.isdecimal() else world_size
+
+
+def none_trains(world_size: int) -> str:
+    """What is wrong where --rl-generation-ranks leaves no rank to train."""
+    return f"--rl-generation-ranks leaves none of the {world_size} ranks of the job to train; give fewer, or start more ranks"
+
+
 def rl_problems(args: Namespace, world_size: int) -> list[str]:
     """What is wrong between the flags of reinforcement learning and those of the run, a line each."""
     rl, requested = from_namespace(RLConfig, args), from_namespace(RequestedRun, args)
     run = requested.resolve(world_size)
     lines = list(problems(rl, run))
     if rl.copies_network(run) and not any(rule.says(Setting(run, world_size)) for rule in NEEDS):
-        generating = broken(generation_config(run, rl.inference_sizes), world_size)
+        generating = broken(generation_config(run, rl.inference_sizes), rl.rl_generation_ranks or world_size)
         lines += [f"the network that generates: {message}" for _, message in generating]
     return lines
 
@@ -49,14 +62,19 @@ def rl_problems(args: Namespace, world_size: int) -> list[str]:
 def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks: bool) -> tuple[Namespace, RLConfig]:
     """The namespace and the settings of a run that can start. Says what is wrong and exits with code 2 otherwise.
 
-    argv: left out, the words of this process. world_size: ranks that will run; speaks: this rank is the one that says what is wrong.
+    argv: left out, the words of this process. world_size: ranks of the job; speaks: this rank is the one that says what is wrong.
     """
     argv = sys.argv[1:] if argv is None else argv
+    ranks = training_ranks(argv, world_size)
+    if ranks < 1:
+        if speaks:
+            sys.stderr.write(f"ConfigError: {none_trains(world_size)}\n")
+        raise SystemExit(2)
     args = parse_args(
         argv,
         defaults=defaults_of(argv),
         extra=(RLConfig,),
-        world_size=world_size,
+        world_size=ranks,
         speaks=speaks,
         reads_data=True,
         own_problems=rl_problems,

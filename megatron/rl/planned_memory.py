@@ -20,7 +20,8 @@ TOGETHER = 64  # sequences decoded at once by each replica
 
 
 def memory_beside(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
-    """Return bytes of the fullest rank: of the reference, the critic, the copy that generates, and the cache of keys and values.
+    """Return bytes of the fullest rank that trains: of the reference, the critic, and where it also generates the copy that does, and the
+    cache of keys and values.
 
     The cache is there while rollouts are sampled, and the activations of training are not.
     """
@@ -30,11 +31,18 @@ def memory_beside(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str,
     parts: dict[str, float] = {"reference": weights} if reference_folder(rl, run) else {}
     if ALGORITHMS[rl.rl_algorithm].has_critic:
         parts["critic"] = max(rank.total for rank in ranks)
+    return parts if rl.rl_generation_ranks else {**parts, **generation_memory(rl, run, world_size)}
+
+
+def generation_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Return bytes of the fullest rank that generates: beside the policy in training, or with --rl-generation-ranks all of it."""
+    own, parts = rl.rl_generation_ranks, dict[str, float]()
     generating = generation_config(run, rl.inference_sizes) if rl.copies_network(run) else run
-    replicas = generating.parallel.data_parallel_size(world_size)
+    replicas = generating.parallel.data_parallel_size(own or world_size)
     if rl.copies_network(run):
         copies = rank_memory(generating, stages_of(generating), data_parallel_size=replicas, num_microbatches=1)
-        parts["copy that generates"] = size * max(rank.parameters for rank in copies)
+        name = "network that generates" if own else "copy that generates"
+        parts[name] = BYTES[run.precision.dtype] * max(rank.parameters for rank in copies)
     together = min(TOGETHER, -(-rl.rollouts_per_round * (1 + rl.lag * rl.rl_partial_rollouts) // replicas))
     text = run.train.seq_length * _bytes_per_token(generating)
     parts["keys and values"] = min(together * text, max(text, MOST_CACHE_BYTES))
@@ -50,13 +58,16 @@ def least_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, 
     ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=count)
     fullest = max(ranks, key=lambda rank: rank.total)
     beside = dict(memory_beside(rl, run, world_size))
-    cache, idle = beside.pop("keys and values"), rl.rl_offload_inference_model_weights_when_idle
+    cache = beside.pop("keys and values", 0.0)
     training = {"policy in training": fullest.total, **beside}
-    training |= {"copy that generates": 0.0} if idle else {}
+    if rl.rl_offload_inference_model_weights_when_idle:
+        training.pop("copy that generates", None)
     held = fullest.weights_and_optimizer
     if rl.rl_offload_optimizer_during_inference:
         held = BYTES[run.precision.dtype] * fullest.parameters
-    generating = {"policy while it generates": held, **beside, "keys and values": cache}
+    generating: Mapping[str, float] = {"policy while it generates": held, **beside, "keys and values": cache}
+    if rl.rl_generation_ranks:
+        generating = generation_memory(rl, run, world_size)
     return max(training, generating, key=lambda parts: sum(parts.values()))
 
 

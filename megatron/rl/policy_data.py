@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, has_separate_memory
+from megatron.core.parallel.mesh import SplitJob
 from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import Sampling
 from megatron.rl import batches
@@ -33,8 +34,9 @@ from megatron.rl.bank import bank_file, read_bank, remove_expired, saved_iterati
 from megatron.rl.batches import Arrays, TrainedRollout
 from megatron.rl.environments.config import read_environments, start_environments
 from megatron.rl.evaluation import evaluate_held_out, text_of
+from megatron.rl.generation_ranks import GenerationRanks
 from megatron.rl.memory import offloaded
-from megatron.rl.planned_memory import memory_beside, memory_line
+from megatron.rl.planned_memory import generation_memory, memory_beside, memory_line
 from megatron.rl.policy_step import PolicyStep, score
 from megatron.rl.refit import Generator
 from megatron.rl.rollout_advantages import with_advantages, with_token_advantages
@@ -52,22 +54,18 @@ from megatron.training.trainer import Trainer
 
 
 class PolicyData(StepHooks):
-    """Rollouts of the policy in training, as the microbatches of each optimizer step. Every method is called by all ranks together."""
+    """Rollouts of the policy in training, as the microbatches of each optimizer step. Every method is called by all ranks that train together.
 
-    def __init__(self, trainer: Trainer, rl: RLConfig) -> None:
+    job: with --rl-generation-ranks, the ranks that train and those that generate.
+    """
+
+    def __init__(self, trainer: Trainer, rl: RLConfig, job: SplitJob | None = None) -> None:
         assert isinstance(trainer.forward_step, PolicyStep), "policy data are trained by a policy step"
         self.trainer, self.rl, self.step = trainer, rl, trainer.forward_step
         self.run = trainer.run
         train = self.run.config.train
         self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
         self._reference = reference_trainer(trainer, reference_folder(rl, trainer.run.config))
-        self._generator = (
-            Generator(
-                trainer, generation_config(self.run.config, rl.inference_sizes), verify=rl.rl_verify_model_weights_swap
-            )
-            if rl.copies_network(self.run.config)
-            else None
-        )
         self._round: tuple[int, list[TrainedRollout]] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._informative = True
@@ -83,7 +81,9 @@ class PolicyData(StepHooks):
             last=None if train.train_iters is None else max(0, -(-train.train_iters // self.step.steps) - 1),
             folder=self._bank,
         )
-        start_environments(self.queue.environments, self.run.mesh.world)
+        self._generator = self._build_generator(job)
+        if not isinstance(self._generator, GenerationRanks):
+            start_environments(self.queue.environments, self.run.mesh.world)
         shows = self._bank is not None and rl.rl_samples_per_round and self.run.mesh.world.is_first
         self._samples = SampleFiles(self._bank) if shows and self._bank is not None else None
         self._bank_is_full = False  # and it was told
@@ -95,8 +95,24 @@ class PolicyData(StepHooks):
         if trainer.samples is None and rl.rl_samples_per_round:
             trainer.samples = lambda stages: self._shown_answers()
         beside = memory_beside(rl, self.run.config, self.run.mesh.world.size)
-        self.run.say(f"memory of a rank beside the policy in training: {memory_line(beside)}")
+        self.run.say(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
+        if job is not None:
+            generating = generation_memory(rl, self.run.config, job.training)
+            self.run.say(
+                f"ranks 0 to {job.training - 1} train, {job.training} to {job.tensors.size - 1} generate; memory of one that generates: "
+                f"{memory_line(generating)}"
+            )
         trainer.add_hook(self)
+
+    def _build_generator(self, job: SplitJob | None) -> Generator | GenerationRanks | None:
+        """The network that generates; None: that in training."""
+        rl, config = self.rl, self.run.config
+        verify = rl.rl_verify_model_weights_swap
+        if job is not None:
+            return GenerationRanks(self.trainer, job, self.queue.environments, verify=verify)
+        if not rl.copies_network(config):
+            return None
+        return Generator(self.trainer, generation_config(config, rl.inference_sizes), verify=verify)
 
     def __iter__(self) -> PolicyData:
         return self
@@ -112,7 +128,20 @@ class PolicyData(StepHooks):
     def close(self) -> None:
         """Forget the rollouts of the round: the run ends, or goes back to a checkpoint."""
         self._round = None
+        if isinstance(self._generator, GenerationRanks) and self._generator.is_busy:
+            self._generator.collect()
         self.queue.clear()
+
+    def end_generation(self) -> None:
+        """At the end of the run: let the ranks that generate end."""
+        if isinstance(self._generator, GenerationRanks):
+            self._generator.end()
+
+    def end_step(self, *, updated: bool) -> None:
+        """Where a checkpoint may follow, collect what others generate meanwhile: the bank has to have it before."""
+        done, interval = self.run.progress.iteration + 1, self.run.config.checkpoint.save_interval
+        if self._round is not None and (done % self.step.steps == 0 or interval and done % interval == 0):
+            self._collect()
 
     def begin(self, num_microbatches: int) -> int:
         """Prepare the next optimizer step; returns its number of microbatches."""
@@ -168,6 +197,7 @@ class PolicyData(StepHooks):
 
     def _new_round(self, first: int) -> list[TrainedRollout]:
         """The rollouts of the round that begins at an iteration: new ones, or those of the bank if the run was resumed within it."""
+        self._collect()
         file, number = None if self._bank is None else bank_file(self._bank, first), first // self.step.steps
         if self.run.progress.iteration != first:
             self._restore(number)
@@ -179,7 +209,7 @@ class PolicyData(StepHooks):
             if self._evaluates_before(first):
                 self.evaluate()
             sampling = time.monotonic()
-            rollouts, times = self.queue.take(number, self._play)
+            rollouts, times = self._take(number)
             sampled = time.monotonic()
         with self.run.timers("rollouts", 1), evaluation_mode(self.trainer):
             trained = self._with_logprobs(
@@ -205,6 +235,28 @@ class PolicyData(StepHooks):
         collectives.barrier(self.run.mesh.world)
         return trained
 
+    def _take(self, number: int) -> tuple[list[Rollout], PlayTimes]:
+        """The rollouts of a round; other ranks may go on to play those ahead of it."""
+        if not isinstance(self._generator, GenerationRanks):
+            return self.queue.take(number, self._play)
+        tasks, times = self.queue.missing(number), PlayTimes()
+        if tasks:
+            self._generator.start(tasks, self._generation_limits, version=self.run.progress.iteration)
+        if not self.queue.is_whole(number):
+            played, times = self._generator.collect()
+            self.queue.fill(played)
+        return self.queue.pop(number), times
+
+    def _collect(self) -> None:
+        """Wait for what other ranks play ahead of the round under way, and keep it."""
+        if not isinstance(self._generator, GenerationRanks) or not self._generator.is_busy:
+            return
+        assert self._round is not None, "rollouts are played ahead of a round"
+        played, _ = self._generator.collect()
+        self.queue.fill(played)
+        if self.run.mesh.world.is_first:
+            self.queue.write(self._round[0] // self.step.steps)
+
     def _remove_expired(self, folder: Path, first: int) -> None:
         """Remove the files of the bank that no checkpoint needs; first: iteration at which the round under way begins."""
         options = self.run.config.checkpoint
@@ -219,6 +271,10 @@ class PolicyData(StepHooks):
     def _generating(self) -> Iterator[None]:
         """While text is generated: the weights are those in training, and what only training needs is out of the way."""
         device = self.run.mesh.device
+        if isinstance(self._generator, GenerationRanks):
+            self._generator.refit()
+            yield
+            return
         with ExitStack() as around:
             if self.rl.rl_offload_optimizer_during_inference and has_separate_memory(device):
                 for hook in self.trainer.hooks:
@@ -270,6 +326,7 @@ class PolicyData(StepHooks):
 
     @property
     def _generation_stages(self) -> list[GPTModel]:
+        assert not isinstance(self._generator, GenerationRanks), "other ranks generate"
         return list(self.trainer.stages if self._generator is None else self._generator.stages)  # type: ignore[arg-type]
 
     @property
@@ -361,7 +418,11 @@ class PolicyData(StepHooks):
         """The rewards of held-out problems of each environment; on every rank."""
 
         def played(tasks: Sequence[Task], limits: Limits) -> list[Rollout]:
-            results, _ = play(self._generation_stages, self.run.tokenizer, tasks, limits)
+            if isinstance(self._generator, GenerationRanks):
+                self._generator.start(tasks, limits)
+                results, _ = self._generator.collect()
+            else:
+                results, _ = play(self._generation_stages, self.run.tokenizer, tasks, limits)
             return [one for one in results if isinstance(one, Rollout)]
 
         results = evaluate_held_out(self.rl, self.queue.environments, self._generation_limits, played)
@@ -383,13 +444,20 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def data_source(rl: RLConfig) -> Callable[[Trainer], Data]:
+class PolicySource:
     """What gives the shared training loop its data: one `PolicyData`, also after the run has gone back to a checkpoint."""
-    made: list[Data] = []
 
-    def data_of(trainer: Trainer) -> Data:
-        if not made:
-            made.append(Data(PolicyData(trainer, rl), None, None))
-        return made[0]
+    def __init__(self, rl: RLConfig, job: SplitJob | None = None) -> None:
+        self._rl, self._job = rl, job
+        self._made: PolicyData | None = None
 
-    return data_of
+    def __call__(self, trainer: Trainer) -> Data:
+        """The data of a trainer."""
+        if self._made is None:
+            self._made = PolicyData(trainer, self._rl, self._job)
+        return Data(self._made, None, None)
+
+    def end_generation(self) -> None:
+        """At the end of the run."""
+        if self._made is not None:
+            self._made.end_generation()

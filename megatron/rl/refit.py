@@ -1,4 +1,4 @@
-"""Refit: copy the weights in training into a network of another layout, for generation on the same ranks.
+"""Refit: copy the weights in training into a network of another layout, for generation on the same ranks or on others.
 
     training  TP 2 x PP 2 x CP 2        ->  who holds which box of which parameter, on both sides; their intersections are what is sent
     generation  TP 1 x DP 8             ->  once a round, in groups of parameters, so that only a group is held twice
@@ -52,24 +52,74 @@ class Transfer:
     dtype: torch.dtype
 
 
+class Refit:
+    """Copies weights over an axis whose ranks have them, are to get them, or both. verify: compare a hash of all weights each time."""
+
+    def __init__(self, axis: Axis, device: torch.device, *, verify: bool) -> None:
+        self.axis, self.device, self._verify = axis, device, verify
+        self._transfers: list[list[Transfer]] | None = None
+
+    def copy(self, source: Tree, target: Tree) -> None:
+        """Copy. source, target: what this rank has and what it is to get, either may be empty. All ranks of the axis call this together.
+
+        Raises `CheckpointError` when the two networks do not have the same parameters, or with verify when their weights differ afterwards.
+        """
+        if self._transfers is None:
+            self._transfers = _plan_transfers(source, target, self.axis)
+        with torch.no_grad():
+            for group in self._transfers:
+                _send_group(group, source, target, self.axis, self.device)
+        if self._verify:
+            mine, theirs = tree_hash(source, self.axis), tree_hash(target, self.axis)
+            if mine != theirs:
+                raise CheckpointError(
+                    f"the weights for generation have hash {theirs}, those in training {mine}: the refit did not copy all of them"
+                )
+
+
+def weights_in_training(trainer: Trainer) -> Tree:
+    """The weights of a policy, as they are rounded for its passes; without a critic, which generates nothing."""
+    trained_only = tuple(getattr(trainer.stages[0], "optional_weights", ()))
+    return {
+        name.removeprefix("model."): placed
+        for name, placed in Checkpoint(trainer).weights(rounded=True).items()
+        if not name.removeprefix("model.").startswith(trained_only)
+    }
+
+
+def generating_stages(run: Run) -> list[GPTModel]:
+    """This rank's stages of a network that only generates."""
+    specs = [spec for spec in stages_of(run.config) if spec.rank == run.mesh.pp.rank]
+    stages = [GPTModel(spec, run.build).materialize(run.config.train.seed).eval() for spec in specs]
+    for stage in stages:
+        stage.requires_grad_(requires_grad=False)
+    return stages
+
+
+def weights_of(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
+    """What a refit fills."""
+    target: Tree = {}
+    for stage in stages:
+        for param in stage.parameters():
+            param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _num_bytes(param)))
+            add_to_tree(target, spec_of(param).name, sharded_parameter(param, mesh))
+    return target
+
+
 class Generator:
     """A network of its own for generation, on the ranks of the training. stages: this rank's, in evaluation mode."""
 
     def __init__(self, trainer: Trainer, config: RunConfig, *, verify: bool) -> None:
         """config: as `settings.generation_config` gives it. verify: compare a hash of all weights after each refit."""
-        self.trainer, self._verify = trainer, verify
+        self.trainer = trainer
         mesh = (
             Mesh.build(config.parallel, trainer.run.mesh.device)
             if trainer.run.mesh.world.size > 1
             else trainer.run.mesh
         )
-        run: Run = replace(trainer.run, config=config, mesh=mesh)
-        specs = [spec for spec in stages_of(config) if spec.rank == mesh.pp.rank]
-        self.stages = [GPTModel(spec, run.build).materialize(config.train.seed).eval() for spec in specs]
-        for stage in self.stages:
-            stage.requires_grad_(requires_grad=False)
+        self.stages = generating_stages(replace(trainer.run, config=config, mesh=mesh))
         self.mesh = mesh
-        self._transfers: list[list[Transfer]] | None = None
+        self._refit = Refit(trainer.run.mesh.world, mesh.device, verify=verify)
 
     def release(self) -> None:
         """Give back the memory of the weights until the next refit."""
@@ -78,33 +128,8 @@ class Generator:
                 param.untyped_storage().resize_(0)
 
     def refit(self) -> None:
-        """Copy the weights in training, which must be whole on their ranks. All ranks call this together.
-
-        Raises `CheckpointError` when the two networks do not have the same parameters, or with verify when their weights differ afterwards.
-        """
-        world = self.trainer.run.mesh.world
-        trained_only = tuple(getattr(self.trainer.stages[0], "optional_weights", ()))  # a critic generates nothing
-        source = {
-            name.removeprefix("model."): placed
-            for name, placed in Checkpoint(self.trainer).weights(rounded=True).items()
-            if not name.removeprefix("model.").startswith(trained_only)
-        }
-        target: Tree = {}
-        for stage in self.stages:
-            for param in stage.parameters():
-                param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _num_bytes(param)))
-                add_to_tree(target, spec_of(param).name, sharded_parameter(param, self.mesh))
-        if self._transfers is None:
-            self._transfers = _plan_transfers(source, target, world)
-        with torch.no_grad():
-            for group in self._transfers:
-                _send_group(group, source, target, world, self.mesh.device)
-        if self._verify:
-            mine, theirs = tree_hash(source, world), tree_hash(target, world)
-            if mine != theirs:
-                raise CheckpointError(
-                    f"the weights for generation have hash {theirs}, those in training {mine}: the refit did not copy all of them"
-                )
+        """Copy the weights in training, which must be whole on their ranks; see `Refit.copy`. All ranks call this together."""
+        self._refit.copy(weights_in_training(self.trainer), weights_of(self.stages, self.mesh))
 
 
 def tree_hash(tree: Tree, world: Axis) -> str:

@@ -46,6 +46,7 @@ class RolloutQueue:
         self.rl, self.environments = rl, environments
         self._seed, self._steps, self._last, self._folder = seed, steps, last, folder
         self._ahead: dict[int, list[Rollout | Draft]] = {}
+        self._places: list[tuple[int, int]] = []  # round and place of what is being played
 
     @property
     def is_empty(self) -> bool:
@@ -55,27 +56,45 @@ class RolloutQueue:
     def clear(self) -> None:
         """Forget what is ahead."""
         self._ahead.clear()
+        self._places = []
 
     def take(self, number: int, play: Player) -> tuple[list[Rollout], PlayTimes]:
         """The rollouts of a round, and how long they took; what is ahead of it is sampled too, as far as the lag says."""
-        most = number + self.rl.lag if self._last is None else max(number, min(number + self.rl.lag, self._last))
-        rounds = {one: self._ahead.pop(one, None) for one in range(number, most + 1)}
-        tasks, places = list[Task](), list[tuple[int, int]]()
-        results: dict[int, list[Rollout | Draft]] = {}
-        for one, known in rounds.items():
-            results[one] = known or [()] * self.rl.rollouts_per_round
-            for place, draft in enumerate(results[one]):
-                if not isinstance(draft, Rollout):
-                    tasks.append(self._task(one, place, draft))
-                    places.append((one, place))
-        until = sum(one == number for one, _ in places) if self.rl.rl_partial_rollouts else None
+        tasks = self.missing(number)
+        until = sum(one == number for one, _ in self._places) if self.rl.rl_partial_rollouts else None
         played, times = play(tasks, until) if tasks else ([], PlayTimes())
-        for (one, place), result in zip(places, played, strict=True):
-            results[one][place] = result
-        mine = [one for one in results.pop(number) if isinstance(one, Rollout)]
+        self.fill(played)
+        return self.pop(number), times
+
+    def missing(self, number: int) -> list[Task]:
+        """What is to be played before a round, of it and of those ahead of it; `fill` takes the results."""
+        most = number + self.rl.lag if self._last is None else max(number, min(number + self.rl.lag, self._last))
+        self._ahead = {
+            one: self._ahead.get(one) or [()] * self.rl.rollouts_per_round for one in range(number, most + 1)
+        }
+        self._places = [
+            (one, place)
+            for one, results in self._ahead.items()
+            for place, result in enumerate(results)
+            if not isinstance(result, Rollout)
+        ]
+        return [self._task(one, place, self._ahead[one][place]) for one, place in self._places]  # type: ignore[arg-type]
+
+    def fill(self, played: Sequence[Rollout | Draft]) -> None:
+        """Take the results of what `missing` gave, in its order."""
+        for (one, place), result in zip(self._places, played, strict=True):
+            self._ahead[one][place] = result
+        self._places = []
+
+    def is_whole(self, number: int) -> bool:
+        """Whether all rollouts of a round are there."""
+        return all(isinstance(one, Rollout) for one in self._ahead[number])
+
+    def pop(self, number: int) -> list[Rollout]:
+        """The rollouts of a round, which is trained on now."""
+        mine = [one for one in self._ahead.pop(number) if isinstance(one, Rollout)]
         assert len(mine) == self.rl.rollouts_per_round, "a round is trained on when all its rollouts have ended"
-        self._ahead = results
-        return mine, times
+        return mine
 
     def write(self, number: int) -> None:
         """Write what is ahead of a round, on the first rank."""

@@ -221,25 +221,37 @@ def play(
     version: int = 0,
     until: int | None = None,
     records_routes: bool = False,
+    engine: Engine | None = None,
 ) -> tuple[list[Rollout | Draft], PlayTimes]:
     """Play rollouts with the weights as they are; the same on every rank. stages: this rank's, in evaluation mode.
 
     version: iterations after which these weights are. until: only so many, the first ones, have to end; those that are not finished
     then are paused. records_routes: note the experts of each token. Environments that raise or exceed `limits.seconds` cost their rollout, whose reward is NaN.
+    engine: that of `rollout_engine`, which is paused before and after; left out: one for this call.
     """
-    mesh = stages[0].build.mesh
-    each = max(1, min(_TOGETHER, -(-len(tasks) // mesh.dp.size)))
-    config = InferenceConfig(inference_max_requests=each, inference_max_seq_length=limits.length)
-    engine = Engine(stages, tokenizer, config, records_routes=records_routes)
+    mesh, lasting = stages[0].build.mesh, engine is not None
+    engine = engine or rollout_engine(stages, tokenizer, len(tasks), limits, records_routes=records_routes)
     if not mesh.world.is_first:
         engine.follow()
         return collectives.broadcast_object(None, mesh.world)
     times = PlayTimes()
+    engine.resume()
     try:
         results = asyncio.run(_play_all(engine, tokenizer, tasks, limits, version, until, times))
     finally:
-        engine.close()
+        if lasting:
+            engine.pause()
+        engine.close()  # of the other ranks' `follow`; a new call opens it again
     return collectives.broadcast_object((results, times), mesh.world)
+
+
+def rollout_engine(
+    stages: Sequence[GPTModel], tokenizer: Tokenizer, rollouts: int, limits: Limits, *, records_routes: bool = False
+) -> Engine:
+    """An engine for so many rollouts at once; all ranks call this together."""
+    each = max(1, min(_TOGETHER, -(-rollouts // stages[0].build.mesh.dp.size)))
+    config = InferenceConfig(inference_max_requests=each, inference_max_seq_length=limits.length)
+    return Engine(stages, tokenizer, config, records_routes=records_routes)
 
 
 async def _play_all(

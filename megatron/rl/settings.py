@@ -108,6 +108,12 @@ class RLConfig:
     rl_inference_expert_tensor_model_parallel_size: int | None = flag(
         None, "expert-tensor size of the network that generates; left out: as in training", metavar="SIZE"
     )
+    rl_generation_ranks: int = flag(
+        0,
+        "the last so many ranks of the job generate and do not train, at the same time as the others train where --rl-generation-lag is 1 or more; 0: all "
+        "ranks do both",
+        metavar="RANKS",
+    )
     rl_verify_model_weights_swap: bool = flag(
         False, "compare a hash of all weights after they were copied into the network that generates"
     )
@@ -156,7 +162,11 @@ class RLConfig:
 
     def copies_network(self, run: RunConfig) -> bool:
         """Whether a network of its own generates: in another layout, or because sequences are cut in training."""
-        return run.parallel.context_parallel_size > 1 or any(size is not None for size in self.inference_sizes)
+        return (
+            self.rl_generation_ranks > 0
+            or run.parallel.context_parallel_size > 1
+            or any(size is not None for size in self.inference_sizes)
+        )
 
 
 def generation_config(config: RunConfig, sizes: Sequence[int | None]) -> RunConfig:
@@ -208,6 +218,7 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
             "--lora-rank, whose base is the reference, or --grpo-kl-beta 0"
         )
     yield from _sampling_problems(rl)
+    yield from _generation_rank_problems(rl, run)
     yield from _rollout_problems(rl, run)
     yield from _critic_problems(rl, run)
     yield from _run_problems(rl, run)
@@ -235,6 +246,25 @@ def _critic_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
 
 
 _CRITIC_FLAGS = ("rl_discount", "rl_gae_lambda", "rl_value_clip", "rl_value_loss_coef", "rl_critic_lr_ratio")
+
+
+def _generation_rank_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
+    """What ranks that only generate do not go with."""
+    if rl.rl_generation_ranks < 0:
+        yield f"--rl-generation-ranks {rl.rl_generation_ranks} must be 0 or more"
+    if rl.rl_generation_ranks <= 0:
+        return
+    if rl.rl_partial_rollouts:
+        yield (
+            "--rl-partial-rollouts pauses rollouts so that training need not wait, and ranks of --rl-generation-ranks generate while others train; leave it out, "
+            "and give --rl-generation-lag"
+        )
+    idle = ("rl_offload_optimizer_during_inference", "rl_offload_inference_model_weights_when_idle")
+    for name in idle:
+        if getattr(rl, name):
+            yield f"{spelling(name)}: with --rl-generation-ranks no rank both trains and generates, so that nothing has to make room; leave it out"
+    if run.parallel.elastic:
+        yield "--elastic chooses which ranks train, and so does --rl-generation-ranks; leave one out"
 
 
 def _sampling_problems(rl: RLConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -45,9 +46,12 @@ from megatron.training.report.run_record import run_log_path
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 
+MeshOf = Callable[[RunConfig, torch.device], tuple[Mesh, RunConfig]]
 
-def initialize_megatron(args: argparse.Namespace) -> Run:
-    """Join the other ranks and build what every provider needs.
+
+def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None) -> Run:
+    """Join the other ranks and build what every provider needs. mesh_of: makes the mesh of this rank, and its config, where not all
+    ranks are one mesh.
 
     Prints what is wrong and exits with code 2 when settings cannot be used; one rank speaks for all.
     """
@@ -62,7 +66,7 @@ def initialize_megatron(args: argparse.Namespace) -> Run:
     set_current_device(device)
     keep_freed_memory(device)
     _set_deterministic(config)
-    mesh = join(config, device)
+    mesh, config = (join(config, device), config) if mesh_of is None else mesh_of(config, device)
     chosen = choose(
         config, kernel_need(config, device), device, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
     )
@@ -172,7 +176,8 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
 
 
 def _run_log(config: RunConfig, mesh: Mesh) -> RunLog:
-    return RunLog(run_log_path(config.log, config.checkpoint.save) if mesh.world.is_first else None)
+    speaks = mesh.world.is_first and mesh.world.ranks[0] == 0
+    return RunLog(run_log_path(config.log, config.checkpoint.save) if speaks else None)
 
 
 def _make_timers(config: RunConfig, mesh: Mesh) -> Timers:

@@ -25,6 +25,8 @@ from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import axis_ranks, hybrid_cp_ranks
 from megatron.core.parallel.overlap import Overlap
 
+_PATIENCE = timedelta(days=7)  # of ranks that wait for work
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -95,16 +97,18 @@ class Mesh:
         return Mesh(device=device or torch.device("cpu"), **axes)
 
     @staticmethod
-    def build(parallel: ParallelConfig, device: torch.device) -> Mesh:
+    def build(parallel: ParallelConfig, device: torch.device, *, ranks: range | None = None) -> Mesh:
         """Create all process groups and return this rank's mesh.
 
-        Collective: every rank of the initialized default group calls it with the same `parallel`.
+        ranks: those of the mesh; left out: all. Collective: every rank of the initialized default group calls it with the same arguments; one
+        that is not in the mesh gets axes of size 1.
         """
         use_batch_scheduling(device)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = range(dist.get_world_size()) if ranks is None else ranks
         backend = backend_of(device, parallel.distributed_backend)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        lists = axis_ranks(parallel, world_size)
+        lists = {name: _shifted(groups, ranks.start) for name, groups in axis_ranks(parallel, len(ranks)).items()}
         lists["pp_backward"] = lists["pp"]
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         axes, flight_recorder, overlap = {}, FlightRecorder(), Overlap()
@@ -120,7 +124,9 @@ class Mesh:
                 groups = {}
             axes[mesh_field.name] = axis(mesh_field.name, lists[mesh_field.name])
         groups = {}
-        hybrid_cp = tuple(axis(name, ranks) for name, ranks in hybrid_cp_ranks(parallel, world_size).items())
+        hybrid_cp = tuple(
+            axis(name, _shifted(each, ranks.start)) for name, each in hybrid_cp_ranks(parallel, len(ranks)).items()
+        )
         return Mesh(device=device, hybrid_cp=hybrid_cp, **axes)
 
     @property
@@ -145,6 +151,44 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """Return the axis called `name`."""
         return getattr(self, name)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitJob:
+    """A job whose first ranks have one mesh and whose last ranks another. mesh: this rank's. training: ranks of the first.
+
+    tensors, objects: axes of all ranks, for either; on the latter ranks may wait for each other as long as they like.
+    """
+
+    mesh: Mesh
+    training: int
+    tensors: Axis
+    objects: Axis
+
+    @staticmethod
+    def build(first: ParallelConfig, last: ParallelConfig, device: torch.device, *, last_ranks: int) -> SplitJob:
+        """Create all process groups of both. Every rank of the default group calls this with the same arguments."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        training = size - last_ranks
+        meshes = (
+            Mesh.build(first, device, ranks=range(training)),
+            Mesh.build(last, device, ranks=range(training, size)),
+        )
+        ranks, timeout = tuple(range(size)), timedelta(minutes=first.distributed_timeout_minutes)
+        backend = backend_of(device, first.distributed_backend)
+        groups = [
+            dist.new_group(list(ranks), backend=kind, timeout=patience)
+            for kind, patience in ((backend, timeout), ("gloo", _PATIENCE))
+        ]
+        tensors, objects = (
+            Axis(name, size, rank, ranks, group) for name, group in zip(("job", "job objects"), groups, strict=True)
+        )
+        return SplitJob(meshes[rank >= training], training, tensors, objects)
+
+
+def _shifted(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
+    """The same groups of the ranks from `first` on."""
+    return tuple(tuple(first + rank for rank in group) for group in groups)
 
 
 def _create_axis(

@@ -66,6 +66,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def train_on(ranks: int) -> None:
+    """Let only the first ranks of this job have a place in the layout of the training."""
+    os.environ["WORLD_SIZE"] = str(ranks)
+
+
 def end_in_a_line_when_interrupted() -> None:
     """From now on, a Ctrl-C that nothing else catches is one line, from the first rank, instead of a traceback."""
 

@@ -108,7 +108,7 @@ def join_ranks(backend: str, place: LaunchInfo, timeout: timedelta, device: torc
     look for another where that listened before, if it is the faster of the two. So each start meets under keys of its own.
     """
     if not place.store or place.attempt == "0":
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, device_id=device)
         return
     store = _store_at(place.store, timeout.total_seconds())
     dist.init_process_group(

@@ -21,7 +21,7 @@ from megatron.preference.arguments import preference_problems
 from megatron.preference.planned_memory import memory_beside as preference_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.rl.arguments import defaults_of as rl_defaults
-from megatron.rl.arguments import rl_problems
+from megatron.rl.arguments import none_trains, rl_problems, training_ranks
 from megatron.rl.planned_memory import memory_beside, memory_problem, too_large
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
@@ -51,7 +51,8 @@ class EntryScript:
 
     problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each. beside: of a
     namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks. memory: of a
-    namespace, what tells why it cannot fit, from a config, a number of ranks and the bytes of a device.
+    namespace, what tells why it cannot fit, from a config, a number of ranks and the bytes of a device. ranks: of a command line and the
+    ranks of its job, how many train.
     """
 
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
@@ -59,6 +60,7 @@ class EntryScript:
     problems: Callable[[Any, int], Sequence[str]] = lambda args, ranks: ()
     beside: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
     memory: Callable[[Any], MemoryProblem] = lambda args: _training_problem
+    ranks: Callable[[Sequence[str], int], int] = lambda words, ranks: ranks
 
 
 ENTRIES: Mapping[str, EntryScript] = {
@@ -85,6 +87,7 @@ ENTRIES: Mapping[str, EntryScript] = {
         rl_problems,
         lambda args: partial(memory_beside, from_namespace(RLConfig, args)),
         lambda args: partial(memory_problem, from_namespace(RLConfig, args)),
+        training_ranks,
     ),
 }
 # Scripts of Megatron, and what does their work here.
@@ -130,7 +133,10 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         )
     launcher, entry, flags = split_command(words, entry)
     script = ENTRIES[entry]
-    ranks = _launcher_ranks(launcher) if ranks is None else ranks
+    job = _launcher_ranks(launcher) if ranks is None else ranks
+    ranks = script.ranks(flags, job)
+    if ranks < 1:
+        return Command(None, (BrokenRule(entry, none_trains(job)),))
     try:
         args = read_flags(flags, defaults=script.defaults(flags), extra=script.extra)
     except ConfigError as error:

@@ -17,7 +17,7 @@ from megatron.rl import memory as rl_memory
 from megatron.rl.environments.base import Environment, Problem
 from megatron.rl.environments.config import WeightedEnvironment
 from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, text_of
-from megatron.rl.planned_memory import least_memory, memory_beside
+from megatron.rl.planned_memory import generation_memory, least_memory, memory_beside
 from megatron.rl.rollouts import Limits, Rollout
 from megatron.rl.samples import SampleFiles, read_samples
 from megatron.tools import check_config
@@ -140,6 +140,19 @@ def test_what_cannot_fit_the_memory_is_refused_by_the_checker_and_by_the_run(
         monkeypatch.setattr(rl_memory, "free_memory", lambda device, memory=memory: (0, memory))
         with nullcontext() if fits else pytest.raises(ConfigError, match="the fullest rank needs at least"):
             rl_memory.refuse_too_large(RL, trainer.run)
+
+
+def test_ranks_of_their_own_have_their_own_memory() -> None:
+    trainer, _ = trainer_of(RL)
+    rl, config = dataclasses.replace(RL, rl_generation_ranks=2, rl_reference="x", grpo_kl_beta=1.0), trainer.run.config
+    held = sum(param.numel() * 8 for param in trainer.stages[0].parameters())
+    assert memory_beside(rl, config, 1) == {"reference": held}
+    length = config.train.seq_length
+    generating = {"network that generates": held, "keys and values": 8 * length * 2 * 4 * 32 * 8}
+    assert generation_memory(rl, config, 1) == generating, "16 rollouts of a round over 2 replicas"
+    assert least_memory(rl, config, 1).keys() == {"policy in training", "reference"}
+    large = dataclasses.replace(rl, grpo_prompts_per_step=4000)
+    assert least_memory(large, config, 1).keys() == generating.keys()
 
 
 def test_generation_and_training_need_memory_at_different_times() -> None:

@@ -112,6 +112,7 @@ REFUSALS = [
     ("--rl-use-sequence-packing", "add --reset-attention-mask --reset-position-ids"),
     ("--rl-partial-rollouts --rl-generation-lag 0", "1 or more with --rl-partial-rollouts"),
     ("--rl-generation-lag 1 --rl-max-logprob-difference 0.1", "older weights sample, which differ by nature"),
+    ("--rl-generation-ranks 1", "--rl-generation-ranks leaves none of the 1 ranks of the job to train"),
     ("--rl-eval-answers 0", "--rl-eval-answers 0 is too small"),
     ("--rl-offload-inference-model-weights-when-idle", "needs a network of its own for generation"),
     ("--rl-kv-cache-management-mode persist", "every round has a cache of its own"),
@@ -134,6 +135,23 @@ def test_what_the_run_refuses_the_checker_refuses_in_the_same_words(
     assert end.value.code == 2 and message in text
     said = [broken.says for broken in read_command(["train_rl.py", *flags], ranks=1).unread]
     assert any(message in line for line in said) and all(line in text for line in said)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--rl-generation-ranks 1 --rl-partial-rollouts", "leave it out, and give --rl-generation-lag"),
+        ("--rl-generation-ranks 1 --rl-offload-optimizer-during-inference", "no rank both trains and generates"),
+        ("--rl-generation-ranks 1 --rl-inference-tensor-model-parallel-size 2", "the network that generates: "),
+        ("--rl-generation-ranks 2 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--rl-generation-ranks=-1", "--rl-generation-ranks -1 must be 0 or more"),
+    ],
+)
+def test_a_job_cannot_be_split_against_a_rule(words: str, message: str) -> None:
+    flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--grpo-kl-beta", "0", *words.split()]
+    command = read_command(["train_rl.py", *flags, "--langrl-env-config", "x"], ranks=3)
+    said = [one.says for one in (*command.unread, *(command.setting.broken() if command.setting else ()))]
+    assert any(message in line for line in said), said
 
 
 def test_a_layout_of_generation_that_breaks_a_rule_is_refused() -> None:
