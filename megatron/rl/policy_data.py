@@ -88,12 +88,18 @@ class PolicyData(StepHooks):
         self._samples = SampleFiles(self._bank) if shows and self._bank is not None else None
         self._bank_is_full = False  # and it was told
         self._since = time.monotonic()  # the last round was prepared, or the run began
+        if trainer.samples is None and rl.rl_samples_per_round:
+            trainer.samples = lambda stages: self._shown_answers()
+        self._tell_memory(job)
+        trainer.add_hook(self)
+
+    def _tell_memory(self, job: SplitJob | None) -> None:
+        """Say what ranks hold beside the policy in training."""
+        rl = self.rl
         if rl.rl_offload_optimizer_during_inference and not has_separate_memory(self.run.mesh.device):
             self.run.say(
                 "--rl-offload-optimizer-during-inference moves nothing: this run's memory is the CPU's already"
             )
-        if trainer.samples is None and rl.rl_samples_per_round:
-            trainer.samples = lambda stages: self._shown_answers()
         beside = memory_beside(rl, self.run.config, self.run.mesh.world.size)
         self.run.say(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
         if job is not None:
@@ -102,7 +108,6 @@ class PolicyData(StepHooks):
                 f"ranks 0 to {job.training - 1} train, {job.training} to {job.tensors.size - 1} generate; memory of one that generates: "
                 f"{memory_line(generating)}"
             )
-        trainer.add_hook(self)
 
     def _build_generator(self, job: SplitJob | None) -> Generator | GenerationRanks | None:
         """The network that generates; None: that in training."""
