@@ -125,6 +125,10 @@ def _of_other_groups(rewards: torch.Tensor, baseline: Any, **more: Any) -> torch
     return _advantages(rewards.t().contiguous().view_as(rewards), baseline, **more)
 
 
+def _of_half_groups(rewards: torch.Tensor, baseline: Any, **more: Any) -> torch.Tensor:
+    return _advantages(rewards.reshape(-1, rewards.shape[1] // 2), baseline, **more).view_as(rewards)  # of two ranks
+
+
 def _split_groups(queue: RolloutQueue, number: int, place: int, draft: Any) -> Any:
     size = RL.grpo_group_size  # a rank that takes every other answer, with groups of those next to each other
     return _task(queue, number, place // size + place % size * RL.grpo_prompts_per_step, draft)
@@ -159,6 +163,7 @@ def _ratio_of_now(self: Any, logprobs: Any, old: Any, mask: Any, answers: Any) -
 
 DEFECTS: dict[str, tuple[Patch, bool]] = {
     "advantages over the batch instead of the group": ((rollout_advantages, "advantages", _over_the_batch), False),
+    "a group split over two ranks": ((rollout_advantages, "advantages", _of_half_groups), False),
     "answers counted to other prompts": ((rollout_advantages, "advantages", _of_other_groups), False),
     "masks shifted by one": ((batches, "rows_of", _shifted_masks), False),
     "the end token untrained": ((rollouts, "_play_one", _without_the_end(None)), False),
