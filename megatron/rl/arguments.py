@@ -36,10 +36,12 @@ def defaults_of(words: Sequence[str]) -> Mapping[str, Any]:
 
 
 def training_ranks(words: Sequence[str], world_size: int) -> int:
-    """How many of the ranks of a job train: all but those of --rl-generation-ranks. 0 or less: none is left."""
+    """How many of the ranks of a job train: all but those of --rl-generation-ranks, which Ray starts beside them with
+    --rl-ray-address. 0 or less: none is left.
+    """
     given = dict(zip(words, [*words[1:], ""]))
     given |= dict(word.split("=", 1) for word in words if "=" in word)
-    count = given.get("--rl-generation-ranks", "0")
+    count = "0" if "--rl-ray-address" in given else given.get("--rl-generation-ranks", "0")
     return world_size - int(count) if count.isdecimal() else world_size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal
 
 from megatron.core.config.flags import flag, spelling
@@ -114,6 +115,13 @@ class RLConfig:
         "ranks do both",
         metavar="RANKS",
     )
+    rl_ray_address: str | None = flag(
+        None,
+        "start the ranks of --rl-generation-ranks over Ray, beside those of the launcher, which all train: address of the cluster, auto, or local for one on this "
+        "machine",
+        metavar="ADDRESS",
+    )
+    rl_ray_seconds: float = flag(120.0, "how long Ray may look for room for these ranks", metavar="SECONDS")
     rl_verify_model_weights_swap: bool = flag(
         False, "compare a hash of all weights after they were copied into the network that generates"
     )
@@ -252,6 +260,12 @@ def _generation_rank_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     """What ranks that only generate do not go with."""
     if rl.rl_generation_ranks < 0:
         yield f"--rl-generation-ranks {rl.rl_generation_ranks} must be 0 or more"
+    if rl.rl_ray_address and rl.rl_generation_ranks < 1:
+        yield f"--rl-ray-address {rl.rl_ray_address} starts the ranks of --rl-generation-ranks; say how many"
+    if rl.rl_ray_address and find_spec("ray") is None:
+        yield f"--rl-ray-address {rl.rl_ray_address} needs the package ray, which is not installed here; pip install ray, or leave it out"
+    if rl.rl_ray_seconds <= 0:
+        yield f"--rl-ray-seconds {rl.rl_ray_seconds} must be positive"
     if rl.rl_generation_ranks <= 0:
         return
     if rl.rl_partial_rollouts:

@@ -69,6 +69,7 @@ LATE_IMPORTS = (
     "megatron/core/datasets/storage.py",
     "megatron/tools/inspect_dataset.py",
     "megatron/rl/environments/math_problems.py",
+    "megatron/rl/ray_ranks.py",
     *(f"megatron/core/datasets/ingest/{name}.py" for name in ("columns", "lines", "sentences")),
 )
 # Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.

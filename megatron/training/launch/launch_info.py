@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -64,6 +65,27 @@ def has_desktop() -> bool:
 def world_size() -> int:
     """Ranks of this job, as the launcher says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rendezvous_environment(rank: int, size: int) -> dict[str, str]:
+    """What a process has to find in its environment to be a rank of this job: where its ranks meet, which one it is, and of how many."""
+    shared = {name: os.environ[name] for name in _RENDEZVOUS if name in os.environ}
+    return {**shared, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(size)}
+
+
+_RENDEZVOUS = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MEGATRON_DEVICE",
+)
+
+
+def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with changes, for one that it starts."""
+    return {**os.environ, **changes}
 
 
 def train_on(ranks: int) -> None:

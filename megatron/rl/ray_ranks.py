@@ -1,0 +1,106 @@
+"""Ranks that generate, started over Ray (--rl-ray-address): on whatever nodes of a Ray cluster have room, beside the ranks that a launcher starts.
+
+torchrun: ranks 0 .. T-1 train            Ray only finds a place for each rank, and starts there the same command that a launcher would:
+Ray:      ranks T .. T+N-1 generate       commands and weights go over the process group, as without Ray
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.config.flags import ConfigError
+from megatron.rl.settings import RLConfig
+from megatron.training.launch.launch_info import LaunchInfo, own_environment, rendezvous_environment
+
+_FLAG = "--rl-ray-address"
+
+
+def job_place(place: LaunchInfo, rl: RLConfig) -> LaunchInfo:
+    """This rank's place in the job of all ranks, those over Ray included."""
+    return dataclasses.replace(place, size=place.size + rl.rl_generation_ranks) if rl.rl_ray_address else place
+
+
+def words_of_a_rank(words: Sequence[str]) -> list[str]:
+    """The command line of a rank over Ray: that of a job whose last ranks generate."""
+    kept, skips = list[str](), False
+    for word in words:
+        if not skips and not word.startswith(f"{_FLAG}="):
+            kept += [] if word == _FLAG else [word]
+        skips = word == _FLAG and not skips
+    return kept
+
+
+class _Rank:
+    """An actor of Ray: one rank, in a process of its own."""
+
+    def where(self) -> str:
+        """The node that it was given."""
+        return os.uname().nodename
+
+    def run(self, command: list[str], environment: dict[str, str], folder: str) -> tuple[int, str]:
+        """Run a rank to its end; its exit code, and the end of what it wrote."""
+        done = subprocess.run(
+            command,
+            env=own_environment(environment),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout[-4000:]
+
+
+class RayRanks:
+    """The ranks over Ray, as the first rank sees them. plan: who generates where, a line each."""
+
+    def __init__(self, rl: RLConfig, place: LaunchInfo, words: Sequence[str], *, on_gpu: bool) -> None:
+        """words: this process's command line, with its script. Raises `ConfigError` where the cluster cannot be reached or has no room."""
+        import ray
+
+        if not place.meeting:
+            raise ConfigError(
+                f"{_FLAG} {rl.rl_ray_address}: ranks over Ray meet the others at the launcher's address; start with torchrun"
+            )
+        self._ray: Any = ray
+        try:
+            ray.init(
+                address=None if rl.rl_ray_address == "local" else rl.rl_ray_address,
+                configure_logging=False,
+                log_to_driver=False,
+                include_dashboard=False if rl.rl_ray_address == "local" else None,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"{_FLAG} {rl.rl_ray_address}: no cluster answers there: {error}") from None
+        actor = ray.remote(num_cpus=1, num_gpus=int(on_gpu))(_Rank)
+        self._actors = [actor.remote() for _ in range(rl.rl_generation_ranks)]
+        try:
+            hosts = ray.get([one.where.remote() for one in self._actors], timeout=rl.rl_ray_seconds)
+        except ray.exceptions.GetTimeoutError:
+            ray.shutdown()
+            raise ConfigError(
+                f"{_FLAG} {rl.rl_ray_address}: the cluster has no room for {rl.rl_generation_ranks} ranks with a CPU{' and a GPU' * on_gpu} each within "
+                f"{rl.rl_ray_seconds:g} s; give fewer --rl-generation-ranks, or a larger cluster"
+            ) from None
+        size = place.size + rl.rl_generation_ranks
+        self.plan = [
+            f"rank {place.size + number} of {size} generates on {host}, over Ray" for number, host in enumerate(hosts)
+        ]
+        command = [sys.executable, *words_of_a_rank(words)]
+        self._running = [
+            one.run.remote(command, rendezvous_environment(place.size + number, size), os.getcwd())
+            for number, one in enumerate(self._actors)
+        ]
+
+    def wait(self) -> None:
+        """Wait until all have ended. Raises `RuntimeError` with what one wrote that failed."""
+        ends = self._ray.get(self._running)
+        self._ray.shutdown()
+        for code, text in ends:
+            if code:
+                raise RuntimeError(f"a rank over Ray ended with code {code}:\n{text}")

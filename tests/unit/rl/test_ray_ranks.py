@@ -1,0 +1,86 @@
+"""Ranks that generate, started over Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config.flags import ConfigError
+from megatron.rl import settings
+from megatron.rl.arguments import training_ranks
+from megatron.rl.ray_ranks import RayRanks, job_place, words_of_a_rank
+from megatron.training.launch.launch_info import launcher_place
+from megatron.trust.flags.command import read_command
+from tests.helpers.policy import RL
+from tests.unit.rl.test_train_rl import NETWORK, POLICY, ROOT, environments
+
+
+def test_a_rank_over_ray_has_the_command_of_a_job_whose_last_ranks_generate() -> None:
+    words = "train_rl.py --rl-ray-address auto --rl-generation-ranks 2 --lr 1".split()
+    plain = "train_rl.py --rl-generation-ranks 2 --lr 1".split()
+    assert words_of_a_rank(words) == plain
+    assert words_of_a_rank(["train_rl.py", "--rl-ray-address=auto", *plain[1:]]) == plain
+    # The launcher's 4 ranks all train; a rank that Ray starts is told of 6, of which 4 train.
+    assert training_ranks(words, 4) == training_ranks(plain, 6) == 4
+    rl = dataclasses.replace(RL, rl_ray_address="auto", rl_generation_ranks=2)
+    assert job_place(launcher_place(), rl).size == launcher_place().size + 2
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--rl-ray-address auto", "starts the ranks of --rl-generation-ranks; say how many"),
+        ("--rl-ray-address auto --rl-generation-ranks 1", "needs the package ray, which is not installed here"),
+        ("--rl-ray-address auto --rl-generation-ranks 1 --rl-ray-seconds 0", "--rl-ray-seconds 0.0 must be positive"),
+    ],
+)
+def test_what_ray_needs_is_asked_before_anything_starts(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--langrl-env-config", "x", *words.split()]
+    command = read_command(["train_rl.py", *flags, "--grpo-kl-beta", "0"], ranks=1)
+    assert any(message in one.says for one in command.unread), command.unread
+
+
+@pytest.mark.nightly
+def test_ray_starts_a_rank_that_generates_what_the_launchers_would(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    path = environments(tmp_path)
+    common = (
+        f"{NETWORK} {POLICY} --langrl-env-config {path} --train-iters 3 --grpo-kl-beta 0 --rl-generation-ranks 1 --rl-generation-lag 1 "
+        "--rl-verify-model-weights-swap"
+    )
+    answers = {}
+    for name, ranks, more in (("launcher", 2, ""), ("ray", 1, "--rl-ray-address local")):
+        words = f"{common} --rl-rollout-bank-dir {name} {more}".split()
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+            + [str(ROOT / "train_rl.py"), *words],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "MEGATRON_DEVICE": "cpu",
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            },
+            text=True,
+            capture_output=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("rank 1 of 2 generates on" in done.stdout) == (name == "ray")
+        answers[name] = (tmp_path / name / "samples.jsonl").read_text()
+    assert answers["ray"] == answers["launcher"] and answers["ray"].count("\n") == 3 * 8
+
+
+def test_ray_needs_a_launcher_where_all_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    place = dataclasses.replace(launcher_place(), meeting="")
+    with pytest.raises(ConfigError, match="start with torchrun"):
+        RayRanks(dataclasses.replace(RL, rl_ray_address="local", rl_generation_ranks=1), place, [], on_gpu=False)
