@@ -47,6 +47,7 @@ from megatron.core.parallel.spec import spec_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.transformer.build import Build
+from megatron.training.checkpoint.adapters import holds_adapters
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import launcher_place, world_size
 from megatron.training.launch.rendezvous import join_ranks
@@ -127,6 +128,11 @@ def load_network(
 def open_kind(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> Source:
     """Open a checkpoint; `CheckpointError` if its network is of another kind."""
     source = open_checkpoint(path, step)
+    if holds_adapters(source):
+        raise CheckpointError(
+            f"{source.where} holds adapters without their network; merge them into it with tools/checkpoint/adapter.py merge, or serve "
+            "the network with --lora-modules"
+        )
     architecture = architecture_of(source)
     if architecture != kind.architecture:
         raise CheckpointError(

@@ -93,6 +93,8 @@ def test_adapters_of_a_reward_model_are_merged_into_the_language_model_that_they
     Checkpoint(trainer).save()
     arguments = ["--adapter", str(tmp_path / "run"), "--base", base, "--save", str(tmp_path / "merged")]
     adapter.main(["merge", *arguments])
+    with pytest.raises(CheckpointError, match="holds adapters without their network; merge them into it"):
+        RewardModel.load(str(tmp_path / "run"))
     names = open_checkpoint(str(tmp_path / "merged")).formats
     assert "model.score.weight" in names and not any("output_layer" in name for name in names)
     stage = trainer.stages[0].eval()
