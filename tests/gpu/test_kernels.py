@@ -11,6 +11,7 @@ from megatron.core.kernels import linear_loss, reference
 from megatron.core.kernels.kernel_check import TOLERANCE, errors_of_all
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.startup_check import choose
 from megatron.core.kernels.table import CANDIDATES
 from megatron.training.cli.device_checks import kernel_need
 from megatron.training.health.causality_check import demand_no_leak
@@ -58,6 +59,20 @@ def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None
         if isinstance(error, str) or error > TOLERANCE[need.dtype]
     }
     assert not wrong
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_defaults_of_a_run_pass_their_trial(name: str) -> None:
+    config = tiny.config(**NETWORKS[name], bf16=True)
+    chosen = choose(config, kernel_need(config, CUDA), CUDA)
+    taken = {op: kernel for op, kernel, _ in chosen.kernels.report}
+    assert not chosen.failures
+    assert taken["attention"] == {
+        "packed": "varlen",
+        "windows": "varlen",
+        "packed windows": "varlen",
+        "caps": "flex",
+    }.get(name, "fused")
 
 
 @pytest.mark.parametrize("backend", PACKAGES)
