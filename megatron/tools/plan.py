@@ -173,14 +173,15 @@ def plan_one(
     read = read_command(command, ranks=options.world_size, entry=options.entry)
     beside = read.beside(config, setting.world_size)
     whole, budget = planned.run.worst.peak + sum(beside.values()), hardware.budget()
+    trouble = read.memory(config, setting.world_size, budget)  # also of ranks that do not train
     lines = [f"beside that a rank holds: {memory_line(beside)}; {whole / 2**30:.2f} of {budget / 2**30:.2f} GiB in all"]
     facts = {**plain(planned), **({"beside": dict(beside)} if beside else {})}
     sys.stdout.write(
         json.dumps(facts, indent=2) + "\n"
         if options.json
-        else "\n".join([text(planned).rstrip("\n"), *lines * bool(beside), ""])
+        else "\n".join([text(planned).rstrip("\n"), *lines * bool(beside), *[trouble] * bool(trouble), ""])
     )
-    return 0 if planned.fits and planned.ends and whole <= budget else 1
+    return 0 if planned.fits and planned.ends and whole <= budget and not trouble else 1
 
 
 def write_profile(path: Path) -> None:

@@ -190,7 +190,7 @@ def test_an_environment_behind_http_answers_in_turns() -> None:
     [
         ("[]", "is no list of environments"),
         ("a: 1", "is no list of environments"),
-        ("- agent_type: chess\n", "chess is none of arithmetic, countdown, math, http, openai"),
+        ("- agent_type: chess\n", "chess is none of arithmetic, countdown, math, reward_model, http, openai"),
         ("- agent_type: nowhere.py:X\n", "nor FILE.py:CLASS"),
         ("- agent_type: arithmetic\n  agent_args: {size: 3}\n", "does not take these agent_args"),
         ("- agent_type: arithmetic\n  wieght: 3\n", "'wieght'"),

@@ -108,7 +108,13 @@ def check(
     assert [one.versions for one in results[0][3]] == [one.versions for one in serial[3]]
 
 
-@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize(
+    "lag",
+    [
+        "a round ahead",
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("in turn", "two rounds ahead, twice")),
+    ],
+)
 def test_ranks_of_their_own_generate_the_same_rollouts(world: Worlds, lag: str) -> None:
     check(world, 2, {"rl_generation_ranks": 1, **LAGS[lag]}, LLAMA, {}, 4)
 

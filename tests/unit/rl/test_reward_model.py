@@ -69,6 +69,7 @@ def test_rewards_are_the_scores_that_transformers_gives(file: Path, source: str)
         assert one.rollout.reward == pytest.approx(expected, abs=1e-6) and not one.rollout.problem
 
 
+@pytest.mark.nightly
 def test_the_first_of_two_ranks_alone_loads_the_reward_model(world: Worlds, file: Path) -> None:
     rl = {"langrl_env_config": str(file), "rl_max_new_tokens": 12}
     results = world(2).run(train_policy_here, rl, {**LLAMA, "tensor_model_parallel_size": 2}, 2)
