@@ -65,7 +65,7 @@ LLAMA: dict[str, Any] = {
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }
-TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "residual_norm=triton")
+TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "residual_norm=triton", "adamw=triton")
 FP8: dict[str, Any] = {**LLAMA, "fp8_format": "hybrid"}
 CASES: Mapping[str, dict[str, Any]] = {
     "gpt": {},

@@ -131,7 +131,7 @@ def expected(network: Network, rates: Rates) -> Iterator[Expected]:
     attention = 1e3 * network.attention * (1 / rates.attention + 2.5 / rates.attention_backward)
     head = 6 * network.v * network.h * network.tokens / 1e12 / rates.matmul * 1e3
     parameters = network.layers * network.weights + network.v * network.h * (2 if network.gated else 1)
-    update = rates.ms(50 * parameters) / MICROBATCHES
+    update = rates.ms(38 * parameters) / MICROBATCHES
     unfused = rates.ms(network.layers * network.weights * 12)  # gradients of weights, written and added apart
     joined = network.bytes_joined(compiled=True)
     for way, layer, in_blocks, extra in (

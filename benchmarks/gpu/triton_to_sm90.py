@@ -37,6 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from megatron.core.kernels.adamw import AdamRates, AdamTensors
 from megatron.core.kernels.linear_loss import VocabularyShard, linear_cross_entropy
 from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedRounding
 from megatron.core.kernels.mask import Scores
@@ -208,6 +209,21 @@ def quantised(block: tuple[int, int] | None, *, delayed: bool = False) -> Case:
     return call
 
 
+def updated(weight: torch.dtype | None) -> Case:
+    """An update of a large and a small parameter whose weights have another format, or none of their own."""
+
+    def call(op: Any) -> None:
+        held = [
+            AdamTensors(
+                *(torch.zeros(size) for _ in range(4)), None if weight is None else torch.zeros(size, dtype=weight)
+            )
+            for size in (4096, 33)
+        ]
+        op(held, torch.ones((), dtype=torch.float64), AdamRates(1e-3, 0.1, 0.9, 0.95, 1e-8, 1))
+
+    return call
+
+
 # Op of the kernel table -> what its Triton kernel is called with: the sizes of GPT 1.3B, Llama 8B and 70B, and odd ones.
 CASES: Mapping[str, Mapping[str, Case]] = {
     "rms_norm": {
@@ -246,6 +262,11 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "one scale": quantised(None),
         "delayed": quantised(None, delayed=True),
         **{f"blocks of {rows} x {size}": quantised((rows, size)) for rows, size in ((1, 32), (1, 128), (128, 128))},
+    },
+    "adamw": {
+        "weights in bf16": updated(torch.bfloat16),
+        "weights in fp16": updated(torch.float16),
+        "weights in fp32": updated(None),
     },
     "paged_attention": {
         "Llama 8B decodes": paged(32, 8, (128, 128)),

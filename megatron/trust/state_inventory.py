@@ -208,7 +208,7 @@ INVENTORY = (
     Item(
         "updates done",
         ("run.optimizer_steps",),
-        ("trainer.optimizer.rules.*.state.*.step", "trainer.optimizer.rules.*.steps"),
+        ("trainer.optimizer.rules.*.counts.*", "trainer.optimizer.rules.*.steps"),
         _always_present("run.optimizer_steps"),
     ),
     Item("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _always_present("run.loss_scale")),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.kernels import adamw
 from megatron.core.parallel.device import memory_report
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny
@@ -34,6 +35,18 @@ WIDE: dict[str, Any] = {
 )
 def test_updates_on_a_gpu_are_the_cpus(changes: dict[str, Any]) -> None:
     assert losses_on("cuda", **changes) == pytest.approx(losses_on("cpu", **changes), rel=1e-3)
+
+
+def test_adamws_kernel_is_the_formula() -> None:
+    kernel = pytest.importorskip("megatron.core.kernels.triton.adamw", exc_type=ImportError)
+    assert adamw.error(kernel.adamw, torch.device("cuda"), torch.bfloat16) < adamw.TOLERANCE
+
+
+@pytest.mark.parametrize("changes", [{"bf16": True}, {"bf16": True, "use_distributed_optimizer": True}, {}])
+def test_runs_with_either_kernel_of_adamw_are_alike(changes: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    found = [losses_on("cuda", kernel=(f"adamw={name}",), **changes) for name in ("torch", "triton")]
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 def test_newton_schulz_in_bf16_stays_near() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.kernels import paged, reference, scans
+from megatron.core.kernels import adamw, paged, reference, scans
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.low_precision.rounding_check import linear_in_8_bits, rounding_error, three_products
 from megatron.core.kernels.mask import MaskSpec, Scores
@@ -133,6 +133,14 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         yield _permute_trial(draw, width)
     if model.state_mixers:
         yield from _state_trials(model, need, draw, length)
+    yield from _update_and_rounding_trials(config, need, draw, width)
+    if model.num_attention_heads and model.architecture == "gpt":
+        yield _paged_trial(model)
+
+
+def _update_and_rounding_trials(config: RunConfig, need: Need, draw: _Draw, width: int) -> Iterator[Trial]:
+    if config.optimizer.elementwise == "adam":
+        yield MeasuredTrial("adamw", adamw.error)
     if need.low.recipe and need.low.fp4_format is None:
         yield MeasuredTrial("quantise", partial(rounding_error, need.low))
         yield KernelTrial(
@@ -141,8 +149,6 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
             partial(linear_in_8_bits, need.low),
             three_products,
         )
-    if model.num_attention_heads and model.architecture == "gpt":
-        yield _paged_trial(model)
 
 
 def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:

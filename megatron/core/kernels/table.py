@@ -18,7 +18,8 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.kernels import flex, fused, grouped, linear_loss, permute, reference, scans, varlen
+from megatron.core.kernels import adamw, flex, fused, grouped, linear_loss, permute, reference, scans, varlen
+from megatron.core.kernels.adamw import AdamKernel
 from megatron.core.kernels.external import deep_ep, flash_attn, state_space, torchao, transformer_engine
 from megatron.core.kernels.low_precision.fp8 import FusedRounding
 
@@ -130,6 +131,7 @@ class Kernels:
     paged_attention: Callable | None = None
     low_linear: Callable | None = None
     quantise: FusedRounding | None = None
+    adamw: AdamKernel = adamw.adamw
     cross_entropy: Callable | None = None
     moe_flex_dispatcher: Callable | None = None
     report: tuple[tuple[str, str, str], ...] = ()
@@ -351,6 +353,9 @@ CANDIDATES = (
     # Not `_not_measured`: torch's operations go over the matrix some ten times.
     Candidate("quantise", "triton", Import("triton.quantise", "KERNELS"), _quantise_unfit, _interpreted, checked=True),
     Candidate("quantise", "torch", None, _always_fits),
+    # It moves 30 bytes an element, torch's kernel and the copy into bf16 weights 38.
+    Candidate("adamw", "triton", Import("triton.adamw", "adamw"), _triton_unfit, _interpreted, checked=True),
+    Candidate("adamw", "torch", adamw.adamw, _always_fits),
     Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
     Candidate("cross_entropy", "native", None, _always_fits),
     Candidate(

@@ -19,7 +19,7 @@ from megatron.core.parallel.boxes import boxes_of_flat_range, intersect
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, tensor_axis
 
-_BLOCK = 2**18  # elements whose squares are summed in fp32; on a CPU a sum over 40M would be off by a thousandth
+_BLOCK = 2**18  # elements whose squares are summed in fp32 on a CPU, where a sum over 40M would be off by a thousandth
 
 
 def counted_ranges(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
@@ -65,11 +65,14 @@ def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: s
     """Return the 2-norm of the whole network's gradient (or its weights, of="data"): fp64 [], the same on every rank."""
     views = _counted_slices(segments, mesh, sharded=sharded, of=of)
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if views:
-        views = [block for view in views for block in view.split(_BLOCK)]
+        if mesh.device.type == "cpu":
+            views = [block for view in views for block in view.split(_BLOCK)]
         wide = torch.float64 if views[0].dtype == torch.float64 else torch.float32
-        total += torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double().square().sum()
+        norms = torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double()
+        total = norms.dot(norms)
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     return collectives.all_reduce(total, mesh.world).sqrt()
 
 

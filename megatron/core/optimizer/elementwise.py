@@ -1,7 +1,7 @@
 """Optimizers that update each element independently: AdamW, SGD and Lion.
 
-AdamW and SGD call torch's functions instead of its optimizer classes, whose first use imports torch's compiler: that
-takes longer than everything else that a run does before its first step.
+AdamW is an operation with kernels (kernels/adamw.py). SGD calls torch's function instead of its optimizer class, whose first use
+imports torch's compiler: that takes longer than everything else that a run does before its first step.
 """
 
 from __future__ import annotations
@@ -11,31 +11,29 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import Segment
+from megatron.core.kernels.adamw import AdamKernel, AdamRates, AdamTensors, adamw
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
+from megatron.core.parallel.device import storage_position
 
 
 class Elementwise(UpdateRule):
     """Base of the elementwise rules, whose moments have the shape of the main weights.
 
     moments: names of the moments. state: main weight -> name -> tensor, allocated at construction, so that every
-    checkpoint holds all of them; and "step", a counter, if `counts`.
+    checkpoint holds all of them.
     """
 
     moments: tuple[str, ...]
-    counts = False
 
     def __init__(self, owned: Owned, config: OptimizerConfig) -> None:
         super().__init__(owned, config)
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for _, param in owned:
             self.state[param] = {slot: torch.zeros_like(param) for slot in self.moments}
-            if self.counts:
-                self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
 
     @torch.no_grad()
     def step(self, factor: float | Tensor) -> None:
@@ -43,56 +41,61 @@ class Elementwise(UpdateRule):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
-                states = {slot: [self.state[param][slot] for param in params] for slot in self.state[params[0]]}
-                self._update(params, scale_gradients(params, factor), states, group["lr"], group["weight_decay"])
+                self._update(params, factor, group["lr"], group["weight_decay"])
 
     def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
         """Yield the moments of a segment, each [elements]."""
         return ((slot, segment, self.state[main][slot]) for slot in self.moments)
 
+    @abstractmethod
+    def _update(self, params: list[Tensor], factor: float | Tensor, lr: float, decay: float) -> None:
+        """Update parameters in place by their gradients times `factor`. decay: weight decay."""
+
+
+class AdamW(Elementwise):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv 1711.05101), which writes the weights itself.
+
+    counts: main weight -> number of its updates, on the host, which no step has to wait for.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+    writes_weights = True
+
+    def __init__(self, owned: Owned, config: OptimizerConfig, kernel: AdamKernel = adamw) -> None:
+        super().__init__(owned, config)
+        self.kernel = kernel
+        self.counts = dict.fromkeys((param for _, param in owned), 0)
+        self._offloaded = {param for segment, param in owned if param.device != segment.data.device}
+        self._weights = {
+            param: segment.data
+            for segment, param in owned
+            if param not in self._offloaded and storage_position(param) != storage_position(segment.data)
+        }
+
     @property
     def steps(self) -> int:
-        """Number of updates so far; 0 for a rule that does not count them."""
-        return next((int(state["step"]) for state in self.state.values() if "step" in state), 0)
+        """Number of updates so far."""
+        return next(iter(self.counts.values()), 0)
 
     @steps.setter
     def steps(self, count: int) -> None:
         """Continue counting from here."""
-        for state in self.state.values():
-            if "step" in state:
-                state["step"].fill_(count)
+        self.counts = dict.fromkeys(self.counts, count)
 
-    @abstractmethod
-    def _update(
-        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
-    ) -> None:
-        """Update parameters in place. states: name -> one tensor for each parameter. decay: weight decay."""
-
-
-class AdamW(Elementwise):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv 1711.05101)."""
-
-    moments = ("exp_avg", "exp_avg_sq")
-    counts = True
-
-    def _update(
-        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
-    ) -> None:
-        adamw(
-            params,
-            gradients,
-            states["exp_avg"],
-            states["exp_avg_sq"],
-            [],
-            states["step"],
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            lr=lr,
-            weight_decay=decay,
-            eps=self.config.adam_eps,
-            maximize=False,
+    def _update(self, params: list[Tensor], factor: float | Tensor, lr: float, decay: float) -> None:
+        tensors, config = list[AdamTensors](), self.config
+        for param in params:
+            self.counts[param] += 1
+            assert param.grad is not None, "parameters without a gradient are left out"
+            state = self.state[param]
+            tensors.append(
+                AdamTensors(param, param.grad, state["exp_avg"], state["exp_avg_sq"], self._weights.get(param))
+            )
+        kernel = adamw if params[0] in self._offloaded else self.kernel
+        kernel(
+            tensors,
+            factor,
+            AdamRates(lr, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, self.counts[params[0]]),
         )
 
 
@@ -101,13 +104,11 @@ class SGD(Elementwise):
 
     moments = ("momentum_buffer",)
 
-    def _update(
-        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
-    ) -> None:
+    def _update(self, params: list[Tensor], factor: float | Tensor, lr: float, decay: float) -> None:
         sgd(
             params,
-            gradients,
-            list(states["momentum_buffer"]),
+            scale_gradients(params, factor),
+            [self.state[param]["momentum_buffer"] for param in params],
             foreach=True,
             weight_decay=decay,
             momentum=self.config.sgd_momentum,
@@ -128,10 +129,9 @@ class Lion(Elementwise):
 
     moments = ("exp_avg",)
 
-    def _update(
-        self, params: list[Tensor], gradients: list[Tensor], states: dict[str, list[Tensor]], lr: float, decay: float
-    ) -> None:
-        for param, gradient, moment in zip(params, gradients, states["exp_avg"], strict=True):
+    def _update(self, params: list[Tensor], factor: float | Tensor, lr: float, decay: float) -> None:
+        for param, gradient in zip(params, scale_gradients(params, factor), strict=True):
+            moment = self.state[param]["exp_avg"]
             direction = moment.lerp(gradient, 1.0 - self.config.lion_beta1).sign_()
             moment.lerp_(gradient, 1.0 - self.config.lion_beta2)
             param.mul_(1.0 - lr * decay).add_(direction, alpha=-lr)

@@ -24,9 +24,10 @@ from torch import Tensor
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Segment
 from megatron.core.distributed.finalize import finalize
+from megatron.core.kernels.adamw import AdamKernel, adamw, copy_all
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
-from megatron.core.optimizer.elementwise import RULES
+from megatron.core.optimizer.elementwise import RULES, AdamW
 from megatron.core.optimizer.groups import uses_muon
 from megatron.core.optimizer.low_precision import LowPrecisionAdam
 from megatron.core.optimizer.muon import Muon
@@ -68,7 +69,9 @@ class Optimizer:
         precision: PrecisionConfig,
         *,
         sharded: bool,
+        adamw: AdamKernel = adamw,
     ) -> None:
+        """Allocate the state. adamw: the kernel of AdamW, for what is updated on the device."""
         self.parallels, self.mesh, self.config, self.sharded = parallels, mesh, config, sharded
         self.segments = [segment for parallel in parallels for segment in parallel.segments()]
         self.scaler = LossScaler(precision)
@@ -88,6 +91,8 @@ class Optimizer:
             self.rules.append(Adafactor(parallels, others, mesh, config, dtype=dtype))
         elif precision.use_precision_aware_optimizer:
             self.rules.append(LowPrecisionAdam(others, config, precision))
+        elif config.elementwise == "adam":
+            self.rules.append(AdamW(others, config, adamw))
         else:
             self.rules.append(RULES[config.elementwise](others, config))
         self.rule_of = [self.rules[0 if uses_muon(segment.spec, config) else -1] for segment in self.segments]
@@ -147,7 +152,14 @@ class Optimizer:
             if rule.uses_main_weights
         ][self.on_device]
         for main, segment in attached:
-            main.grad = segment.grad if segment.grad.dtype == main.dtype else segment.grad.to(main.dtype)
+            main.grad = segment.grad if segment.grad.dtype == main.dtype else torch.empty_like(main)
+        copy_all(
+            [
+                (main.grad, segment.grad)
+                for main, segment in attached
+                if main.grad is not None and segment.grad.dtype != main.dtype
+            ]
+        )
         for rule in self.rules:
             rule.step(factor)
         for main, _ in attached:
@@ -157,14 +169,20 @@ class Optimizer:
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
             if segment.name in factors:
                 rule.scale_rows(segment, main, factors[segment.name])
-                if self.cpu_offload is not None:
+                if storage_position(main) != storage_position(segment.data):
                     segment.data.copy_(main)
 
     def _write_weights(self) -> None:
         """Write the main weights into the weights in their own format, and start to gather them on every rank."""
-        for main, segment in zip(self.main_weights[self.on_device], self.segments[self.on_device], strict=True):
-            if storage_position(main) != storage_position(segment.data):
-                segment.data.copy_(main)
+        copy_all(
+            [
+                (segment.data, main)
+                for main, segment, rule in list(zip(self.main_weights, self.segments, self.rule_of, strict=True))[
+                    self.on_device
+                ]
+                if not rule.writes_weights and storage_position(main) != storage_position(segment.data)
+            ]
+        )
         for parallel in self.parallels:
             parallel.start_gather()
 

@@ -27,11 +27,13 @@ class UpdateRule(ABC):
 
     param_groups: {"group": ParamGroup, "params": main weights, "lr": ..., "weight_decay": ...}; the rates are set
     before a step. uses_main_weights: gradients are attached to the main weights before `step`, which updates these;
-    otherwise the rule reads and writes the segments itself. steps: number of updates so far; 0 if a rule does not count
+    otherwise the rule reads and writes the segments itself. writes_weights: `step` also writes the main weights into weights of another
+    format. steps: number of updates so far; 0 if a rule does not count
     them.
     """
 
     uses_main_weights = True
+    writes_weights = False
     steps: int = 0
 
     def __init__(self, owned: Owned, config: OptimizerConfig) -> None:

@@ -238,7 +238,11 @@ def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, 
     dtype = getattr(torch, config.precision.dtype)
     need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
     chosen = choose(
-        config, need, mesh.device, wishes={}, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
+        config,
+        need,
+        mesh.device,
+        wishes={"adamw": ""},
+        gather=lambda rows: collectives.gather_objects(rows, mesh.world),
     )
     if mesh.world.is_first:
         for line in chosen.failures:

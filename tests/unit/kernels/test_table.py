@@ -29,6 +29,7 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
         "moe_flex_dispatcher": "alltoall",
         "paged_attention": "gathered",
         "quantise": "torch",
+        "adamw": "torch",
     }
 
 

@@ -278,6 +278,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         "selective_scan",
         "delta_rule_scan",
         "quantise",
+        "adamw",
     }
     eight_bits = replace(GPU, low=LowPrecisionConfig(fp8_format="hybrid"))
     for candidate in ours:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
+from megatron.core.kernels.adamw import AdamKernel
+from megatron.core.kernels.adamw import adamw as adamw_by_torch
 from megatron.core.optimizer.groups import ParamGroup, param_group_of
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
@@ -26,6 +28,7 @@ def optimizer_of(
     precision: PrecisionConfig,
     grad_dtype: torch.dtype = torch.float32,
     sharded: bool = False,
+    kernel: AdamKernel = adamw_by_torch,
     **settings: Any,
 ) -> tuple[Any, Optimizer]:
     mesh = Mesh.single()
@@ -40,7 +43,7 @@ def optimizer_of(
         overlap_gather=False,
         average=False,
     )
-    return module, Optimizer([parallel], mesh, OptimizerConfig(**settings), precision, sharded=sharded)
+    return module, Optimizer([parallel], mesh, OptimizerConfig(**settings), precision, sharded=sharded, adamw=kernel)
 
 
 def gradient(name: str, step: int) -> Tensor:

@@ -156,7 +156,7 @@ def test_rows_are_scaled_wherever_a_piece_of_a_parameter_begins(monkeypatch: pyt
     rows = torch.rand(96, dtype=torch.float64)
     for low, high in ((0, 96 * 32), (5, 70), (40, 64), (33, 96 * 32 - 1), (64, 640)):
         piece = torch.ones(high - low, dtype=torch.float64)
-        optimizer.segments[place] = replace(whole, low=low, high=high)
+        optimizer.segments[place] = replace(whole, low=low, high=high, data=piece)
         optimizer.main_weights[place] = piece
         optimizer._scale_rows({whole.name: rows})
         assert torch.equal(piece, rows.repeat_interleave(32)[low:high])

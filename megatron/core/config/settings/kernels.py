@@ -23,6 +23,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "selective_scan": ("torch", "triton", "mamba_ssm"),
     "delta_rule_scan": ("torch", "triton", "fla"),
     "quantise": ("triton", "torch"),
+    "adamw": ("triton", "torch"),
 }
 
 
@@ -72,7 +73,7 @@ class KernelConfig:
                 yield f"--kernel {word} names no operation that kernels are chosen for so; write OPERATION=NAME, of {', '.join(NAMED)}"
             elif name not in NAMED[op]:
                 yield f"--kernel {word}: no such kernel; choose of {', '.join(f'{op}={known}' for known in NAMED[op])}"
-            elif compiles and name == "triton" and op != "quantise":
+            elif compiles and name == "triton" and op not in ("quantise", "adamw"):
                 yield f"--kernel {word} and --compile both make that kernel; drop one of them"
             elif op in seen:
                 yield f"--kernel {word}: another kernel was given for {op} before; keep one"

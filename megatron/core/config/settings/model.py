@@ -458,6 +458,7 @@ class ModelConfig(RequestedModel):
             "selective_scan": "mamba" in self.state_mixers,
             "delta_rule_scan": "gated_delta_net" in self.state_mixers,
             "quantise": "quantise" in self.kernels.wishes,
+            "adamw": "adamw" in self.kernels.wishes,
             "paged_attention": False,  # of decoding
         }
         return {op for op, is_used in used.items() if not is_used}
