@@ -199,7 +199,7 @@ def test_the_computed_roofline_is_the_sum_of_bytes_and_operations() -> None:
     work = 16384 * (24 * 6 * (4 * 2048**2 + 2 * 2048 * 8192) + 6 * 50304 * 2048)
     assert network.tflop == pytest.approx((work + 24 * 6 * 2048 * 2048 * 2048 * 8) / 1e12)
     assert h100["eager"].mfu == pytest.approx(53.1, abs=0.1)
-    assert h100["--compile, Triton loss"].mfu == pytest.approx(55.5, abs=0.1)
+    assert h100["--compile, Triton loss"].mfu == pytest.approx(56.6, abs=0.1)
     assert roofline.table() in (ROOT / "docs" / "benchmarks.md").read_text(), "benchmarks/gpu/roofline.py --write"
 
 

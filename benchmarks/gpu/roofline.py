@@ -132,17 +132,15 @@ def expected(network: Network, rates: Rates) -> Iterator[Expected]:
     head = 6 * network.v * network.h * network.tokens / 1e12 / rates.matmul * 1e3
     parameters = network.layers * network.weights + network.v * network.h * (2 if network.gated else 1)
     update = rates.ms(38 * parameters) / MICROBATCHES
-    unfused = rates.ms(network.layers * network.weights * 12)  # gradients of weights, written and added apart
     joined = network.bytes_joined(compiled=True)
-    for way, layer, in_blocks, extra in (
-        ("eager", network.bytes_apart(), False, 0.0),
-        ("Triton kernels and loss", network.bytes_joined(compiled=False), True, 0.0),
-        ("--compile", joined, False, unfused),
-        ("--compile, Triton loss", joined, True, unfused),
-        ("--compile, Triton loss, gradients added by the matmul", joined, True, 0.0),
+    for way, layer, in_blocks in (
+        ("eager", network.bytes_apart(), False),
+        ("Triton kernels and loss", network.bytes_joined(compiled=False), True),
+        ("--compile", joined, False),
+        ("--compile, Triton loss", joined, True),
     ):
         layers = network.layers * (matmuls + attention + rates.ms(layer))
-        ms = layers + head + rates.ms(network.bytes_of_loss(in_blocks=in_blocks)) + update + extra + OTHER
+        ms = layers + head + rates.ms(network.bytes_of_loss(in_blocks=in_blocks)) + update + OTHER
         yield Expected(network.name, way, ms, network.tflop / ms * 1e3)
 
 

@@ -84,9 +84,8 @@ class Run:
 
     @property
     def _fuses_wgrad_accumulation(self) -> bool:
-        """Whether layers add the gradients of their weights themselves: a compiled or recorded layer gives them to autograd."""
-        layer_wise = self.config.compilation.compile or self.config.graphs.cuda_graph_impl != "none"
-        return self.config.parallel.gradient_accumulation_fusion and not layer_wise
+        """Whether layers add the gradients of their weights themselves: a recorded layer gives them to autograd."""
+        return self.config.parallel.gradient_accumulation_fusion and self.config.graphs.cuda_graph_impl == "none"
 
     @property
     def _overlapped_matmuls(self) -> OverlappedMatmuls:

@@ -107,7 +107,7 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.grad.zero_()
             for main_grad in bucket.main_grads:
-                main_grad.open, main_grad.has_uncounted = True, False
+                main_grad.open, main_grad.has_uncounted, main_grad.added_in_graph = True, False, False
         self._missing, self._launched = None, 0
 
     def before_last_backward(self) -> None:
@@ -206,7 +206,7 @@ def _on_backward_done(
     if param.grad is not None:
         main_grad.add(param.grad)
         param.grad = None
-    if main_grad.has_uncounted:
+    if main_grad.has_uncounted or main_grad.added_in_graph:
         parallel.gradient_arrived(param)
     main_grad.has_uncounted = False
 

@@ -22,11 +22,13 @@ class MainGrad:
 
     total: the sum, in the parameter's shape and the dtype of main gradients. mixed_dtype_addmm: a matmul of the
     parameter's dtype can accumulate into it. open: a step is under way. has_uncounted: a contribution was added that is
-    not counted yet. on_accumulated: call it to count contributions where no backward pass ends at the parameter.
+    not counted yet. added_in_graph: a compiled layer adds one in every backward pass of the step, of which only autograd tells.
+    on_accumulated: call it to count contributions where no backward pass ends at the parameter.
     """
 
     def __init__(self, total: Tensor, *, mixed_dtype_addmm: bool = False) -> None:
         self.total, self.mixed_dtype_addmm, self.open, self.has_uncounted = total, mixed_dtype_addmm, False, False
+        self.added_in_graph = False
         self.on_accumulated: Callable[[], None] = lambda: None
 
     def add(self, gradient: Tensor, factor: Tensor | None = None) -> None:
@@ -41,13 +43,22 @@ class MainGrad:
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left [m, k] times right [k, n] for a parameter [m, n], inside the matmul where the dtypes allow it."""
-        if left.dtype == self.total.dtype:
-            torch.addmm(self.total, left, right, out=self.total)
-        elif self.mixed_dtype_addmm:
-            torch.addmm(self.total, left, right, self.total.dtype, out=self.total)
-        else:
-            self.total.add_(left.mm(right))
+        add_product(self.total, left, right, mixed_dtype_addmm=self.mixed_dtype_addmm)
         self.has_uncounted = True
+
+    def renew(self) -> None:
+        """Make `total` a new alias of the same memory, for which autograd counts no writes but its own."""
+        self.total = self.total.data
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, mixed_dtype_addmm: bool) -> None:
+    """Add left [m, k] times right [k, n] to a sum [m, n], inside the matmul where the dtypes allow it."""
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+    elif mixed_dtype_addmm:
+        torch.addmm(total, left, right, total.dtype, out=total)
+    else:
+        total.add_(left.mm(right))
 
 
 def active_main_grad(parameter: Tensor) -> MainGrad | None:

@@ -21,6 +21,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, Initial, Kind, ParamSpec, Shard, constant, parameter, quantized_of
+from megatron.core.tensor_parallel import graph_linear
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -171,8 +172,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> 
     """x W^T + b, inside a region. x: [..., in]; weight: [out, in]."""
     if quantized_of(weight) is not None:
         return frozen_linear(x, weight, bias)
-    by_autograd = region.wgrad_store is None and region.sum_of(weight) is None
-    return F.linear(x, weight, bias) if by_autograd else _Multiply.apply(x, weight, bias, region)
+    into = region.sum_of(weight)
+    if region.wgrad_store is None and into is None:
+        return F.linear(x, weight, bias)
+    if into is not None and torch.compiler.is_compiling():
+        return graph_linear.multiply(x, weight, bias, into)
+    return _Multiply.apply(x, weight, bias, region)
 
 
 class AdaptedLinear(nn.Module):

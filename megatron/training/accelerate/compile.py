@@ -26,6 +26,7 @@ import torch
 from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.kernels import fused, reference
 from megatron.core.kernels.table import Kernels
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.layer import Layer
@@ -149,8 +150,20 @@ def _compile_layer(
             if isinstance(part, Norm):
                 part.kernels = _compiled_kernels(part.kernels, ops)
     for name in whole:
-        setattr(layer, name, compile_(getattr(layer, name)))
+        setattr(layer, name, _with_own_sums(layer, compile_(getattr(layer, name))))
     return tuple(why.items())
+
+
+def _with_own_sums(layer: Layer, compiled: Callable) -> Callable:
+    """The compiled function, given aliases of the layer's main gradients that are this call's alone."""
+    sums: list[MainGrad] = [param.main_grad for param in layer.parameters() if hasattr(param, "main_grad")]
+
+    def call(*given: Any, **named: Any) -> Any:
+        for one in sums:
+            one.renew()
+        return compiled(*given, **named)
+
+    return call
 
 
 def _compiled_kernels(kernels: Kernels, ops: dict[str, dict[Callable, Callable]]) -> Kernels:
