@@ -71,14 +71,29 @@ class Scaling(nn.Module):
 
         All ranks of the operand's axis call it together. The first step has no history: its scales are the tensors' own.
         """
+        result, is_known = self._stated(operand, x)
+        return result if result is None or is_known else collectives.all_reduce(result, self.axes[operand], "max")
+
+    def largest_of_pair(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """`largest` of an input and of a weight (any shapes), both []; in one collective where they wait for the same ranks."""
+        if self.axes["input"].ranks != self.axes["weight"].ranks:
+            return self.largest("input", x), self.largest("weight", weight)
+        (mine, is_known), (theirs, _) = self._stated("input", x), self._stated("weight", weight)
+        if mine is None or theirs is None or is_known or self.axes["input"].group is None:
+            return mine, theirs
+        both = collectives.all_reduce(torch.stack((mine, theirs)), self.axes["input"], "max")
+        return both[0], both[1]
+
+    def _stated(self, operand: Operand, x: Tensor) -> tuple[Tensor | None, bool]:
+        """What this rank knows of the largest value, and whether that is all there is to know."""
         if not self.recipe.needs_largest:
-            return None
+            return None, True
         place = OPERANDS.index(operand)
         if (
             self.recipe.kernels is not None and self.knows_steps
         ):  # the kernel that rounds x takes note of its largest value
             past = self.history[place]
-            return past if self.recipe.by_largest else past[:1]
+            return (past if self.recipe.by_largest else past[:1]), True
         result, axis = self.recipe.largest_of(x), self.axes[operand]
         if self.recipe.kernels is not None and (self.recipe.history or axis.group is not None):
             result = result.amax()
@@ -87,8 +102,8 @@ class Scaling(nn.Module):
                 self.seen[place] = torch.maximum(self.seen[place], result.float())
             if self.knows_steps:
                 past = self.history[place]
-                return (past.amax() if self.recipe.by_largest else past[0]).to(result.dtype)
-        return collectives.all_reduce(result, axis, "max")
+                return (past.amax() if self.recipe.by_largest else past[0]).to(result.dtype), True
+        return result, False
 
     def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None) -> Quantised:
         """x [m, k] for a sum over k."""
@@ -104,21 +119,24 @@ class Scaling(nn.Module):
         seen = self.seen[OPERANDS.index(operand)] if notes else None
         return self.recipe.quantise_both(operand, x, largest, rows=rows, turned=turned, seen=seen)
 
-    def of_step(self, weight: Tensor, number: int) -> tuple[Quantised, Quantised] | None:
+    def knows_weight(self, weight: Tensor, number: int) -> bool:
+        """Whether a weight (any shape) was rounded in this step already."""
+        return self.caches and number in self.cached and self.cached[number][0] == weight._version
+
+    def of_step(self, weight: Tensor, number: int, largest: Tensor | None = None) -> tuple[Quantised, Quantised] | None:
         """A weight [out, in] rounded for sums over its inputs, and transposed for those over its outputs, once a step; None outside of one.
 
-        All ranks of the weight's axis call it together.
+        largest: that of the weight []; None: it is asked for, and all ranks of the weight's axis call it together.
         """
         if not self.caches:
             return None
-        if number not in self.cached or self.cached[number][0] != weight._version:
-            rows, turned = self.quantise_weight(weight)
+        if not self.knows_weight(weight, number):
+            rows, turned = self.quantise_weight(weight, self.largest("weight", weight) if largest is None else largest)
             self.cached[number] = weight._version, rows, turned
         return self.cached[number][1:]
 
-    def quantise_weight(self, weight: Tensor) -> tuple[Quantised, Quantised]:
-        """A weight [out, in], and its transposed."""
-        largest = self.largest("weight", weight)
+    def quantise_weight(self, weight: Tensor, largest: Tensor | None) -> tuple[Quantised, Quantised]:
+        """A weight [out, in], and its transposed, for a scale made for this value []."""
         if self.recipe.is_small:
             rows = self.quantise("weight", weight, largest)
             return rows, rows.t() if self.recipe.turns("weight") else self.quantise("weight", weight.t(), largest)
@@ -216,21 +234,24 @@ class _LowLinear(Function):
         scaling, recipe = way.scaling, way.scaling.recipe
         flat = x.reshape(-1, x.shape[-1])
         form = _form(recipe, way)
-        own, turned = _rounded_input(scaling, flat, form)
+        matrix, theirs = way.held, None
+        if matrix is not None or scaling.knows_weight(weight, way.number):
+            largest = scaling.largest("input", flat)
+        else:
+            largest, theirs = scaling.largest_of_pair(flat, weight)
+        own, turned = _rounded_input(scaling, flat, form, largest)
         whole = _gather_quantized(own, way.axis) if way.gathers and way.axis is not None else own
-        matrix, largest = way.held, None
-        if matrix is None and (ready := scaling.of_step(weight, way.number)) is not None:
-            matrix = ready[0]
+        if matrix is None and (ready := scaling.of_step(weight, way.number, theirs)) is not None:
+            matrix, theirs = ready[0], None
         if matrix is None:
-            largest = scaling.largest("weight", weight)
-            matrix = scaling.quantise("weight", weight, largest)
+            matrix = scaling.quantise("weight", weight, theirs)
         output = recipe.product(whole, matrix, x.dtype, fast=True)
         context.way, context.bias, context.shape, context.form = way, bias, x.shape, form
         context.learns_bias = bias is not None and bias.requires_grad
         kept, scales, held = x, None, own if turned is None else turned
         if form != "whole":
             kept, scales = held.values, held.scale if recipe.one_scale else held.blocks
-        context.save_for_backward(weight, largest, kept, scales)
+        context.save_for_backward(weight, theirs, kept, scales)
         middle = x.shape[1:-1]
         output = output.view(output.shape[0] // math.prod(middle), *middle, output.shape[-1])
         return output if bias is None else output + bias
@@ -273,9 +294,10 @@ def _form(recipe: Recipe, way: Way) -> _Form:
     return "rows" if way.gathers else "turned"
 
 
-def _rounded_input(scaling: Scaling, flat: Tensor, form: _Form) -> tuple[Quantised, Quantised | None]:
-    """An input [t, in], and its transposed where that is what is kept."""
-    largest = scaling.largest("input", flat)
+def _rounded_input(
+    scaling: Scaling, flat: Tensor, form: _Form, largest: Tensor | None
+) -> tuple[Quantised, Quantised | None]:
+    """An input [t, in], and its transposed where that is what is kept. largest: what its scale is made for."""
     if scaling.recipe.is_small:
         return scaling.quantise("input", flat, largest), None
     rows, turned = scaling.quantise_both("input", flat, largest, turned=form == "turned")

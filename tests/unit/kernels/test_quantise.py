@@ -85,9 +85,9 @@ def test_weights_are_rounded_once_a_step(recipe: str, more: dict[str, str], monk
     rounded: list[int] = []
     whole = Scaling.quantise_weight
 
-    def counted(self: Scaling, weight: Tensor) -> tuple[Quantised, Quantised]:
+    def counted(self: Scaling, weight: Tensor, largest: Tensor | None) -> tuple[Quantised, Quantised]:
         rounded.append(id(weight))
-        return whole(self, weight)
+        return whole(self, weight, largest)
 
     def losses() -> list[float]:
         config = tiny.config(
@@ -104,5 +104,5 @@ def test_weights_are_rounded_once_a_step(recipe: str, more: dict[str, str], monk
     once = losses()
     assert rounded
     rounded.clear()
-    monkeypatch.setattr(Scaling, "of_step", lambda self, weight, number: None)
+    monkeypatch.setattr(Scaling, "of_step", lambda self, weight, number, largest=None: None)
     assert once == losses() and not rounded, "as if they were rounded for every product"

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp4, fp8
 from megatron.core.kernels.low_precision.recipes import Recipe, recipe_of
-from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import (
@@ -227,3 +228,33 @@ def test_the_first_and_last_layers_can_stay_wide_and_what_is_no_layer_does() -> 
     parts = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     assert names == {f"{owner}.{part}.scaling" for owner in (layer, ahead) for part in parts}
     assert {f"{name}.scaling" for name in histories_of(trainer.stages)} == names
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+@pytest.mark.parametrize("context_ranks, first", [(1, 1), (2, 2)])
+def test_what_is_largest_in_an_input_and_in_a_weight_goes_round_in_one_collective(
+    recipe: str, context_ranks: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With context ranks the input is shared by more ranks than the weight, and there are two; a weight is asked about once a step."""
+    sent: list[tuple[int, ...]] = []
+
+    def largest_anywhere(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+        if axis.group is not None:
+            sent.append(tuple(x.shape))
+        return x
+
+    monkeypatch.setattr("megatron.core.parallel.collectives.all_reduce", largest_anywhere)
+    made_of, alone = made(**RECIPES[recipe])[0], Mesh.single(CPU)
+    tensor = Axis("tp", 2, ranks=(0, 1), group=object())  # type: ignore[arg-type] - only asked whether there is one
+    shared = Axis("tp_cp", 2 * context_ranks, ranks=tuple(range(2 * context_ranks)), group=object())  # type: ignore[arg-type]
+    scaling = Scaling(LowPrecision(made_of, alone, RandomStreams.build(alone, 3)), shared=shared, cut=tensor)
+    x, weight = torch.randn(32, 32), torch.nn.Parameter(torch.randn(32, 32))
+    expected = low_linear(x, weight, None, Way(made(**RECIPES[recipe])[1]))
+    Scaling.before_step([scaling], weights_stay=True)
+    found = []
+    for _ in range(2):
+        sent.clear()
+        output = low_linear(x, weight, None, Way(scaling))
+        found.append(len(sent))
+        assert_close(output, expected, rtol=0.0, atol=0.0)
+    assert found == [first, 1]
