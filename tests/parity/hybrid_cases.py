@@ -32,6 +32,23 @@ DELTA = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 5,
 }
+FALCON = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 5,
+    "mamba_chunk_size": 8,
+    "pad_token_id": None,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.4, 0.5, 0.6, 0.7, 0.8],
+    "ssm_out_multiplier": 0.3,
+    "mlp_multipliers": [0.9, 0.35],
+}
 # transformers cuts the convolution into three equal parts when it saves, so that all three must be equal.
 OLMO = {
     **{name: size for name, size in DELTA.items() if name != "head_dim"},
@@ -114,6 +131,15 @@ def dense(sizes: dict[str, Any]) -> Cases:
                 "num_hidden_layers": 2,
                 "rope_parameters": {"rope_type": "default", "rope_theta": None},
             },
+        ),
+        "falcon h1": ("FalconH1", {**sizes, **FALCON}),
+        "falcon h1 normed": (
+            "FalconH1",
+            {**sizes, **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True, "tie_word_embeddings": True},
+        ),
+        "falcon h1 gated": (
+            "FalconH1",
+            {**sizes, **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "ssm_multipliers": None},
         ),
         "bamba": (
             "Bamba",

@@ -73,6 +73,23 @@ MODELS["delta-norms"] = {
     "linear_allow_neg_eigval": True,
     "linear_norm_epsilon": 1e-3,
 }
+MODELS["parallel"] = {
+    **_STATES,
+    "num_layers": 2,
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+    "parallel_mamba": True,
+    "mamba_output_norm": "before_gate",
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "attention_in_multiplier": 1.5,
+    "key_multiplier": 0.7,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": (0.4, 0.5, 0.6, 0.7, 0.8),
+    "ssm_out_multiplier": 0.3,
+    "mlp_multipliers": (0.9, 0.35),
+}
 # What must not change any result: the ends of stages.
 WORDS: dict[str, dict[str, Any]] = {
     "pattern-stages": {"hybrid_layer_pattern": "M*|-M"},
@@ -115,5 +132,8 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("tp2 sp", "delta-every-second"),
     ("pp2 cp2", "delta-every-second"),
     ("tp2 sp", "delta-norms"),
+    ("tp2 sp", "parallel"),
+    ("cp2", "parallel"),
+    ("pp2 dp2 zero", "parallel"),
     ("mb4", "delta-every-second"),
 )

@@ -26,6 +26,7 @@ KINDS = (
     "qwen3.5 experts",
     "bamba",
     "olmo hybrid",
+    "falcon h1",
 )
 ALL = [
     pytest.param(kind, length, marks=() if length in (1, 65) else pytest.mark.nightly)

@@ -54,6 +54,10 @@ class LayerRow(Protocol):
         """attention, mla, mamba, gated_delta_net or none."""
 
     @property
+    def beside(self) -> str:
+        """mamba or none."""
+
+    @property
     def cross(self) -> bool:
         """Whether it looks at an encoder."""
 
@@ -96,7 +100,7 @@ class AdapterPlan:
 
 def linear_layers(model: ModelConfig, plan: LayerRow) -> dict[str, LinearShape]:
     """Every linear layer of a layer, by its path in it."""
-    result = dict(_MIXERS[plan.mixer](model))
+    result = _MIXERS[plan.mixer](model) | _MIXERS[plan.beside](model)
     hidden = model.hidden_size
     if plan.cross:
         result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_size),))

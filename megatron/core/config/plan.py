@@ -41,17 +41,24 @@ class LayerPlan:
     """One layer.
 
     mixer: attention, mla, mamba, gated_delta_net, or none. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
-    mlp: dense, moe, or none. adapters: of its linear layers.
+    beside: a mixer whose output is added to that of the first, on the same input: mamba, or none. mlp: dense, moe, or none.
+    adapters: of its linear layers.
     """
 
     index: int
     mixer: str = "attention"
+    beside: str = "none"
     causal: bool = True
     cross: bool = False
     window: tuple[int, int] | None = None
     rope: bool = True
     mlp: str = "dense"
     adapters: tuple[AdapterPlan, ...] = ()
+
+    @property
+    def mixers(self) -> set[str]:
+        """Its mixers."""
+        return {self.mixer, self.beside} - {"none"}
 
     @property
     def attends(self) -> bool:
@@ -95,8 +102,16 @@ def _bare_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     if model.hybrid.symbols:
         return _symbol_rows(model)
     rows = layer_plans(model.num_layers, causal=model.architecture == "gpt")
+    beside = "mamba" if model.hybrid.parallel_mamba else "none"
     return tuple(
-        replace(row, mixer=mixer, window=model.window if windowed else None, rope=rope, mlp="moe" if moe else "dense")
+        replace(
+            row,
+            mixer=mixer,
+            beside=beside,
+            window=model.window if windowed else None,
+            rope=rope,
+            mlp="moe" if moe else "dense",
+        )
         for row, mixer, windowed, rope, moe in zip(
             rows,
             _mixers(model),

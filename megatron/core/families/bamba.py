@@ -1,6 +1,7 @@
-"""Bamba: Mamba-2 in most layers and attention in some, each with a gated MLP behind it.
+"""Bamba and Falcon-H1: Mamba-2 and attention by turns or side by side, with gated MLPs behind them.
 
-A layer there is two here, which have one residual sum each: a mixer (M or *) and an MLP (-). Its attention rotates half of each head.
+bamba        a layer there is two here, which have one residual sum each: a mixer (M or *) and an MLP (-); attention rotates half of a head
+falcon_h1    every layer has both mixers, whose outputs are summed; factors of what parts make; Mamba-2's output may have no norm
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ from megatron.core.families.rules import Family, Row, same
 from megatron.core.families.settings import Keys, passed_through
 
 _SAYS_NOTHING = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
+_FACTORS = (
+    "embedding_multiplier",
+    "lm_head_multiplier",
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "key_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+)
+_FACTOR_LISTS = ("ssm_multipliers", "mlp_multipliers")
 _SHARE = 0.5  # of a head that is rotated, where a config does not say
 
 
@@ -26,9 +37,13 @@ def _mamba_in(keys: Keys, inner: int) -> dict[str, Any]:
     keys.one_of("mamba_proj_bias", (False,), False)
     keys.one_of("mamba_conv_bias", (True,), True)
     keys.one_of("mamba_d_conv", (4,), 4)
+    for name in (*_SAYS_NOTHING, "mamba_expand"):
+        keys.pop(name)
+    for name in ("attention_bias", "mlp_bias"):
+        keys.one_of(name, (False,), False)
     heads, size = keys.whole("mamba_n_heads", 128), keys.pop("mamba_d_head")
     if size not in (None, "auto", inner / heads):
-        keys.problems.append(f"mamba_d_head: {size} by {heads} heads is not the {inner} channels of mamba_expand")
+        keys.problems.append(f"mamba_d_head: {size} by {heads} heads is not the {inner} channels of all")
     return {
         "mamba_num_heads": heads,
         "mamba_head_dim": inner // heads or 1,
@@ -41,10 +56,6 @@ def _mamba_in(keys: Keys, inner: int) -> dict[str, Any]:
 def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     config, share = without_share(config, _SHARE)
     keys = Keys({"rms_norm_eps": 1e-5, **config})
-    for name in _SAYS_NOTHING:
-        keys.pop(name)
-    for name in ("attention_bias", "mlp_bias"):
-        keys.one_of(name, (False,), False)
     settings, attending = common_in(keys), keys.pop("attn_layer_indices") or []
     layers = range(settings["num_layers"])
     return {
@@ -66,6 +77,17 @@ def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         **common_out(model, like),
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": attending or like.get("attn_layer_indices"),
+        **_mamba_out(model, like),
+        "mamba_expand": inner // model.hidden_size,
+    }
+    return config | with_share(config, model, like)
+
+
+def _mamba_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the mixers for a config.json."""
+    hybrid = model.hybrid
+    limited = "time_step_limit" in like or hybrid.mamba_time_step_limit not in ((), (0.0, math.inf))
+    return {
         "attention_bias": False,
         "mlp_bias": False,
         "mamba_n_heads": hybrid.mamba_num_heads,
@@ -73,13 +95,67 @@ def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "mamba_n_groups": hybrid.mamba_num_groups,
         "mamba_d_state": hybrid.mamba_state_dim,
         "mamba_d_conv": 4,
-        "mamba_expand": inner // model.hidden_size,
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
+        **({"time_step_limit": limits_out(model)} if limited else {}),
     }
-    if "time_step_limit" in like or hybrid.mamba_time_step_limit not in ((), (0.0, math.inf)):
-        config["time_step_limit"] = limits_out(model)
-    return config | with_share(config, model, like)
+
+
+def _falcon_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = Keys({"rms_norm_eps": 1e-5, **config})
+    keys.one_of("projectors_bias", (False,), False)
+    normed, before = keys.switch("mamba_rms_norm", False), keys.switch("mamba_norm_before_gate", True)
+    settings = common_in(keys)
+    inner = keys.whole("mamba_d_ssm", keys.whole("mamba_expand", 2) * settings["hidden_size"])
+    factors = {name: keys.real(name, 1.0, positive=True) for name in _FACTORS}
+    lists = {name: tuple(map(float, keys.pop(name) or ())) for name in _FACTOR_LISTS}
+    return {
+        **settings,
+        **_mamba_in(keys, inner),
+        **factors,
+        **{name: values if set(values) != {1.0} else () for name, values in lists.items()},
+        "parallel_mamba": True,
+        "mamba_output_norm": ("before_gate" if before else "after_gate") if normed else "none",
+        "mamba_norm_epsilon": settings["norm_epsilon"],
+    }, keys.finish()
+
+
+def _falcon_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    hybrid, factors = model.hybrid, model.multipliers
+    inner, kind = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim, hybrid.mamba_output_norm
+    before = like.get("mamba_norm_before_gate", True) if kind == "none" else kind == "before_gate"
+    plain = model.kv_channels * model.num_attention_heads == model.hidden_size
+    return {
+        **passed_through(like, *_SAYS_NOTHING, "mamba_expand"),
+        **common_out(model, like),
+        **_mamba_out(model, like),
+        **({} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}),
+        **{name: getattr(factors, name) for name in _FACTORS},
+        "ssm_multipliers": list(factors.ssm_multipliers or (1.0,) * 5),
+        "mlp_multipliers": list(factors.mlp_multipliers or (1.0, 1.0)),
+        "mamba_d_ssm": inner,
+        "mamba_rms_norm": kind != "none",
+        "mamba_norm_before_gate": before,
+        "projectors_bias": False,
+    }
+
+
+def falcon_rows(model: ModelConfig) -> tuple[Row, ...]:
+    """All parameters of Falcon-H1, in the order in which transformers has them."""
+    result = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    for plan in layer_rows(model):
+        ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
+        normed = model.hybrid.mamba_output_norm != "none"
+        mixer = [row for row in mamba_rows(f"{ours}mixer.", f"{theirs}mamba.") if normed or "norm" not in row.ours]
+        result += [
+            *mlp_rows(model, f"{ours}mlp.", f"{theirs}feed_forward."),
+            *(mixer if plan.beside == "mamba" else ()),
+            *attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn."),
+            Row(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), same),
+            Row(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}pre_ff_layernorm.weight",), same),
+        ]
+    result.append(Row("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
+    return (*result, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
 
 
 def rows(model: ModelConfig) -> tuple[Row, ...]:
@@ -101,4 +177,15 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
 
 BAMBA = Family(
     "bamba", "BambaForCausalLM", "bamba", _config_in, _config_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+)
+FALCON_H1 = Family(
+    "falcon_h1",
+    "FalconH1ForCausalLM",
+    "falcon_h1",
+    _falcon_in,
+    _falcon_out,
+    falcon_rows,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
 )

@@ -11,7 +11,7 @@ from megatron.core.config.plan import LayerPlan, layer_rows
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.bamba import BAMBA
+from megatron.core.families.bamba import BAMBA, FALCON_H1
 from megatron.core.families.bert import BERT, MEGATRON_BERT
 from megatron.core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.core.families.gemma import GEMMA, GEMMA2
@@ -51,6 +51,7 @@ _DECODERS = (
     MAMBA2,
     NEMOTRON_H,
     BAMBA,
+    FALCON_H1,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import Build, scaled
 from megatron.core.transformer.dropout import Dropout
 
 
@@ -47,11 +47,8 @@ class Embedding(nn.Module):
         self.tokentype_embeddings = PositionEmbedding(token_types, model.hidden_size, **shared) if token_types else None
         self.layernorm = build.norm(model.hidden_size) if model.embedding_layernorm else None
         # The factor is rounded to the weights' format, as in the published networks: in bf16 it is 55.5 for a width of 3072.
-        self.scale = (
-            torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item()
-            if model.scale_embeddings
-            else None
-        )
+        root = torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item()
+        self.scale = (root if model.scale_embeddings else 1.0) * model.multipliers.embedding_multiplier
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
@@ -65,7 +62,5 @@ class Embedding(nn.Module):
         if self.tokentype_embeddings is not None:
             assert types is not None, "a network with token types needs them as input"
             x = x + self.tokentype_embeddings(types)
-        if self.scale is not None:
-            x = x * self.scale
-        x = x.to(self.residual_dtype)
+        x = scaled(x, self.scale).to(self.residual_dtype)
         return self.dropout(x if self.layernorm is None else self.layernorm(x))

@@ -235,6 +235,8 @@ def layer_activation_bytes(
     halves = (mixer != "none") + (mlp != "none")  # each with its norm
     if mixer not in ("attention", "mla"):
         attention = _state_mixer_bytes(config, mixer)
+    if model.hybrid.parallel_mamba:
+        attention += _state_mixer_bytes(config, "mamba")
     return layer_inputs * halves / 2 / sequence_shards + attention + mlp_bytes
 
 
@@ -256,7 +258,7 @@ def _state_mixer_bytes(config: RunConfig, mixer: str) -> float:
     model, size = config.model, BYTES[config.precision.dtype]
     if mixer == "none":
         return 0.0
-    first, last = linear_layers(model, replace(layer_rows(model)[0], mixer=mixer, mlp="none")).values()
+    first, last = linear_layers(model, replace(layer_rows(model)[0], mixer=mixer, beside="none", mlp="none")).values()
     hybrid, (channels, state), wide = model.hybrid, _conv_and_state(model, mixer), max(4, size)
     half = size < wide
     # In half precision the gate is copied, and the projection is not needed; else the gate is a view that keeps all of it.
@@ -392,6 +394,8 @@ def _mixer_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
     """
     if plan.mixer == "none":
         return 0.0
+    if plan.beside != "none":
+        return sum(_mixer_flops(model, replace(plan, mixer=mixer, beside="none"), keys) for mixer in plan.mixers)
     if plan.mixer in ("attention", "mla"):
         return 6 * _attention_elements(model) + 6 * sum(_head_widths(model)) * keys
     widths, state = _conv_and_state(model, plan.mixer)

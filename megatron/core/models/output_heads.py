@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.embedding import vocabulary_spec
 from megatron.core.tensor_parallel.entropy import linear_entropy
 from megatron.core.tensor_parallel.linear import Linear, enter_linear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import Build, scaled
 
 
 def output_matrix(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:
@@ -54,7 +54,8 @@ class LanguageModelHead(nn.Module):
         vocabulary_shard = Shard(0, "tp", (FusedSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
         bias_spec = ParamSpec((model.true_vocab_size,), constant(0.0), "vector", (vocabulary_shard,))
         self.bias = parameter(bias_spec, build.mesh, build.dtype) if bias else None
-        self.scale = model.hidden_size**-0.5 if model.scale_tied_logits and model.ties_embeddings else None
+        tied = model.hidden_size**-0.5 if model.scale_tied_logits and model.ties_embeddings else 1.0
+        self.scale = tied * model.multipliers.lm_head_multiplier
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the loss of every token [b, s], or without labels the logits [s, b, v/tp].
@@ -67,7 +68,7 @@ class LanguageModelHead(nn.Module):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [s, b, v/tp], including padded columns. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
         cap = self.build.model.final_logit_softcap
-        logits = enter_linear(x if self.scale is None else x * self.scale, weight, self.bias, self.build.region)
+        logits = enter_linear(scaled(x, self.scale), weight, self.bias, self.build.region)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -79,8 +80,7 @@ class LanguageModelHead(nn.Module):
             logits = self.logits(x, weight)
             logits = logits if self.temperature == 1.0 else logits / self.temperature
             return cross_entropy(logits, targets, build.mesh.tp, build.model.true_vocab_size).t()
-        factor = (1.0 if self.scale is None else self.scale) / self.temperature
-        x = x if factor == 1.0 else x * factor
+        x = scaled(x, self.scale / self.temperature)
         return linear_cross_entropy(
             partial(kernel, even=self.even),
             x,

@@ -51,7 +51,7 @@ def _begin_offload(offload: ActivationOffload) -> AbstractContextManager[None]:
 
 def _offloadable_modules(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a layer that have names, and those inside them whose activations are not theirs."""
-    mixer, experts = layer.token_mixer, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
+    mixer, experts = layer.self_attention or layer.mixer, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
     result: list[tuple[str, nn.Module | None]] = [
         ("attn_norm", layer.input_layernorm),
         ("core_attn", mixer),

@@ -25,7 +25,7 @@ from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, normal, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.norm import scale_of
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import Build, scaled
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.qk_clip import Peaks
 from megatron.core.transformer.rope import RotaryTable
@@ -52,6 +52,9 @@ class SelfAttention(nn.Module):
         }
         query = FusedSegment(model.query_size)
         self.has_gate = model.attention_output_gate
+        factors = model.multipliers
+        self.input_factor, self.output_factor = factors.attention_in_multiplier, factors.attention_out_multiplier
+        self.key_factor = factors.key_multiplier
         self.linear_qkv = ColumnLinear(
             model.hidden_size, (query, *((query,) if self.has_gate else ()), key, key), **inner
         )
@@ -103,7 +106,7 @@ class SelfAttention(nn.Module):
         )
         if gate is not None:
             mixed = (mixed * torch.sigmoid(gate.to(wide(gate.dtype)))).to(mixed.dtype)
-        return self.linear_proj(mixed), normed
+        return scaled(self.linear_proj(mixed), self.output_factor), normed
 
     def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`."""
@@ -125,13 +128,14 @@ class SelfAttention(nn.Module):
         Queries and keys are normed, if they have norms, and rotated by a table, if there is one.
         """
         counts = self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups
-        heads = qkv.view(*qkv.shape[:2], -1, self.head_size)
+        heads = scaled(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
         has_norms = self.q_layernorm is not None and self.k_layernorm is not None
         if table is not None and not has_norms:
             pairs = self.build.model.rotates_pairs
             q, *gate, k, v = self.build.kernels.rotary_qkv(heads, counts, table.cos, table.sin, pairs)
         else:
             q, *gate, k, v = heads.split(counts, dim=2)
+        k = scaled(k, self.key_factor)  # a rotation is linear: before it or behind it
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
             if table is not None:

@@ -160,3 +160,8 @@ class Build:
             kind=kind,
             sum_over=self.region.outside_sums if sum_over is None else sum_over,
         )
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return x (any shape) times a fixed factor of the network, and x itself where that is one."""
+    return x if factor == 1.0 else x * factor

@@ -44,7 +44,7 @@ class Layer(nn.Module):
     A layer of a decoder with memory has x + cross_attention(norm(x), memory) between them. With norm_after_residual it is
     norm(x + attention(x)), then norm(x + mlp(x)); with sandwich_norm x + norm(attention(norm(x))), then x + norm(mlp(norm(x)));
     with norm_after_sublayer x + norm(attention(x)), then x + norm(mlp(x)). Another mixer may stand for attention, and a layer of a
-    hybrid has one of the two halves only.
+    hybrid has one of the two halves only; Mamba-2 may stand beside attention, on the same norm.
     """
 
     def __init__(self, plan: LayerPlan, build: Build) -> None:
@@ -58,7 +58,8 @@ class Layer(nn.Module):
         mixes, has_mlp = plan.mixer != "none", plan.mlp != "none"
         self.input_layernorm = self._norm_if(before and mixes)
         mixer = MIXERS[plan.mixer](build.over_context(plan.index), plan) if mixes else None
-        self.mixer = mixer if plan.mixer == "mamba" else None  # Megatron's names
+        beside = MIXERS[plan.beside](build.over_context(plan.index), plan) if plan.beside != "none" else None
+        self.mixer = mixer if plan.mixer == "mamba" else beside  # Megatron's names
         self.self_attention = None if plan.mixer == "mamba" else mixer
         self.post_attention_layernorm = self._norm_if(behind and mixes)
         self.pre_cross_attn_layernorm = self._norm_if(plan.cross)
@@ -113,7 +114,9 @@ class Layer(nn.Module):
 
     @property
     def token_mixer(self) -> Any:
-        """What brings positions together: attention, or what stands in its place; None in a layer of an MLP only."""
+        """What brings positions together: attention, or what stands in its place or beside it; None in a layer of an MLP only."""
+        if self.mixer is not None and self.self_attention is not None:
+            return self._mix_both
         return self.mixer if self.mixer is not None else self.self_attention
 
     @property
@@ -126,6 +129,15 @@ class Layer(nn.Module):
         mixed, normed = self.token_mixer(x, self.input_layernorm, context, bias)
         mixed = mixed if self.attention_scale is None else self.attention_scale(mixed)
         return self._add_residual(x, normed, mixed, self.post_attention_layernorm)
+
+    def _mix_both(
+        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What attention and Mamba-2 make of one normed input, summed, and that input; all [s or s/tp, b, h]."""
+        assert self.self_attention is not None and self.mixer is not None, "this layer has both"
+        normed = x if norm is None else norm(x)
+        attended, _ = self.self_attention(normed, None, context, bias)
+        return attended + self.mixer(normed, None, context)[0], normed
 
     def mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         """Return x plus what the MLP or the experts add to it, [s or s/tp, b, h]: the second half of a layer."""

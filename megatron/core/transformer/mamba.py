@@ -21,7 +21,7 @@ from megatron.core.kernels import scans
 from megatron.core.kernels.reference import wide
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import Build, scaled
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.state_space import CausalConv, MixerState, borders, copies_of, head_vector, log_uniform
 
@@ -82,7 +82,8 @@ class MambaMixer(nn.Module):
         self.dt_bias = head_vector(build, sizes.heads, _initial_steps)
         self.A_log = head_vector(build, sizes.heads, log_uniform(1.0, 16.0))
         self.D = head_vector(build, sizes.heads, constant(1.0))
-        self.norm = GatedNorm(build, sizes.inner, self.groups)
+        self.norm = GatedNorm(build, sizes.inner, self.groups, place=model.hybrid.mamba_output_norm)
+        self.factors, self.output_factor = model.multipliers.mixer, model.multipliers.ssm_out_multiplier
         self.out_proj = RowLinear(
             sizes.inner,
             model.hidden_size,
@@ -104,7 +105,7 @@ class MambaMixer(nn.Module):
             mixed = context.cache.scan(self, parts, self._go_on)
         else:
             mixed, _ = self._conv_and_scan(parts, exchange, borders(context.mask), None)
-        return self.out_proj(self.norm(exchange.to_positions(mixed).flatten(2), z)), normed
+        return self._project_out(exchange.to_positions(mixed).flatten(2), z), normed
 
     def first_state(self, batch: int) -> MixerState:
         """The state before a text."""
@@ -116,7 +117,11 @@ class MambaMixer(nn.Module):
         """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
         z, *parts = self._split_projection(self.in_proj(normed))
         mixed, state = self._go_on(parts, state)
-        return self.out_proj(self.norm(mixed.flatten(2), z)), state
+        return self._project_out(mixed.flatten(2), z), state
+
+    def _project_out(self, y: Tensor, z: Tensor) -> Tensor:
+        """The mixer's output [s or s/tp, b, h] of what the scan makes and the gate, [s, b, d/tp]."""
+        return scaled(self.out_proj(self.norm(y, z)), self.output_factor)
 
     def _go_on(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         """Convolution and scan of split tokens [s, b, ...] behind a state."""
@@ -126,6 +131,8 @@ class MambaMixer(nn.Module):
         """[s, b, (2 d + 2 g N + n)/tp] to z [s, b, d/tp], x [s, b, n/tp, p], B and C [s, b, g/tp, N], dt [s, b, n/tp, 1]."""
         inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
         z, x, b, c, dt = projected.split((inner, inner, shared, shared, self.heads), dim=-1)
+        if self.factors:
+            z, x, b, c, dt = (part * factor for part, factor in zip((z, x, b, c, dt), self.factors, strict=True))
         groups = (self.groups, self.sizes.state)
         return z, x.unflatten(2, (self.heads, -1)), b.unflatten(2, groups), c.unflatten(2, groups), dt[..., None]
 
@@ -182,20 +189,33 @@ class MambaMixer(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of y * SiLU(z) over each group of channels by itself. groups: of this rank."""
+    """RMSNorm of y * SiLU(z) over each group of channels by itself. groups: of this rank.
 
-    def __init__(self, build: Build, size: int, groups: int) -> None:
+    place: after_gate; before_gate, RMSNorm(y) * SiLU(z); or none, y * SiLU(z).
+    """
+
+    def __init__(self, build: Build, size: int, groups: int, *, place: str = "after_gate") -> None:
         super().__init__()
+        self.place = place
         self.groups, self.epsilon = groups, build.model.hybrid.mamba_norm_epsilon
         spec = ParamSpec((size,), constant(1.0), "vector", (Shard(0, "tp", (FusedSegment(size),)),))
-        self.weight = parameter(spec, build.mesh, build.dtype)
+        self.weight = None if place == "none" else parameter(spec, build.mesh, build.dtype)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z: [s, b, d/tp]. Returns the same shape."""
         format_ = wide(y.dtype)
-        gated = (y.to(format_) * F.silu(z.to(format_))).unflatten(-1, (self.groups, -1))
-        normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.epsilon)
-        return (normed.flatten(-2) * self.weight.to(format_)).to(y.dtype)
+        own, gate = y.to(format_), F.silu(z.to(format_))
+        if self.place == "before_gate":
+            return (self._normalize(own) * gate).to(y.dtype)
+        return self._normalize(own * gate).to(y.dtype)
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        """x: [s, b, d/tp], wide. Returns the same shape."""
+        if self.weight is None:
+            return x
+        groups = x.unflatten(-1, (self.groups, -1))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.epsilon)
+        return normed.flatten(-2) * self.weight.to(x.dtype)
 
 
 def _initial_steps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import Build, scaled
 from megatron.core.transformer.passing import ForwardContext
 
 
@@ -44,7 +45,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the MLP's output and the normed input, both like x."""
         wide, normed = self.build.normed_linear(norm, self.linear_fc1, x)
-        output = self.linear_fc2(self.build.activation(wide))
+        gate_factor, output_factor = self.build.model.multipliers.mlp
+        if gate_factor != 1.0:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = torch.cat((gate * gate_factor, up), dim=-1)
+        output = scaled(self.linear_fc2(self.build.activation(wide)), output_factor)
         if self.gate_weight is not None:
             output = output * F.linear(normed, self.gate_weight).sigmoid()
         return output, normed

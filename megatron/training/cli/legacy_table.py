@@ -86,12 +86,12 @@ REPLACED = (
 
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
-    ("--experimental-attention-variant", "dsa dsv4_hybrid gdn2 gated_delta_product", "this kind of attention is not built yet; choose gated_delta_net"),
+    ("--experimental-attention-variant", "dsa dsv4_hybrid gdn2 gated_delta_product", "there is no such attention here; choose gated_delta_net"),
     ("--optimizer", "adaptive_muon soap", "this optimizer is not built yet; choose adam, muon, lion, adafactor or sgd"),
     ("--transformer-impl", "inference_optimized", "generation chooses its own kernels; choose local or transformer_engine"),
     ("--cuda-graph-impl", "full_iteration", "layers are recorded one by one; choose local"),
-    ("--cuda-graph-modules", "moe mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
-    ("--cuda-graph-scope", "moe mamba full_iteration", "experts are never recorded; choose attn, mlp or both"),
+    ("--cuda-graph-modules", "moe mamba full_iteration", "only attention and MLPs are recorded; choose attn, mlp or both"),
+    ("--cuda-graph-scope", "moe mamba full_iteration", "only attention and MLPs are recorded; choose attn, mlp or both"),
     ("--cuda-graph-scope", "full", "leave it out: whole layers are recorded where they can be; or choose attn or mlp"),
     ("--muon-fp32-matmul-prec", "low", "bf16 is the least that Newton-Schulz is done in; choose medium or high"),
     ("--muon-coefficient-type", "aol custom", "these coefficients are not built in; choose quintic, simple or polar_express"),
@@ -229,8 +229,9 @@ LATER = (
           values="mtp-hybrid-override-pattern"),
     FlagGroup("ignored", "the layers are those of --hybrid-layer-pattern, and scans are computed by the kernel that suits the machine",
           switches="is-hybrid-model disable-mamba-mem-eff-path"),
-    FlagGroup("refused", "states of scans are kept in fp32", values="mamba-training-ssm-states-dtype=fp32"),
-    FlagGroup("later", "gated delta products are not built yet", switches="gdp-cutedsl-kernel",
+    FlagGroup("refused", "states of scans are computed and kept in fp32", values="mamba-training-ssm-states-dtype=fp32"),
+    FlagGroup("refused", "layers with a state are Mamba-2 (M) and the gated delta net (G); there are no gated delta products",
+          switches="gdp-cutedsl-kernel",
           values="gdp-num-householder gdp-num-chunk-states-to-recompute"),
     FlagGroup("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
                    "weights, gradients and the optimizer's state",

@@ -113,6 +113,7 @@ EXAMPLES: Mapping[str, Example] = {
     "elastic": Example("--elastic"),
     "experts": Example("--moe-grouped-gemm"),
     "hybrid-pattern": Example("--hybrid-layer-pattern *X"),
+    "multipliers": Example("--key-multiplier 0.5"),
     "states": Example("--experimental-attention-variant gdn --linear-num-key-heads 7"),
     "latent-attention": Example(f"{_MLA} --v-head-dim 0"),
     "multi-token-prediction": Example("--mtp-num-layers 32"),

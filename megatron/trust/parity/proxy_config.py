@@ -337,7 +337,11 @@ def _proxy_pattern(config: RunConfig, rows: list[LayerPlan]) -> Values:
 def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Small states. Groups are fewer than ranks share a sequence, or more, as they were."""
     model, values = config.model, dict[str, Any]()
-    hybrid, parallel, mixers = model.hybrid, config.parallel, {row.mixer for row in layer_rows(model)}
+    hybrid, parallel, mixers = (
+        model.hybrid,
+        config.parallel,
+        set[str]().union(*(row.mixers for row in layer_rows(model))),
+    )
     away = degrees.dp if parallel.hybrid_context_parallel else degrees.cp
 
     def shared(groups: int) -> int:

@@ -55,6 +55,17 @@ def test_flops_are_those_of_the_matrices_the_taps_and_the_state() -> None:
     assert layer_parameters(more, plan=layer_rows(more)[2]) == elements + vectors + norm
 
 
+def test_mamba_beside_attention_costs_what_both_cost() -> None:
+    small = {**SMALL, "num_layers": 2, "swiglu": True, "add_bias_linear": False}
+    plain, both = (tiny.config(parallel_mamba=there, **small).model for there in (False, True))
+    alone = [
+        tiny.config(hybrid_layer_pattern=symbols, **{**small, "num_layers": None}).model for symbols in ("MM*", "*")
+    ]
+    assert [row.mixers for row in layer_rows(both)] == [{"attention", "mamba"}] * 2 and both.state_mixers == {"mamba"}
+    more = flops_per_token(alone[0], 64) - flops_per_token(alone[1], 64)
+    assert flops_per_token(both, 64) - flops_per_token(plain, 64) == pytest.approx(more)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -68,6 +79,10 @@ def test_flops_are_those_of_the_matrices_the_taps_and_the_state() -> None:
         ({"hybrid_layer_pattern": "M+"}, r"\+ in --hybrid-layer-pattern and --multi-latent-attention go together"),
         ({"hybrid_layer_pattern": "M", "mamba_num_groups": 3}, "each group serves as many heads"),
         ({"hybrid_layer_pattern": "M", "mamba_time_step_limit": (0.1, 0.01)}, "the smallest and the largest"),
+        ({"hybrid_layer_pattern": "M", "parallel_mamba": True}, "puts Mamba-2 beside the attention"),
+        ({"ssm_multipliers": (0.5, 2.0), "num_layers": 2}, "--ssm-multipliers has 2 factors; give one each of z, x, B, C, dt"),
+        ({"key_multiplier": 0.0, "num_layers": 2}, "a factor is a number other than 0"),
+        ({"mlp_multipliers": (0.5, 2.0), "num_layers": 2}, "--mlp-multipliers: factors are for GPTs with gated MLPs"),
         ({"linear_norm_before_sublayer": True, "num_layers": 2}, "give both, or leave it out"),
         ({"linear_norm_epsilon": 0.0, "num_layers": 2}, "--linear-norm-epsilon 0 is no positive number"),
         ({"mamba_norm_epsilon": -1.0, "num_layers": 2}, "--mamba-norm-epsilon -1 is no positive number"),

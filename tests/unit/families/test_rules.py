@@ -107,6 +107,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_norm_before_sublayer": True,
         "qk_layernorm_across_heads": True,
     },
+    "falcon_h1": {**_STATES, **KIN, "parallel_mamba": True, "mamba_output_norm": "none"},
     "bamba": {**_STATES, **KIN, "hybrid_layer_pattern": "M-*-"},
     "vit": {**_VIT, "num_classes": 3},
     "clip": {**_VIT, "vision_model_type": "clip"},

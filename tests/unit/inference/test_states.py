@@ -27,6 +27,7 @@ KINDS = {
     "mamba": ("mamba", "attention"),
     "delta": ("gated_delta_net", "attention"),
     "without attention": ("mamba", "gated_delta_net"),
+    "beside attention": ("both", "mamba"),
 }
 
 
@@ -42,7 +43,11 @@ def hybrid() -> Iterator[Callable[[str], GPTModel]]:
 def _network(mixers: tuple[str, ...]) -> GPTModel:
     run = tiny.run_of(tiny.config(**{**BASE, "max_position_embeddings": 128, "seq_length": 128}))
     (spec,) = stages_of(run.config)
-    rows = tuple(replace(plan, mixer=mixer) for plan, mixer in zip(spec.layers, mixers, strict=True))
+    both = {"mixer": "attention", "beside": "mamba"}
+    rows = tuple(
+        replace(plan, **(both if mixer == "both" else {"mixer": mixer}))
+        for plan, mixer in zip(spec.layers, mixers, strict=True)
+    )
     return tiny.gpt(run, replace(spec, layers=rows)).materialize(7).eval()
 
 

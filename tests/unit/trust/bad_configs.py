@@ -26,6 +26,7 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--hybrid-layer-pattern M*M*", "hybrid-pattern", 1),
     (1, "--linear-attention-freq 2", "states", 1),
     (1, "--mamba-time-step-limit 0.1", "states", 1),
+    (1, "--ssm-multipliers 0.5 2", "multipliers", 1),
     (6, f"{TP} 2 {PP} 2", "world-size", 1),
     (3, f"{CP} 2", "world-size", 1),
     (8, f"{TP} 3", "world-size heads-over-tensor query-groups ffn-over-tensor", 1),

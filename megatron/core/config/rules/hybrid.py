@@ -81,6 +81,36 @@ def _sizes(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
+def _beside(s: Setting) -> str:
+    """Mamba-2 beside attention, and fixed factors."""
+    model = s.run.model
+    problems, given = list(model.multipliers.problems()), model.multipliers.given()
+    if model.hybrid.parallel_mamba and (
+        model.architecture != "gpt"
+        or model.hybrid.hybrid_layer_pattern is not None
+        or model.hybrid.experimental_attention_variant
+        or model.mla.multi_latent_attention
+    ):
+        problems.append(
+            "--parallel-mamba puts Mamba-2 beside the attention of a GPT's layers; leave out --hybrid-layer-pattern, --experimental-attention-variant "
+            "and --multi-latent-attention"
+        )
+    if given and (
+        model.architecture != "gpt"
+        or model.has_vision
+        or model.add_bias_linear
+        or model.add_qkv_bias
+        or model.moe.num_experts
+        or model.mla.multi_latent_attention
+        or not model.gated
+    ):
+        problems.append(
+            f"{', '.join(given)}: factors are for GPTs with gated MLPs and plain attention (--swiglu --disable-bias-linear), without experts, latent "
+            "attention and images; leave them out"
+        )
+    return "\n  ".join(problems)
+
+
 def _norms_of_states(model: ModelConfig) -> Iterator[str]:
     """What is wrong with the norms of layers with a state."""
     for flag, epsilon in (
@@ -111,5 +141,6 @@ def _undivided(s: Setting, heads: int, groups: int, heads_flag: str, groups_flag
 
 RULES = (
     Rule("hybrid-pattern", _pattern, "the symbols of a hybrid say all that its layers are"),
+    Rule("multipliers", _beside, "Mamba-2 beside attention, and fixed factors, are for plain decoders"),
     Rule("states", _sizes, "heads of layers with a state come in whole groups, which the tensor ranks can divide"),
 )

@@ -52,6 +52,16 @@ class HybridConfig:
     mamba_time_step_limit: tuple[float, ...] = flag(
         (), "Mamba-2: smallest and largest time step; left out: any", role="network"
     )
+    mamba_output_norm: Literal["after_gate", "before_gate", "none"] = flag(
+        "after_gate",
+        "Mamba-2: norm of its output, after the gate (Mamba-2), before it, or none (Falcon-H1)",
+        role="network",
+    )
+    parallel_mamba: bool = flag(
+        False,
+        "every layer has Mamba-2 beside attention, on one norm; their outputs are summed (Falcon-H1)",
+        role="network",
+    )
     mamba_norm_epsilon: float = flag(1e-5, "Mamba-2: epsilon of the norm of its gated output", role="network")
     experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = flag(
         None, "layers that are not left as attention by --linear-attention-freq have a gated delta net", role="network"

@@ -14,6 +14,7 @@ from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.moe import MoEConfig
+from megatron.core.config.settings.multipliers import MultiplierConfig
 from megatron.core.config.settings.vision import VisionConfig
 
 
@@ -267,6 +268,7 @@ class RequestedModel:
     mtp: MTPConfig = MTPConfig()
     moe: MoEConfig = MoEConfig()
     hybrid: HybridConfig = HybridConfig()
+    multipliers: MultiplierConfig = MultiplierConfig()
     kernels: KernelConfig = KernelConfig()
     adapter: AdapterConfig = AdapterConfig()
     vision: VisionConfig = VisionConfig()
@@ -476,7 +478,8 @@ class ModelConfig(RequestedModel):
         named = {"M": "mamba", "G": "gated_delta_net"}
         symbols = self.hybrid.symbols + "".join(self.hybrid.depths)
         mixers = {named[symbol] for symbol in symbols if symbol in named}
-        return frozenset(mixers | ({"gated_delta_net"} if self.hybrid.experimental_attention_variant else set()))
+        mixers |= {"gated_delta_net"} if self.hybrid.experimental_attention_variant else set()
+        return frozenset(mixers | ({"mamba"} if self.hybrid.parallel_mamba else set()))
 
     @property
     def is_hybrid(self) -> bool:

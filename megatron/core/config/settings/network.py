@@ -68,7 +68,7 @@ def network_fields() -> dict[str, str]:
 def unused_settings(model: ModelConfig) -> frozenset[str]:
     """Settings of which this network makes no use, since others say so. model: resolved."""
     rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
-    latent, mixers = model.mla.multi_latent_attention, {plan.mixer for plan in layer_rows(model)}
+    latent, mixers = model.mla.multi_latent_attention, set[str]().union(*(plan.mixers for plan in layer_rows(model)))
     without_effect: dict[tuple[str, ...], bool] = {
         _ROTARY: not model.rotates,
         _SCALING: not (model.rotates and rope.use_rope_scaling),

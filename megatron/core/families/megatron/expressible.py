@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megatron.core.config.flags import spelling, to_values
@@ -94,7 +93,7 @@ COUNTERPARTS: Mapping[str, Collection[Any] | None] = {
     "position_embedding_type": ("rope", "mrope", "none"),
     "rope_type": ("rope",),
     "softmax_type": ("off-by-one",),
-    "mamba_time_step_limit": ([], [0.0, math.inf]),
+    "mamba_time_step_limit": ([0.0, math.inf],),
 }
 
 # The same with latent attention, which alone has YaRN there.
@@ -108,7 +107,7 @@ LATENT: Mapping[str, Collection[Any] | None] = {
 
 def without_counterpart(model: ModelConfig) -> list[str]:
     """The settings by which a network is none that Megatron builds, a line each. model: resolved."""
-    values, usual, idle = to_values(model), _field_defaults(ModelConfig), unused_settings(model)
+    values, usual, idle = to_values(model), to_values(ModelConfig()), unused_settings(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
     lines = [
         f"{spelling(name)}{_flag_value(values[name])}: Megatron builds no such network"
@@ -145,13 +144,6 @@ def _unsupported_combinations(model: ModelConfig) -> dict[str, bool]:
 def fuses_gelu(model: ModelConfig) -> bool:
     """Whether the MLP's GELU is the one that Megatron fuses with a bias, by the tanh formula."""
     return model.activation == "gelu_tanh" and model.add_bias_linear and not model.gated and not model.moe.num_experts
-
-
-def _field_defaults(config_class: type) -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
-    for field in fields(config_class):
-        defaults |= _field_defaults(type(field.default)) if is_dataclass(field.default) else {field.name: field.default}
-    return defaults
 
 
 def _flag_value(value: Any) -> str:
