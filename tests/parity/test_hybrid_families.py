@@ -35,6 +35,22 @@ ALL = [
 ]
 
 
+def test_a_convolution_that_transformers_cut_in_equal_parts_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, sizes = CASES["olmo hybrid"]
+    monkeypatch.setitem(
+        CASES, "uneven", (kind, {**sizes, "linear_key_head_dim": 6})
+    )  # 12, 12 and 20 channels: saved as 15, 15, 14
+    theirs, ids = published("uneven"), torch.arange(20)[None] % VOCABULARY
+    theirs.save_pretrained(tmp_path / "uneven")
+    logits, expected = serial(tmp_path / "uneven")(ids=ids)[..., :VOCABULARY].transpose(0, 1), theirs(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    hf.export(hf.open_folder(tmp_path / "uneven"), tmp_path / "even", like=tmp_path / "uneven")
+    again = type(theirs).from_pretrained(tmp_path / "even", dtype=torch.float32)
+    assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in again.state_dict().items())
+
+
 @pytest.mark.parametrize("kind, length", ALL)
 def test_a_network_with_states_is_that_of_transformers_at_any_length(
     kind: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -328,6 +328,7 @@ def _match_rows(
         shapes = parameter_shapes(model)
         shapes |= {name: (vocabulary, *shapes[name][1:]) for name in VOCABULARY & shapes.keys()}
         expected = their_shapes(rows, shapes)
+        expected |= _shapes_as_cut(rows, files, expected)
     except RuntimeError:
         return {}, ["its sizes are beyond any tensor"]
     problems = [f"{name} is missing" for name in expected if name not in files]
@@ -345,6 +346,22 @@ def _match_rows(
     if problems:
         return {}, problems
     return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtypes(rows, files)
+
+
+def _shapes_as_cut(
+    rows: Sequence[Row], files: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors that files cut in other places than a row says, where it allows that and they make its whole."""
+    result: dict[str, tuple[int, ...]] = {}
+    for row in rows:
+        if row.op.joined and all(name in files for name in row.theirs):
+            shapes = {name: files[name].format.shape for name in row.theirs}
+            whole = sum(expected[name][0] for name in shapes)
+            if sum(shape[0] for shape in shapes.values() if shape) == whole and all(
+                shape[1:] == expected[name][1:] for name, shape in shapes.items()
+            ):
+                result |= shapes
+    return result
 
 
 def _present_rows(

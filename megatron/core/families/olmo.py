@@ -3,12 +3,13 @@
     olmo_hybrid     most layers have a gated delta net, and their norms before mixer and MLP; its rates go up to two, so that a state may change
                     its sign; the norm of its heads has an epsilon of its own. No rotations where rope_theta is null
 
-Files have a convolution each for q, k and v of a delta net; here it is one.
+Files have a convolution each for q, k and v of a delta net; here it is one. transformers 5.23 saves three equal parts of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.plan import layer_rows
@@ -146,7 +147,9 @@ def _delta_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
             concat(keys, keys, values, values, heads, heads),
         ),
         Row(
-            f"{ours}conv1d.weight", tuple(f"{theirs}{part}_conv1d.weight" for part in "qkv"), concat(keys, keys, values)
+            f"{ours}conv1d.weight",
+            tuple(f"{theirs}{part}_conv1d.weight" for part in "qkv"),
+            replace(concat(keys, keys, values), joined=True),
         ),
     ]
 

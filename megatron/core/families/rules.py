@@ -30,11 +30,13 @@ class Op:
     """ours: their tensors, in the row's order, to our tensor; theirs: the way back. Results may be views.
 
     each: how many of theirs an index of our first dimension is made of, where some can be had without the others; else 0.
+    joined: whether ours is theirs laid end to end in the same order, so that files may cut it in other places.
     """
 
     ours: Callable[[Sequence[Tensor]], Tensor]
     theirs: Callable[[Tensor], Sequence[Tensor]]
     each: int = 0
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
