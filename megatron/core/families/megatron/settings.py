@@ -18,7 +18,16 @@ _RENAMED = {"layernorm_epsilon": "norm_epsilon"}  # the new name wins where both
 _PATTERNS = frozenset(
     ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 )  # upstream's are numbers or lists
-_MANY = frozenset(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "mrope_section", "mamba_time_step_limit"))
+_MANY = frozenset(
+    (
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "mrope_section",
+        "mamba_time_step_limit",
+        "ssm_multipliers",
+        "mlp_multipliers",
+    )
+)
 _YARN = frozenset(("rotary_scaling_factor", "mscale", "mscale_all_dim"))
 _WORDS, _PLACES = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 _PUBLISHED_HEAD_SIZE = 64  # of GPT-345M and BERT-345M, the published files without arguments
