@@ -156,3 +156,55 @@ def dense(sizes: dict[str, Any]) -> Cases:
             },
         ),
     }
+
+
+def ours(kin: dict[str, Any], some: dict[str, Any]) -> Cases:
+    """Networks of ours, by the family that they are written as. kin: settings of the kin of Llama; some: of networks with experts."""
+    states = {
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 6,
+        "mamba_norm_epsilon": kin["norm_epsilon"],
+    }
+    delta = {
+        "num_layers": 2,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": "2",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 5,
+        "qk_layernorm": True,
+        "norm_epsilon": 1e-3,
+    }
+    untied = {"untie_embeddings_and_output_weights": True}
+    return {
+        "bamba": ("bamba", {**kin, **states, **untied, "num_layers": None, "hybrid_layer_pattern": "M-*-M-"}),
+        "falcon h1": ("falcon_h1", {**kin, **states, **untied, "parallel_mamba": True, "key_multiplier": 0.5}),
+        "olmo hybrid": (
+            "olmo_hybrid",
+            {
+                **kin,
+                **delta,
+                **untied,
+                "norm_after_sublayer": True,
+                "qk_layernorm_across_heads": True,
+                "linear_norm_before_sublayer": True,
+                "linear_norm_epsilon": 1e-5,
+            },
+        ),
+        "qwen3 next": (
+            "qwen3_next",
+            {
+                **kin,
+                **delta,
+                **some,
+                **untied,
+                "apply_layernorm_1p": True,
+                "attention_output_gate": True,
+                "rotary_percent": 0.5,
+                "moe_shared_expert_gate": True,
+                "moe_shared_expert_intermediate_size": 20,
+            },
+        ),
+    }

@@ -679,6 +679,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "yarn_correction_range_round_to_int": False,
         },
     ),
+    **hybrid_cases.ours({**KIN, "norm_epsilon": 1e-3}, SOME),
     "bert": (
         "bert",
         {"architecture": "bert", "norm_after_residual": True, "embedding_layernorm": True, "norm_epsilon": 1e-12},

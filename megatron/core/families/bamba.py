@@ -54,7 +54,10 @@ def _mamba_in(keys: Keys, inner: int) -> dict[str, Any]:
 
 
 def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    config, share = without_share(config, _SHARE)
+    stated = {
+        name: value for name, value in config.items() if name != "partial_rotary_factor"
+    }  # which the class passes over
+    config, share = without_share(stated, _SHARE)
     keys = Keys({"rms_norm_eps": 1e-5, **config})
     settings, attending = common_in(keys), keys.pop("attn_layer_indices") or []
     layers = range(settings["num_layers"])
@@ -69,6 +72,8 @@ def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    if model.rope.rotary_percent != _SHARE:  # for which the class has one word only
+        like = {**like, "rope_parameters": like.get("rope_parameters") or {"rope_type": "default"}}
     hybrid, mixers = model.hybrid, [plan.mixer for plan in layer_rows(model)][::2]
     attending = [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]
     inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim

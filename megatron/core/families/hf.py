@@ -204,6 +204,7 @@ def export(
     chosen = fitting_family(model, family)
     variant, rows, formats = _export_plan(chosen, model, source)
     config = {
+        **dict(chosen.fallbacks),
         **ids,
         **_config_json(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
         "architectures": [variant.architecture],

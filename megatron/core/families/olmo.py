@@ -164,6 +164,7 @@ OLMO_HYBRID = Family(
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,
+    fallbacks=(("pad_token_id", None),),  # of the class: 100277
     respelled=(
         (r"\.input_layernorm\.", ".attention_layer_norm."),
         (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),

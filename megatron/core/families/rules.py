@@ -77,7 +77,8 @@ class Family:
     once were, and as they are. variants: the other classes with this network, those with most heads first; heads that none
     requires may be left out. seen: completes the settings by the names that the files have. respelled: (pattern, replacement)
     of names as they once were. unused: whether a tensor belongs to a part that the network does not have. constants: tensors that
-    are written beside the rows, since their class wants them: name -> shape and value of all elements.
+    are written beside the rows, since their class wants them: name -> shape and value of all elements. fallbacks: keys of a
+    config.json that are written where nothing else says them, since the class would take another value.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Family:
     seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = as_the_config_says
     respelled: tuple[tuple[str, str], ...] = ()
     unused: Callable[[ModelConfig, str], bool] = lambda model, name: False
+    fallbacks: tuple[tuple[str, Any], ...] = ()
     constants: Callable[[ModelConfig], dict[str, tuple[Shape, float]]] = lambda model: {}
 
     @property
