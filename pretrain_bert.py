@@ -13,7 +13,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     ARGS = parse_args(
         world_size=PLACE.size,
         speaks=PLACE.rank == 0,
-        reads_data=True,
+        reads_data="datasets",
         defaults={"tokenizer_type": "BertWordPieceLowerCase", "architecture": "bert"},
     )
 

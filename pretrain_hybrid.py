@@ -9,7 +9,10 @@ from megatron.training.launch.launch_info import launcher_place
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
     ARGS = parse_args(
-        world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True, defaults={"tokenizer_type": "GPT2BPETokenizer"}
+        world_size=PLACE.size,
+        speaks=PLACE.rank == 0,
+        reads_data="datasets",
+        defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
 
 from megatron.training.entry import entry

@@ -13,7 +13,7 @@ DEFAULTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True, defaults=DEFAULTS)
+    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
 import torch
 import torch.nn.functional as F

@@ -13,7 +13,7 @@ DEFAULTS = {"tokenizer_type": "HuggingFaceTokenizer", "vision_model_type": "clip
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = launcher_place()
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data=True, defaults=DEFAULTS)
+    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
 from megatron.core.config.stages import stages_of
 from megatron.core.datasets.blend import build_splits

@@ -49,7 +49,7 @@ def parse_preference_args(
         extra=(PreferenceConfig,),
         world_size=world_size,
         speaks=speaks,
-        reads_data=False,
+        reads_data="lines",
         own_problems=preference_problems,
     )
     return args, from_namespace(PreferenceConfig, args)

@@ -78,9 +78,10 @@ class PreferenceDataset:
         )
         fitting = np.flatnonzero(sizes <= length)
         if len(fitting) < len(rows):
+            long = [f"line {row.line}" for row, size in zip(rows, sizes, strict=True) if size > length]
             logger.warning(
-                "%s (%s): %d of %d rows are left out: their answers with their prompts do not fit into --seq-length %d",
-                self.prefix, split, len(rows) - len(fitting), len(rows), length,
+                "%s (%s): %d of %d rows are left out: their answers with their prompts do not fit into --seq-length %d: %s",
+                self.prefix, split, len(long), len(rows), length, _first_of(long, ", "),
             )  # fmt: skip
         if len(fitting) == 0:
             raise DataError(
@@ -217,6 +218,12 @@ def _sample(documents: Sequence[np.ndarray], size: int) -> Sample:
     return sample
 
 
+def _first_of(names: Sequence[str], separator: str) -> str:
+    """The first of many names, and how many more there are."""
+    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return separator.join([*names[:MOST_NAMED], *more])
+
+
 @dataclass(frozen=True, slots=True)
 class PreferenceKind:
     """Rows of answers; --split counts rows. opened: files that were read before, by their paths."""
@@ -244,9 +251,8 @@ class PreferenceKind:
                 f"{prefix} cannot be read: {error.strerror}; give JSONL files by their whole names"
             ) from error
         if dropped:
-            named = "; ".join(f"line {number}: {reason}" for number, reason in dropped[:MOST_NAMED])
-            more = f"; and {len(dropped) - MOST_NAMED} more" if len(dropped) > MOST_NAMED else ""
-            logger.warning("%s: %d lines are left out: %s%s", prefix, len(dropped), named, more)
+            named = _first_of([f"line {number}: {reason}" for number, reason in dropped], "; ")
+            logger.warning("%s: %d lines are left out: %s", prefix, len(dropped), named)
         if not rows:
             raise DataError(f"{prefix} holds no row of answers")
         return RowSource(prefix, tuple(rows))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,15 @@ from megatron.preference.settings import Task
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, prompt included: int32 [tokens] each, ids of the prompt as ~id. margin: of the chosen one (reward)."""
+    """Two answers to one prompt, prompt included: int32 [tokens] each, ids of the prompt as ~id. margin: of the chosen one (reward).
+
+    line: of its file, from 1.
+    """
 
     chosen: np.ndarray
     rejected: np.ndarray
     margin: float = 0.0
+    line: int = 0
 
     @property
     def answers(self) -> tuple[np.ndarray, ...]:
@@ -42,10 +46,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer to a prompt, prompt included, and whether it is desirable (kto): int32 [tokens], ids of the prompt as ~id."""
+    """An answer to a prompt, prompt included, and whether it is desirable (kto): int32 [tokens], ids of the prompt as ~id. line: of its file."""
 
     answer: np.ndarray
     desirable: bool
+    line: int = 0
 
     @property
     def answers(self) -> tuple[np.ndarray, ...]:
@@ -186,5 +191,5 @@ def read_rows(lines: Sequence[bytes] | Iterator[bytes], reader: RowReader) -> tu
             dropped.append((number, str(error)))
             continue
         if row is not None:
-            rows.append(row)
+            rows.append(replace(row, line=number))
     return rows, dropped

@@ -191,8 +191,10 @@ def _run_problems(run: RunConfig) -> Iterator[str]:
     """What training on answers needs of the settings of every run."""
     if run.data.chat.sft or run.data.mock_data:
         yield "answers are read from the files of --data-path; leave out --sft and --mock-data"
-    if run.model.hidden_dropout or run.model.attention_dropout:
-        yield "with dropout, answers would be compared by different networks; give --hidden-dropout 0 --attention-dropout 0"
+    if run.model.hidden_dropout or run.model.attention_dropout or run.model.adapter.lora_dropout:
+        zero = "--hidden-dropout 0 --attention-dropout 0"
+        zero += " --lora-dropout 0" if run.model.adapter.lora_dropout else ""
+        yield f"with dropout, answers would be compared by different networks; give {zero}"
     if not run.train.calculate_per_token_loss:
         yield "losses are means over the pairs or answers of a step; leave out --no-calculate-per-token-loss"
     if run.model.mtp.mtp_num_layers:

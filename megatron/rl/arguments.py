@@ -78,7 +78,7 @@ def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks:
         extra=(RLConfig,),
         world_size=ranks,
         speaks=speaks,
-        reads_data=True,
+        reads_data="datasets",
         own_problems=rl_problems,
     )
     return args, from_namespace(RLConfig, args)

@@ -15,7 +15,7 @@ from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer import clip
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, Shard
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard
 from megatron.core.tensor_parallel import adapter, quantized
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.transformer import adapters
@@ -24,6 +24,13 @@ from tests.parity.defect import Defect, nothing, sum_replicated_but
 
 _forward, _norm, _counted_ranges = (LinearAdapter.forward, LinearAdapter._weight_row_norms, clip.counted_ranges)
 _FACTORS = ("lora_a", "lora_b")
+
+
+def _cut_in_two(shape: tuple[int, ...], init: Any, kind: str, shards: tuple[Shard, ...] = (), *rest: Any) -> ParamSpec:
+    """The spec of a parameter; of an A that is cut as its layer's input, with the columns cut in two segments and not in one."""
+    if kind == "lora_a" and shards:
+        shards = (Shard(1, shards[0].axis, (FusedSegment(shape[1] // 2), FusedSegment(shape[1] // 2))),)
+    return ParamSpec(shape, init, kind, shards, *rest)
 
 
 def _of_experts(segment: Segment) -> bool:
@@ -82,6 +89,11 @@ ADAPTERS: tuple[Defect, ...] = (
         "B of q, k and v together is cut as one matrix",
         (("tp2", "lora-fused"), ("tp2 sp", "lora-fused")),
         ((adapter, "Shard", _one_part),),
+    ),
+    Defect(
+        "A of a row layer has other columns than those of its rank's input",
+        (("tp2", "lora-fused"), ("tp2 sp", "lora")),
+        ((adapter, "ParamSpec", _cut_in_two),),
     ),
     Defect(
         "B of gate and up of experts is cut as one matrix",

@@ -114,8 +114,10 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
     return [_own_split(config, name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
 
 
-def _endings(prefix: str, config: DataConfig) -> tuple[str, ...]:
+def _endings(prefix: str, config: DataConfig, *, whole_names: bool) -> tuple[str, ...]:
     """The endings of the files of a prefix; none where its files have been read already."""
+    if whole_names:
+        return ("",)
     if EnergonPart.read(prefix) is not None:
         return ()
     pair = os.path.isfile(f"{prefix}.idx") and not os.path.isfile(prefix)
@@ -194,14 +196,22 @@ def _shared_blend(config: DataConfig, source: str) -> Blend | None:
     return parse_blend(config.data_path, source) if config.data_path else None
 
 
-def check_data_files(config: DataConfig) -> None:
-    """Refuse files that are named and cannot be opened, before ranks wait for each other. Objects of remote storage are not asked for."""
+def check_data_files(config: DataConfig, *, whole_names: bool = False) -> None:
+    """Refuse files that are named and cannot be opened, before ranks wait for each other. Objects of remote storage are not asked for.
+
+    whole_names: files are read by the names that are given, and are no indexed datasets.
+    """
     plans = [] if config.mock_data else plan_splits(config)
     prefixes = dict.fromkeys(
         prefix for plan in plans if plan is not None for prefix in plan.blend.prefixes if not is_remote(prefix)
     )
     problems = []
-    for path in (f"{prefix}{ending}" for prefix in prefixes for ending in _endings(prefix, config)):
+    for path in (
+        f"{prefix}{ending}" for prefix in prefixes for ending in _endings(prefix, config, whole_names=whole_names)
+    ):
+        if whole_names and os.path.isdir(path):
+            problems.append(f"{path} is a folder; name its files")
+            continue
         try:
             size_of(path)
         except DataError as error:

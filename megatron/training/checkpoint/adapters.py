@@ -110,6 +110,17 @@ class WithLengths:
         return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
 
 
+def base_in_words(adapters: AdapterSet, mine: Mapping[str, Any]) -> str:
+    """On what adapters were trained, for the log; and that it has another name than this run's base, where no hash says whether it is the same."""
+    theirs = str(adapters.base.get("where"))
+    if adapters.base.get("hash") is not None or Path(theirs).name == Path(str(mine["where"])).name:
+        return f"trained on {theirs}"
+    return (
+        f"trained on {theirs} by what they say of themselves, and without a hash of it: this run's base is {mine['where']}; "
+        "see that it is the same network"
+    )
+
+
 def demand_same_base(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
     """Refuse adapters that were trained on other frozen weights. saved, mine: the values of `BASE`."""
     if saved.get("hash") != mine["hash"]:

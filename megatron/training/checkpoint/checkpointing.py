@@ -44,6 +44,7 @@ from megatron.training.checkpoint.adapters import (
     BASE,
     WithLengths,
     base_hash,
+    base_in_words,
     base_weights,
     demand_same_base,
     holds_adapters,
@@ -387,7 +388,8 @@ class Checkpoint:
         load(state, source, self.mesh.world, complete=("model.",), instead=self._read_from_main_weights(source.formats))
         self._mark_written(slots)
         self._log_info(
-            f"loaded adapters of {folder}, trained on {adapters.base.get('where')}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters"
+            f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters; "
+            f"{base_in_words(adapters, self._base)}"
         )
 
     def _part_of(self, source: Source, state: Tree) -> Tree:

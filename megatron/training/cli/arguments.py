@@ -31,7 +31,7 @@ from megatron.core.config.flags import (
 )
 from megatron.core.config.plan import layer_rows
 from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.data import DataFiles, TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest_iteration, saved_values
@@ -79,7 +79,7 @@ def parse_args(
     provider: Provider | None = None,
     world_size: int = 1,
     speaks: bool = True,
-    reads_data: bool = False,
+    reads_data: DataFiles = "none",
     own_problems: Callable[[argparse.Namespace, int], Iterable[str]] = lambda args, world_size: (),
 ) -> argparse.Namespace:
     """The namespace of a run that can start, as `preflight` says. Says what is wrong and exits with code 2 otherwise.

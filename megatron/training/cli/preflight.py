@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken
-from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.config.settings.data import DataFiles, TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.marks import IMAGE, named_tokens
@@ -55,11 +55,11 @@ class Preflight:
 
 
 def preflight(
-    given: RequestedRun, world_size: int, *, device: str = "", files: bool = True, reads_data: bool = False
+    given: RequestedRun, world_size: int, *, device: str = "", files: bool = True, reads_data: DataFiles = "none"
 ) -> Preflight:
     """What keeps this run from starting. device: cpu or cuda, where it will run on another machine; "": this machine's own.
 
-    files: files that are not here are problems; otherwise notes. reads_data: the script reads the data that the flags name.
+    files: files that are not here are problems; otherwise notes. reads_data: how the script reads the data that the flags name.
     """
     config, problems = resolve_and_examine(given, world_size)
     wrong = problems_of(config.tokenizer)
@@ -190,12 +190,14 @@ def lines_of(error: ConfigError) -> list[str]:
     return [line.strip() for line in lines[1:]] or lines
 
 
-def _missing_files(config: RunConfig, *, reads_data: bool) -> Iterator[str]:
+def _missing_files(config: RunConfig, *, reads_data: DataFiles) -> Iterator[str]:
     """Files that the run will want and that are not here, and a folder that it cannot write."""
     for file in missing_files(config.tokenizer):
         yield f"{file}, of the tokenizer, is not here; give the path of a file that is"
-    if reads_data and config.data.dataloader_type != "external":
-        yield from _problems_of_attempt(lambda: check_data_files(config.data))
+    if reads_data != "none" and config.data.dataloader_type != "external":
+        yield from _problems_of_attempt(
+            lambda: check_data_files(config.data, whole_names=reads_data == "lines" and not config.data.chat.sft)
+        )
     if config.checkpoint.save and (why := why_unwritable(config.checkpoint.save)):
         yield why
 

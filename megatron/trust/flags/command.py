@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError, from_namespace
+from megatron.core.config.settings.data import DataFiles
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.models.flops import rank_memory
@@ -52,7 +53,7 @@ class EntryScript:
     problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each. beside: of a
     namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks. memory: of a
     namespace, what tells why it cannot fit, from a config, a number of ranks and the bytes of a device. ranks: of a command line and the
-    ranks of its job, how many train.
+    ranks of its job, how many train. reads_data: how it reads the data that the flags name.
     """
 
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
@@ -61,6 +62,7 @@ class EntryScript:
     beside: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
     memory: Callable[[Any], MemoryProblem] = lambda args: _training_problem
     ranks: Callable[[Sequence[str], int], int] = lambda words, ranks: ranks
+    reads_data: DataFiles = "datasets"
 
 
 ENTRIES: Mapping[str, EntryScript] = {
@@ -80,6 +82,7 @@ ENTRIES: Mapping[str, EntryScript] = {
         (PreferenceConfig,),
         preference_problems,
         lambda args: partial(preference_memory, from_namespace(PreferenceConfig, args)),
+        reads_data="lines",
     ),
     "train_rl.py": EntryScript(
         rl_defaults,
@@ -143,7 +146,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         return Command(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
     own = [] if args.problems else script.problems(args, ranks)
     return Command(
-        RequestedSetup(from_namespace(RequestedRun, args), ranks),
+        RequestedSetup(from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data),
         (
             *(BrokenRule("command-line", problem) for problem in dict.fromkeys(args.problems)),
             *(BrokenRule(entry, problem) for problem in own),

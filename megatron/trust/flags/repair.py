@@ -25,7 +25,14 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from megatron.core.config.flags import flag_fields, spelling, words_of
-from megatron.core.config.settings.data import ChatConfig, DataConfig, FillConfig, MaskingConfig, TokenizerConfig
+from megatron.core.config.settings.data import (
+    ChatConfig,
+    DataConfig,
+    DataFiles,
+    FillConfig,
+    MaskingConfig,
+    TokenizerConfig,
+)
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, RopeConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -195,7 +202,7 @@ class RequestedSetup:
     """What a user gave: a config that is not resolved, and how many ranks there will be.
 
     whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be; files:
-    whether the files that it needs have to be here.
+    whether the files that it needs have to be here; reads_data: how its script reads those of its data.
     """
 
     config: RequestedRun
@@ -203,6 +210,7 @@ class RequestedSetup:
     whole: bool = False
     device: str = ""
     files: bool = False
+    reads_data: DataFiles = "datasets"
 
     def value(self, name: str) -> Any:
         """What a flag says."""
@@ -223,7 +231,7 @@ class RequestedSetup:
 
     def validated(self) -> Preflight:
         """What a run would find before it starts."""
-        return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=True)
+        return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=self.reads_data)
 
     def broken(self) -> tuple[BrokenRule, ...]:
         """Every rule that is broken, a line each."""

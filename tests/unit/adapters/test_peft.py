@@ -350,6 +350,35 @@ def test_adapters_of_ours_are_refused_by_a_base_of_another_shape(
         assert words in checked(folder, tmp_path / "run", capsys)
 
 
+def test_an_adapter_of_a_network_with_other_names_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published("Llama", SIZES, tmp_path / "base")
+    adapted(published("GPT2", GPT2, tmp_path / "gpt2"), tmp_path / "adapter", target_modules=["c_attn"])
+    with pytest.raises(ConfigError, match="is no adapter of this network"):
+        ours(tmp_path / "base", "--adapter", str(tmp_path / "adapter"))
+    words = "transformer.h.1.attn.c_attn is no linear layer of this network"
+    assert words in checked(tmp_path / "base", tmp_path / "adapter", capsys)
+
+
+def test_the_base_of_what_was_exported_is_known_by_its_hash_and_that_of_other_folders_by_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapted(published("Llama", SIZES, tmp_path / "base"), tmp_path / "theirs", target_modules=["q_proj"])
+    trainer = ours(tmp_path / "base", "--lora-rank", "4", "--save", str(tmp_path / "run"))
+    Checkpoint(trainer).save()
+    tool.main(["export", "--adapter", str(tmp_path / "run"), "--save", str(tmp_path / "out")])
+    published("Llama", {**SIZES, "initializer_range": 0.1}, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="another base"):
+        ours(tmp_path / "other", "--adapter", str(tmp_path / "out"))
+    edited(tmp_path / "theirs", {"base_model_name_or_path": "some/base"})
+    with caplog.at_level(logging.INFO):
+        ours(tmp_path / "base", "--adapter", str(tmp_path / "theirs"))
+        assert "see that it is the same network" not in caplog.text
+        ours(tmp_path / "other", "--adapter", str(tmp_path / "theirs"))
+    assert "trained on some/base by what they say of themselves" in caplog.text
+
+
 def test_flags_that_contradict_an_adapter_are_refused_and_those_that_repeat_it_are_not(tmp_path: Path) -> None:
     adapted(published("Llama", SIZES, tmp_path / "base"), tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
     start = ["--adapter", str(tmp_path / "adapter")]

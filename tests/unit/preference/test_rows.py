@@ -12,8 +12,10 @@ import pytest
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.build import ByteTokenizer
+from megatron.preference.arguments import parse_preference_args
 from megatron.preference.dataset import PreferenceKind
 from megatron.preference.rows import RowReader, read_rows
+from megatron.tools import check_config
 
 USER, GOOD, BAD = (
     {"role": role, "content": content}
@@ -99,6 +101,66 @@ def test_a_line_that_cannot_be_compared_says_why(reader: RowReader, row: Any, re
     assert read_rows([b"{", b"", json.dumps(row).encode()], reader)[1][0][1].startswith("not JSON")
 
 
+@pytest.mark.parametrize(
+    "task, row, reason",
+    [
+        ("kto", {"prompt": "p", "completion": "a"}, 'no "prompt", "completion" and "label"'),
+        ("kto", {"prompt": "p", "completion": "", "label": True}, "an answer is empty"),
+        ("kto", {"prompt": "p", "completion": "a", "label": 1}, '"label" is neither true nor false'),
+        ("kto", {"prompt": [USER], "completion": [USER], "label": True}, "no answer of the assistant"),
+        ("reward", {"chosen": "a", "rejected": "a"}, "the same"),
+        ("reward", {"chosen": "a", "rejected": ""}, "an answer is empty"),
+        ("reward", {"chosen": "a", "rejected": "b", "margin": "0.5"}, '"margin" is no number'),
+    ],
+)
+def test_a_line_of_another_task_that_cannot_be_used_says_why(task: Any, row: Any, reason: str) -> None:
+    good = {"prompt": "p", "completion": "b", "label": True, "chosen": "c", "rejected": "d"}
+    lines = [json.dumps(one).encode() for one in (good, row, good)]
+    rows, dropped = read_rows(lines, RowReader(ByteTokenizer(), "chatml", task))
+    assert [one.line for one in rows] == [1, 3] and [number for number, _ in dropped] == [2]
+    assert reason in dropped[0][1]
+
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
+    "--global-batch-size 1 --train-iters 1 --lr 1e-3 --tokenizer-type ByteTokenizer --lora-rank 2"
+)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("", None),
+        ("--finetune-task kto", None),
+        ("--data-path none.jsonl", "none.jsonl cannot be opened: No such file"),
+        ("--data-path .", ". is a folder"),
+        ("--lora-dropout 0.1", "compared by different networks; give --hidden-dropout 0 --attention-dropout 0 --lora-dropout 0"),
+        ("--preference-beta 0", "must be positive"),
+    ],
+)  # fmt: skip
+def test_the_run_and_the_check_of_its_flags_agree(
+    flags: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both accept files of lines by their whole names, and refuse the same."""
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}')
+    given = [*FLAGS.split(), "--data-path", "pairs.jsonl", *flags.split()]
+    codes = []
+    for ask in (lambda: check_config.main(["--entry", "finetune.py", *given]), lambda: run_accepts(given)):
+        with pytest.raises(SystemExit) as end:
+            ask()
+        said = "".join(capsys.readouterr())
+        codes.append(end.value.code)
+        assert words is None or words in said, said
+    assert codes == ([0, 0] if words is None else [2, 2])
+
+
+def run_accepts(given: list[str]) -> None:
+    """Read the flags as finetune.py does; exit with 0 if the run would start."""
+    parse_preference_args(given, world_size=1, speaks=True)
+    raise SystemExit(0)
+
+
 def test_lines_that_are_left_out_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "pairs.jsonl"
     good = json.dumps({"prompt": "p", "chosen": "a", "rejected": "bc"})
@@ -109,5 +171,6 @@ def test_lines_that_are_left_out_are_counted_and_named(tmp_path: Path, caplog: p
         source = kind.open(str(file))
         made = kind.build(source, range(3), num_samples=None, split="train", cache=None)  # type: ignore[arg-type]
     assert "1 lines are left out: line 2: no" in caplog.text and "1 of 3 rows are left out" in caplog.text
+    assert "do not fit into --seq-length 16: line 3\n" in caplog.text
     assert len(made) == 1 and sorted(span.document for span in made.sources(0)) == [0, 0, 2, 2]
     assert made.holding(1).tolist() == [] and made.holding(2).tolist() == [0]

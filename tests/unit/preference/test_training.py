@@ -84,7 +84,7 @@ def test_a_step_is_that_of_the_formulas(loss: str) -> None:
     options |= {"preference_sft_weight": 0.5} if loss == "sft" else {}
     trainer, data = trainer_of(PreferenceConfig(**options), **LLAMA, clip_grad=0.0)
     stage, beta, smoothing = trainer.stages[0], 0.3, options.get("preference_label_smoothing", 0.0)
-    pairs = [random_pairs(40)[place] for index in _samples(data, 8) for place in index]
+    pairs = [random_pairs(40)[place] for index in places_of(8) for place in index]
     reference = data._reference.stages[0] if data._reference is not None else None
     losses = []
     with evaluation_mode(trainer):
@@ -124,7 +124,7 @@ def _logit(p: Tensor) -> Tensor:
     return (p / (1 - p)).log()
 
 
-def _samples(data: ReferencedBatches, number: int) -> list[list[int]]:
+def places_of(number: int) -> list[list[int]]:
     """Numbers of the pairs in the first samples."""
     made = dataset_module.PreferenceDataset(
         dataset_module.RowSource("pairs", random_pairs(40)),

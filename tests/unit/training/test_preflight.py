@@ -113,7 +113,9 @@ def of_the_run(entry: str, ranks: int, words: Sequence[str], monkeypatch: pytest
     monkeypatch.delenv("MEGATRON_STAND_BY", raising=False)
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:
-            args = parse_args(list(words), defaults=ENTRIES[entry].defaults(words), world_size=ranks, reads_data=True)
+            args = parse_args(
+                list(words), defaults=ENTRIES[entry].defaults(words), world_size=ranks, reads_data="datasets"
+            )
         except SystemExit as end:
             text, _, rest = stderr.getvalue().partition(f"\n{WHERE_TO_LOOK}\n")
             assert not rest, rest

@@ -9,6 +9,9 @@ from typing import Any, Literal
 from megatron.core.config.flags import flag
 from megatron.core.config.settings.multimodal import MultimodalConfig
 
+# What a script reads of the files that its flags name: nothing, datasets, or (but with --sft) files of lines by their whole names.
+DataFiles = Literal["none", "datasets", "lines"]
+
 
 @dataclass(frozen=True, slots=True)
 class FillConfig:
