@@ -1,8 +1,9 @@
-"""DPO beside TRL's trainer: two steps on a random Llama give the same weights."""
+"""Whole trainers beside TRL's: two steps on a random Llama give the same weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.data.batch import Batch
 from megatron.training.step import train_step
-from megatron.training.trainer import build_trainer
+from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.preference import BASE
 from tests.unit.preference.test_training import LLAMA
@@ -29,15 +30,25 @@ trl = pytest.importorskip("trl", reason="trl is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 published = pytest.importorskip("tests.parity.test_published", reason="transformers is not installed")
 
-RATE = 0.5  # of plain gradient descent, which shows the size of gradients, too
+RATE = 0.2  # of plain gradient descent, which shows the size of gradients, too
 WORDS = 49  # of the tokenizer, whose last id ends texts; the network has one more
-LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sigmoid": ({}, {}),
-    "robust": ({"preference_label_smoothing": 0.2}, {"label_smoothing": 0.2}),
-    "hinge": ({}, {}),
-    "ipo": ({}, {}),
-    "apo_zero": ({}, {}),
+# Of each test: our settings, TRL's trainer with its own, and what its rows are.
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "sigmoid": ({}, "DPO", {"loss_type": ["sigmoid"]}),
+    "robust": ({"preference_label_smoothing": 0.2}, "DPO", {"loss_type": ["robust"], "label_smoothing": 0.2}),
+    "hinge": ({}, "DPO", {"loss_type": ["hinge"]}),
+    "ipo": ({}, "DPO", {"loss_type": ["ipo"]}),
+    "apo_zero": ({}, "DPO", {"loss_type": ["apo_zero"]}),
+    "simpo": ({"preference_margin": 0.5}, "CPO", {"loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
+    "orpo": ({}, "ORPO", {}),
+    "kto": (
+        {"finetune_task": "kto", "kto_desirable_weight": 1.25, "kto_undesirable_weight": 0.75},
+        "KTO",
+        {"desirable_weight": 1.25, "undesirable_weight": 0.75},
+    ),
+    "reward": ({"finetune_task": "reward", "reward_centre": 0.05}, "Reward", {"center_rewards_coefficient": 0.05}),
 }
+DEFAULT = ("sigmoid", "kto")
 
 
 class Words:
@@ -51,64 +62,88 @@ class Words:
 
 
 def theirs() -> Any:
-    """The same tokenizer for TRL."""
+    """The same tokenizer for TRL. What fills up a row is an id that no text ends with: reward models look for it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)} | {"<eos>": WORDS}, "0"))
+    words = {"<pad>": 0, **{str(number): number for number in range(1, WORDS)}, "<eos>": WORDS}
+    made = Tokenizer(models.WordLevel(words, "<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<eos>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
 
 
-def rows(number: int) -> list[dict[str, str]]:
-    """Pairs of answers of very uneven lengths."""
+def rows(number: int, task: str) -> list[dict[str, Any]]:
+    """Rows of a task, with answers of very uneven lengths."""
     random = np.random.default_rng(3)
 
     def text(low: int, high: int) -> str:
-        return " ".join(map(str, random.integers(0, WORDS, random.integers(low, high))))
+        return " ".join(map(str, random.integers(1, WORDS, random.integers(low, high))))
 
-    return [{"prompt": text(1, 4), "chosen": " " + text(1, 7), "rejected": " " + text(1, 7)} for _ in range(number)]
+    pairs = [(text(1, 4), " " + text(1, 7), " " + text(1, 7)) for _ in range(number)]
+    if task == "kto":
+        return [
+            {"prompt": prompt, "completion": answer, "label": bool(place % 4)}
+            for place, (prompt, answer, _) in enumerate(pairs)
+        ]
+    if task == "reward":
+        return [
+            {"chosen": prompt + chosen, "rejected": prompt + rejected, "margin": 0.25 * place}
+            for place, (prompt, chosen, rejected) in enumerate(pairs)
+        ]
+    return [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in pairs]
 
 
-def our_batches(given: list[dict[str, str]]) -> Iterator[Batch]:
-    """Global batches of 4 pairs in their order, a pair a row."""
-    pairs, dropped = read_rows([json.dumps(row).encode() for row in given], RowReader(Words(), "chatml"))  # type: ignore[arg-type]
-    assert not dropped
-    source = RowSource("rows", tuple(pairs))
-    samples = [
-        PreferenceDataset(source, range(place, place + 1), length=32, num_samples=None, seed=0, split="train")[0]
-        for place in range(len(given))
-    ]
+def our_batches(given: list[dict[str, Any]], task: Any) -> Iterator[Batch]:
+    """Global batches of 4 rows, a row a sample.
+
+    Of kto each batch is a file of its own, and backwards: a prompt gets the answer of the row behind it, and in TRL of the row before.
+    """
     for first in range(0, len(given), 4):
-        yield Batch.from_arrays(collate(samples[first : first + 4]), torch.device("cpu"), positions=True)
+        lines = [json.dumps(row).encode() for row in given[first : first + 4][:: -1 if task == "kto" else 1]]
+        read, dropped = read_rows(lines, RowReader(Words(), "chatml", task))  # type: ignore[arg-type]
+        assert not dropped
+        source = RowSource("rows", tuple(read))
+        samples = [
+            PreferenceDataset(
+                source, range(place, place + 1), length=32, num_samples=None, seed=0, split="train", task=task
+            )[0]
+            for place in range(len(read))
+        ]
+        yield Batch.from_arrays(collate(samples), torch.device("cpu"), positions=True)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_two_steps_give_trls_weights(loss: str, tmp_path: Path) -> None:
+def by_their_names(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Our weights as transformers names them, of a reward model too."""
+    ours = published.weights(trainer)
+    if "score.weight" not in ours:
+        return published.as_llama(ours)
+    named = published.as_llama({**ours, "output_layer.weight": ours["embedding.word_embeddings.weight"]})
+    del named["lm_head.weight"]
+    return {**named, "score.weight": ours["score.weight"]}
+
+
+def their_network(trainer: Trainer, task: str) -> Any:
+    """A network of transformers' with our weights."""
+    network = published.llama()
+    if task == "reward":
+        network.config.num_labels, network.config.pad_token_id = 1, 0
+        network = transformers.LlamaForSequenceClassification(network.config)
+    network.load_state_dict({name: value.clone() for name, value in by_their_names(trainer).items()})
+    return network
+
+
+def their_trainer(kind: str, settings: dict[str, Any], given: list[dict[str, Any]], **networks: Any) -> Any:
+    """A trainer of TRL's, which takes the rows in their order. networks: `model`, and `ref_model` where it takes one."""
     import datasets  # which TRL brings
 
-    ours, other = LOSSES[loss]
-    given = rows(8)
-    changes = {
-        **BASE, **LLAMA, "fp64": False, "global_batch_size": 4, "micro_batch_size": 4, "clip_grad": 0.0, "weight_decay": 0.0,
-        "lr": RATE, "lr_decay_style": "constant", "num_query_groups": 4, "optimizer": "sgd", "sgd_momentum": 0.0,
-    }  # fmt: skip
-    config = PreferenceConfig(preference_loss=loss, preference_beta=0.3, **ours)  # type: ignore[arg-type]
-    trainer = build_trainer(tiny.run_of(tiny.config(**changes)), tiny.gpt, PreferenceStep(config))
-    before = build_trainer(tiny.run_of(tiny.config(**changes, seed=99)), tiny.gpt, PreferenceStep(config))
-    network, reference = published.llama(), published.llama()
-    for one, there in ((trainer, network), (before, reference)):
-        there.load_state_dict(
-            {name: value.clone() for name, value in published.as_llama(published.weights(one)).items()}
-        )
-    settings = trl.DPOConfig(
-        output_dir=str(tmp_path),
+    where = trl
+    if kind in ("CPO", "ORPO"):
+        where = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    config = getattr(where, f"{kind}Config")(
         per_device_train_batch_size=4,
         max_steps=2,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         warmup_steps=0,
-        loss_type=[loss],
-        beta=0.3,
         weight_decay=0.0,
         max_grad_norm=0.0,
         optim="sgd",
@@ -117,22 +152,51 @@ def test_two_steps_give_trls_weights(loss: str, tmp_path: Path) -> None:
         report_to=[],
         save_strategy="no",
         gradient_checkpointing=False,
-        **other,
+        **({} if kind == "Reward" else {"beta": 0.3}),
+        **({"train_sampling_strategy": "sequential"} if kind == "KTO" else {}),
+        **settings,
     )
-    their_trainer = trl.DPOTrainer(
-        model=network,
-        ref_model=reference,
-        args=settings,
-        train_dataset=datasets.Dataset.from_list(given),
-        processing_class=theirs(),
+    made = getattr(where, f"{kind}Trainer")(
+        args=config, train_dataset=datasets.Dataset.from_list(given), processing_class=theirs(), **networks
     )
-    their_trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(range(8))  # type: ignore[method-assign]
-    their_trainer.train()
+    made._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(range(len(given)))
+    if (
+        kind == "ORPO"
+    ):  # whose cross entropy counts the prompt too; the paper's is of the answer, as the log-probabilities are
+        forward = made.concatenated_forward
+        made.concatenated_forward = lambda *words: (*(parts := forward(*words))[:4], -parts[0].mean())
+    return made
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.nightly]) for case in CASES]
+)
+def test_two_steps_give_trls_weights(case: str, tmp_path: Path) -> None:
+    ours, kind, settings = CASES[case]
+    task = ours.get("finetune_task", "dpo")
+    config = PreferenceConfig(
+        **{"preference_beta": 0.3, "preference_loss": case if task == "dpo" else "sigmoid", **ours}
+    )
+    changes = {
+        **BASE, **LLAMA, "fp64": False, "global_batch_size": 4, "micro_batch_size": 4, "clip_grad": 0.0, "weight_decay": 0.0,
+        "lr": RATE, "lr_decay_style": "constant", "num_query_groups": 4, "optimizer": "sgd", "sgd_momentum": 0.0,
+        "reward_head": task == "reward",
+    }  # fmt: skip
+    trainer = build_trainer(tiny.run_of(tiny.config(**changes)), tiny.gpt, PreferenceStep(config))
+    before = build_trainer(tiny.run_of(tiny.config(**changes, seed=99)), tiny.gpt, PreferenceStep(config))
+    networks = {"model": their_network(trainer, task)}
+    if config.has_reference:
+        networks["ref_model"] = their_network(before, task)
+    given = rows(8, task)
+    start = {name: value.clone() for name, value in by_their_names(trainer).items()}
+    their_trainer(kind, {"output_dir": str(tmp_path), **settings}, given, **networks).train()
     asked = dataclasses.replace(trainer, stages=before.stages, parallels=[], hooks=[], scripts={})
-    data = ReferencedBatches(trainer, our_batches(given), asked, config)  # type: ignore[arg-type]
-    for _ in range(2):
-        train_step(trainer, data)
-    result, expected = published.as_llama(published.weights(trainer)), network.state_dict()
+    data = ReferencedBatches(trainer, our_batches(given, task), asked, config)  # type: ignore[arg-type]
+    steps = [train_step(trainer, data) for _ in range(2)]
+    if task == "kto":
+        assert max(float(step.losses["divergence"][0]) for step in steps) > 0, "z says nothing here"
+    result, expected = by_their_names(trainer), networks["model"].state_dict()
+    assert max(float((value - start[name]).abs().max()) for name, value in result.items()) > 1e-3, "nothing was learnt"
     for name, value in result.items():
         torch.testing.assert_close(
             value, expected[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
