@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from megatron.core.config.adapters import WHOLE, AdapterPlan
 from megatron.core.parallel import collectives
@@ -77,6 +79,40 @@ class LowRank(nn.Module):
         self.magnitude = parameter(length, build.mesh, build.dtype) if build.dora else None
 
 
+class _AddLowRank(Function):
+    """base + scale B low of several pairs, each in its own columns of base, in one pass over the output and none over its gradient."""
+
+    @staticmethod
+    def forward(
+        context: Any, base: Tensor, low: Tensor, places: tuple[tuple[int, float], ...], *seconds: Tensor
+    ) -> Tensor:
+        """base: [.., out]; low: [.., r of all]; places: (first column, scale) of each pair; seconds: B, [size, r] each."""
+        context.save_for_backward(low, *seconds)
+        context.places = places
+        result = base.clone(memory_format=torch.contiguous_format)
+        rows, at = result.view(-1, result.shape[-1]), 0
+        flat = low.reshape(-1, low.shape[-1])
+        for (first, scale), second in zip(places, seconds, strict=True):
+            size, rank = second.shape
+            rows[:, first : first + size].addmm_(flat[:, at : at + rank], second.t(), alpha=scale)
+            at += rank
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """gradient: [.., out], which is that of base as it is."""
+        low, *seconds = context.saved_tensors
+        rows, flat = gradient.reshape(-1, gradient.shape[-1]), low.reshape(-1, low.shape[-1])
+        parts, gradients, at = [], [], 0
+        for (first, scale), second in zip(context.places, seconds, strict=True):
+            size, rank = second.shape
+            own = rows[:, first : first + size]
+            parts.append(own.mm(second).mul_(scale))
+            gradients.append(own.t().mm(flat[:, at : at + rank]).mul_(scale))
+            at += rank
+        return gradient, torch.cat(parts, dim=1).view(low.shape), None, *gradients
+
+
 class LinearAdapter(nn.Module):
     """The adapters of one linear layer: one of the whole matrix, or one of each of some of its parts.
 
@@ -124,10 +160,7 @@ class LinearAdapter(nn.Module):
             low = self.region.copy_to_region(low)
         elif self.dim == 1:
             low = self.region.reduce_from_region(low)
-        parts = low.split([pair.rank for _, pair in self.named_pairs], dim=-1)
-        adapted = self._add_low_rank(
-            base, {name: part for (name, _), part in zip(self.named_pairs, parts, strict=True)}
-        )
+        adapted = self._add_low_rank(base, low)
         if not self.build.dora:
             return adapted
         lengths = {
@@ -169,18 +202,13 @@ class LinearAdapter(nn.Module):
         """The pairs of factors by the names of their parts, in order."""
         return cast(list[tuple[str, LowRank]], list(self.pairs.items()))
 
-    def _add_low_rank(self, base: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """base [.., out] + scale B low, of each part by itself. parts: low, [.., r], by name."""
-
-        def sum_of(rows: Tensor, name: str) -> Tensor:
-            pair = cast(LowRank, self.pairs[name])
-            flat = torch.addmm(rows.flatten(0, -2), parts[name].flatten(0, -2), pair.lora_B.t(), alpha=pair.scale)
-            return flat.view(rows.shape)
-
-        if WHOLE in parts:
-            return sum_of(base, WHOLE)
-        pieces = zip(self.names, base.split(self.sizes, dim=-1), strict=True)
-        return torch.cat([sum_of(rows, name) if name in parts else rows for name, rows in pieces], dim=-1)
+    def _add_low_rank(self, base: Tensor, low: Tensor) -> Tensor:
+        """base [.., out] + scale B low, of each part by itself. low: [.., r of all pairs], one behind the other."""
+        firsts = dict(zip(self.names, accumulate(self.sizes, initial=0), strict=False))
+        firsts.setdefault(WHOLE, 0)
+        pairs = [pair for _, pair in self.named_pairs]
+        places = tuple((firsts[name], pair.scale) for name, pair in self.named_pairs)
+        return cast(Tensor, _AddLowRank.apply(base, low, places, *[pair.lora_B for pair in pairs]))
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
         if self.build.dropout == 0.0 or not self.training:
