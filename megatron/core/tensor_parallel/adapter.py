@@ -99,7 +99,7 @@ class _AddLowRank(Function):
         return result
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """gradient: [.., out], which is that of base as it is."""
         low, *seconds = context.saved_tensors
         rows, flat = gradient.reshape(-1, gradient.shape[-1]), low.reshape(-1, low.shape[-1])
