@@ -39,6 +39,8 @@ from megatron.core.models.names import VOCABULARY
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# Our matrices of experts, and the parameters of all experts that transformers has: PEFT's target_parameters, and what its patterns match.
+_EXPERT_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
 _FACTOR = re.compile(r"(.+?)(\.base_layer)?\.(?:lora_(A|B)\.weight|lora_(magnitude)_vector(?:\.weight)?)")
 # What a config may say otherwise, and nothing here computes.
@@ -196,7 +198,7 @@ def _expert_pair(
     module: str, experts: str, first: Tensor, second: Tensor, config: Mapping[str, Any], places: _Places
 ) -> Pair | str:
     """Factors of all experts: A [e r, in], B [out, r e] there; A [e, r, in], B [e, out, r] here."""
-    for matrix in ("linear_fc1", "linear_fc2"):
+    for matrix in _EXPERT_PARAMETERS:
         count, outputs, inputs = places.whole[f"{experts}.{matrix}.weight"]
         if (second.shape[0], first.shape[1]) == (outputs, inputs) and first.shape[0] % count == 0:
             rank = first.shape[0] // count
@@ -207,7 +209,7 @@ def _expert_pair(
                 (0, outputs),
                 a.contiguous(),
                 b.contiguous(),
-                _lora_scale(config, module, rank),
+                _lora_scale(config, f"{module.removesuffix('.base_layer')}.{_EXPERT_PARAMETERS[matrix]}", rank),
             )
     return (
         f"{module} is of matrices of {second.shape[0]} x {first.shape[1]}, which the experts of this network have not"
@@ -316,7 +318,7 @@ def write(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) 
 
 @dataclass(slots=True)
 class _File:
-    """What is written. sizes: rank and scale of each module. parameters: of experts, which PEFT calls target_parameters.
+    """What is written. sizes: rank and scale of each module, of experts of each parameter. parameters: of experts, which PEFT calls target_parameters.
 
     saved: modules whose parameters are written whole.
     """
@@ -409,17 +411,13 @@ def _write_experts(ours: str, pairs: list[Pair], places: _Places, file: _File) -
         raise CheckpointError(
             f"PEFT's files have gate and up of experts as one matrix: {parts[0].name} cannot be written; adapt linear_fc1"
         )
-    if len({(pair.rank, pair.scale) for pair in pairs}) > 1:
-        raise CheckpointError(
-            f"PEFT's files have one rank and alpha for the matrices of {module}; give linear_fc1 and linear_fc2 the same"
-        )
-    kinds = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
     for place, pair in enumerate(sorted(pairs, key=lambda pair: pair.linear)):
         deeper = ".base_layer" if place + 1 < len(pairs) else ""
         file.tensors[f"{_PREFIX}{module}{deeper}.lora_A.weight"] = pair.first.flatten(0, 1)
         file.tensors[f"{_PREFIX}{module}{deeper}.lora_B.weight"] = pair.second.permute(1, 2, 0).flatten(1)
-        file.parameters.append(f"{module}.{kinds[pair.linear.rpartition('.')[2]]}")
-    file.sizes[module] = pairs[0].rank, pairs[0].scale
+        name = f"{module}.{_EXPERT_PARAMETERS[pair.linear.rpartition('.')[2]]}"
+        file.parameters.append(name)
+        file.sizes[name] = pair.rank, pair.scale
 
 
 def _short_names(modules: list[str], places: _Places) -> list[str]:

@@ -80,15 +80,32 @@ PATTERNS = {
     "alpha_pattern": {"v_proj": 5, "model.layers.0.self_attn.o_proj": 3},
 }
 EXPERTS = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+EXPERT_PATTERNS = {
+    **EXPERTS,
+    "rank_pattern": {"mlp.experts.down_proj": 2},
+    "alpha_pattern": {
+        r"layers\.1\.mlp\.experts\.gate_up_proj": 5,
+        "mlp.experts": 90,
+    },  # the last one matches no parameter
+}
+REGEXES = {
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "rank_pattern": {r"^model\.layers\.1\..*q_proj": 2, r".*\.0\.self_attn\.v_proj": 3},
+    "alpha_pattern": {r"layers\.[01]\.mlp\.down_proj": 9},
+}
 # A network of transformers', and what PEFT adapts of it.
 THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "all linear": ("Llama", SIZES, PATTERNS),
+    "rslora, patterns": ("Llama", SIZES, {**PATTERNS, "use_rslora": True}),
+    "dora, patterns": ("Llama", SIZES, {**PATTERNS, "use_dora": True}),
+    "regexes in patterns": ("Llama", SIZES, REGEXES),
     "regex, rslora": ("Llama", SIZES, {"target_modules": r".*\.layers\.1\..*(q|down)_proj", "use_rslora": True}),
     "dora": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}, {"target_modules": "all-linear", "use_dora": True}),
     "whole parameters": ("Llama", SIZES, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "conv1d": ("GPT2", GPT2, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     "experts": ("Qwen3Moe", SPARSE, EXPERTS),
     "experts and attention": ("Qwen3Moe", SPARSE, {**EXPERTS, "target_modules": ["q_proj", "o_proj"]}),
+    "experts, patterns": ("Qwen3Moe", SPARSE, EXPERT_PATTERNS),
     "one matrix of experts": ("Mixtral", {**SIZES, "num_local_experts": 4}, {**EXPERTS, "target_parameters": ["mlp.experts.down_proj"]}),
     "latent attention": (
         "DeepseekV3",
@@ -105,6 +122,7 @@ OURS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "conv1d": ("GPT2", GPT2, ["--lora-targets", "linear_qkv", "linear_proj"]),
     "a part of a conv1d": ("GPT2", GPT2, ["--lora-targets", "q_proj", "v_proj=2:7"]),
     "experts": ("Qwen3Moe", SPARSE, ["--lora-targets", "q_proj", "linear_fc1", "linear_fc2"]),
+    "experts of two ranks": ("Qwen3Moe", SPARSE, ["--lora-targets", "q_proj", "linear_fc1=2:3", "linear_fc2=3"]),
     "some layers of experts": ("Qwen3Moe", SPARSE, ["--lora-targets", "layers.1.mlp.experts.linear_fc2"]),
     "latent attention": ("DeepseekV3", LATENT, ["--lora-targets", "layers.*.self_attention.*"]),
 }
@@ -238,7 +256,13 @@ def test_an_adapter_of_ours_loads_in_peft(case: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(own), logits_of(trainer))
 
 
-@pytest.mark.parametrize("case", ["all linear", "dora", "conv1d", "whole parameters", "experts"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "all linear", "dora", "conv1d", "whole parameters", "experts", "experts, patterns",
+        *[pytest.param(case, marks=pytest.mark.nightly) for case in ("regex, rslora", "latent attention", "regexes in patterns")],
+    ],
+)  # fmt: skip
 def test_merged_weights_are_pefts(case: str, tmp_path: Path) -> None:
     kind, sizes, settings = THEIRS[case]
     base, folder, out = tmp_path / "base", str(tmp_path / "adapter"), tmp_path / "merged"
