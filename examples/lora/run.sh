@@ -25,8 +25,8 @@ QUESTIONS=("What is the opposite of hot?" "Which day comes after Monday?" "What 
 
 if [ -z "$CHOICE" ]; then
     CHOICE="$PWD/runs/models/SmolLM2-135M-Instruct"
-    if [ ! -e "$CHOICE/config.json" ] && ! "$PYTHON" examples/lora/smollm2.py "$CHOICE"; then
-        echo "a small network is trained in its place"
+    if [ ! -e "$CHOICE/config.json" ] && { [ -n "${HF_HUB_OFFLINE:-}" ] || ! "$PYTHON" examples/lora/smollm2.py "$CHOICE"; }; then
+        echo "SmolLM2-135M-Instruct is not in $CHOICE${HF_HUB_OFFLINE:+, and HF_HUB_OFFLINE is set}: a small network is trained in its place"
         CHOICE=small
     fi
 fi
