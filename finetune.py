@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 
 from megatron.preference.data import data_source, kind_of, with_epochs
 from megatron.preference.step import PreferenceStep
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
@@ -27,7 +27,7 @@ def datasets(run: Run, counts: tuple[int, int | None, int]) -> Datasets:
     return None, None, None
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train."""
     run = initialize_megatron(ARGS)

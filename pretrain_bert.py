@@ -25,7 +25,7 @@ from megatron.core.datasets.sentence_kinds import bert_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.data.bert_loss import pair_loss
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
@@ -61,7 +61,7 @@ def forward_step(
     return output, loss
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets, model, forward_step)

@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses
 from megatron.inference.samples import continuations, read_prompts
 from megatron.training.data.batch import Batch, Loss, LossFunction, language_loss
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
@@ -62,7 +62,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
         positions=batch.positions,
         documents=batch.documents,
         microbatch_context=batch.microbatch_context,
-        ahead=batch.ahead,
+        ahead=batch.future_labels,
     )
 
     def loss(losses: torch.Tensor | MTPLosses) -> Loss:
@@ -91,7 +91,7 @@ def samples(run: Run, template: str | None = None) -> Samples:
     return continued
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)

@@ -15,13 +15,13 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
         defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
 
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from pretrain_gpt import datasets, forward_step, model, samples
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)

@@ -24,7 +24,7 @@ from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.sentence_kinds import t5_kind
 from megatron.core.models.t5 import Message, T5Model
 from megatron.training.data.batch import Batch, Loss, LossFunction, masked_loss
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
@@ -58,7 +58,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: T5Model) -> tuple[to
     return output, loss
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets, model, forward_step)

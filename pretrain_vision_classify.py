@@ -23,7 +23,7 @@ from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.image_folder import image_folder_kind
 from megatron.core.models.vision import VisionModel
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
@@ -57,7 +57,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: VisionModel) -> tupl
     return output, loss
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets, model, forward_step)

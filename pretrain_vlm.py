@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.evaluation.online import online_evaluation
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.samples import continuations, read_questions
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
@@ -45,7 +45,7 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
 def image_prompts(run: Run) -> ImagePrompts:
     """What writes questions as conversations are written in training."""
     data = run.config.data
-    return ImagePrompts.of(run.config.model, run.tokenizer, {**asdict(data.multimodal), **asdict(data.chat)})
+    return ImagePrompts.from_model(run.config.model, run.tokenizer, {**asdict(data.multimodal), **asdict(data.chat)})
 
 
 def benchmark(run: Run, path: str) -> tuple[str, Evaluate]:
@@ -73,7 +73,7 @@ def samples(run: Run) -> Samples:
 
     def answered(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
         answers = continuations(stages, run.tokenizer, questions)
-        right, number = questions.accuracy(answers)
+        right, number = questions.count_correct(answers)
         first = list(zip(questions.texts, answers))[:SHOWN]
         return (
             [*first, ("accuracy", f"{100 * right / number:.2f} % of {number} answers are right")] if number else first
@@ -82,7 +82,7 @@ def samples(run: Run) -> Samples:
     return answered
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples, benchmark=benchmark)

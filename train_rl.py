@@ -20,7 +20,7 @@ from megatron.rl.memory import refuse_too_large
 from megatron.rl.policy_data import PolicySource
 from megatron.rl.policy_step import PolicyStep, policy_model
 from megatron.rl.ray_ranks import RayRanks, job_place
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch.launch_info import train_on
 from megatron.training.loader import Datasets
@@ -33,7 +33,7 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
     return None, None, None
 
 
-@entry
+@run_entry
 def main() -> None:
     """Initialize and train, or generate for the ranks that do."""
     jobs: list[SplitJob] = []
@@ -48,7 +48,7 @@ def main() -> None:
         generate(run, RL, job, read_environments(str(RL.langrl_env_config)))
         return
     for line in remote.plan if remote is not None else ():
-        run.say(line)
+        run.print_rank_0(line)
     refuse_too_large(RL, run)
     source = PolicySource(RL, job)
     pretrain(run, datasets, policy_model(RL), PolicyStep(RL), data_of=source)

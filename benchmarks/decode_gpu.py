@@ -100,7 +100,7 @@ def steps(engine: Engine, rows: int, prompt: int, new: int, words: int) -> Itera
         ids = tuple(torch.randint(0, words - 1, (prompt,), generator=generator).tolist())
         engine.submit(Request(ids, new, Sampling(0.0), ignore_eod=True), lambda event: None)
     device, made = engine.mesh.device, 0
-    while not engine.idle:
+    while not engine.is_idle:
         began = time.perf_counter()
         engine.step()
         if not engine.config.inference_async_scheduling:

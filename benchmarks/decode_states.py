@@ -50,7 +50,7 @@ def step_times(engine: Engine, length: int, tokens: int) -> list[float]:
         Request(prompt, tokens, Sampling(temperature=0.0), ignore_eod=True),
         lambda event: marks.append(time.process_time()),
     )
-    while not engine.idle:
+    while not engine.is_idle:
         engine.step()
     times = [after - before for before, after in zip(marks, marks[1:], strict=False)]
     return times[2:]

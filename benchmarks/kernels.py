@@ -142,7 +142,7 @@ def seconds(passes: dict[str, Callable[[], None]], rounds: int, calls: int, devi
 def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
     """Print the rows of one operation."""
     passes, refused = {}, {}
-    fitting = [(one, one.unfit(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
+    fitting = [(one, one.unsupported_reason(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
     kernels = [(one.name, None if reason else one.call, reason) for one, reason in fitting]
     if options.compile and job.op in PLAIN:
         kernels.append(("compiled", torch.compile(PLAIN[job.op]), ""))
@@ -155,7 +155,11 @@ def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
         if reason:
             refused[name] = reason
     times = seconds(passes, options.rounds, options.calls, need.device)
-    unasked = next(one.name for one in CANDIDATES if one.op == job.op and not one.unfit(need) and not one.unasked(need))
+    unasked = next(
+        one.name
+        for one in CANDIDATES
+        if one.op == job.op and not one.unsupported_reason(need) and not one.unasked(need)
+    )
     for name, timed in times.items():
         took, host = timed.device, f"  host {1e3 * timed.host:8.3f} ms" if need.device == "cuda" else ""
         rate = f"{job.flops / took / 1e12:8.2f} TFLOP/s" if job.flops else f"{job.bytes() / took / 1e9:8.1f} GB/s"

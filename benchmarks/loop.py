@@ -54,7 +54,7 @@ def overhead(steps: int) -> None:
     from megatron.training.initialize import initialize_megatron
 
     inside, whole, data = [0.0], [0.0], [0.0]
-    step.run, step.take = clocked(step.run, inside), clocked(step.take, data)
+    step.run, step.next_batch = clocked(step.run, inside), clocked(step.next_batch, data)
     once = loop.Session._one_iteration
 
     def iteration(self: Any, watch: Any) -> None:

@@ -54,7 +54,7 @@ from megatron.core.pipeline_parallel.schedules import (
     zero_bubble_v,
 )
 from megatron.core.pipeline_parallel.timeline import simulate_plan
-from megatron.core.pipeline_parallel.transfers import script
+from megatron.core.pipeline_parallel.transfers import rank_script
 from megatron.core.tensor_parallel import overlapped_matmul
 from megatron.core.transformer.moe import Experts, MoELayer
 from megatron.core.transformer.passing import ForwardContext
@@ -141,7 +141,7 @@ class Slow(torch.autograd.Function):
             return (torch.zeros_like(weight),)
 
         time.sleep(context.seconds)
-        if wgrad_store is not None and wgrad_store.collects:
+        if wgrad_store is not None and wgrad_store.is_delaying:
             wgrad_store.put([weight], of_weight)
             return gradient, None, None, None
         return gradient, of_weight()[0], None, None
@@ -293,7 +293,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
             there = link is not None and tensor.shape[-1] > 1 and not returning
             if tensor.shape[-1] > 1:
                 returning.append(True)
-            return coming, link.late([work]) if there else work
+            return coming, link.previous_result([work]) if there else work
 
         def slept(self: MoELayer, *arguments: Any) -> Tensor | None:
             time.sleep(STEP)
@@ -357,7 +357,7 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
     plain, other = trainers
     seconds = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(other, Link(delay)))
     # The first forward and the last backward pass have no other beside them; the others hide as much as they compute.
-    pairs = plain.batches.full // plain.batches.unit - 1
+    pairs = plain.batches.final_batch_size // plain.batches.unit - 1
     if flag == "overlap_moe_expert_parallel_comm":
         return seconds, seconds[0] + 4 * layers * delay + pairs * layers * max(0.0, 4 * delay - 6 * STEP)
     # In all backward passes but the last, weights hide a way each, but for those before the first layer's experts.
@@ -376,7 +376,7 @@ class Sleeper:
     wgrad_store: WeightGradStore
     device: torch.device = CPU
 
-    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """A number."""
         return (((1,), torch.float32),)
 
@@ -437,7 +437,7 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
                 executor.run(
-                    script(whole, rank, overlap=overlaps, dual_batch_overlap=name == DUAL_BATCH),
+                    rank_script(whole, rank, overlap=overlaps, dual_batch_overlap=name == DUAL_BATCH),
                     work=work,
                     axis=axis,
                     backward_axis=backward_axis,

@@ -105,7 +105,7 @@ def plan(name: str) -> dict[str, Any]:
         "wall": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
         "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "peak": dry.worst.peak / 2**30,
+        "peak": dry.worst_trace.peak / 2**30,
         "stages": len({trace.place["pp"] for trace in dry.traces}),
     }
 

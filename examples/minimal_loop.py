@@ -98,7 +98,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     config = settings(dist.get_world_size() if dist.is_initialized() else 1)
     device = torch.device("cpu")
-    mesh = Mesh.build(config.parallel, device) if dist.is_initialized() else Mesh.single(device)
+    mesh = Mesh.build(config.parallel, device) if dist.is_initialized() else Mesh.single_process(device)
     run = Run(
         args=argparse.Namespace(),
         config=config,

@@ -167,8 +167,8 @@ def attention(small: bool) -> None:
         for one in CANDIDATES:
             if one.op != "attention" or one.name in ("local", "unfused"):
                 continue
-            if reason := one.unfit(need):
-                results.add("attention", what=name, kernel=one.name, unfit=reason[:80])
+            if reason := one.unsupported_reason(need):
+                results.add("attention", what=name, kernel=one.name, unsupported_reason=reason[:80])
             elif (call := one.call) is not None:
                 attempt("attention", {"what": name, "kernel": one.name}, partial(measure, call, q, k, v))
 

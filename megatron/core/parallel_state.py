@@ -12,7 +12,7 @@ from megatron.core.parallel.mesh import Mesh
 _MESH: Mesh | None = None
 
 
-def install(mesh: Mesh) -> None:
+def set_mesh(mesh: Mesh) -> None:
     """Make this the mesh that the functions below speak of."""
     global _MESH
     _MESH = mesh

@@ -144,7 +144,9 @@ _VQA = {
     "accuracy (official, nine of ten)": _mean_score(lambda answer, one: vision.vqa(answer, one.references)),
     "accuracy (all ten)": _mean_score(lambda answer, one: vision.vqa(answer, one.references, leave_one_out=False)),
 }
-_RELAXED = _mean_score(lambda answer, one: max(vision.relaxed(answer, reference) for reference in one.references))
+_RELAXED = _mean_score(
+    lambda answer, one: max(vision.relaxed_accuracy(answer, reference) for reference in one.references)
+)
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
         "vqav2": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _vqav2),

@@ -32,14 +32,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.datasets.marks import frame
+from megatron.core.datasets.marks import count_added_ids
 from megatron.core.datasets.templates import Template
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer, fingerprint, hash_parts
 from megatron.evaluation.likelihood import BatchSize, Ids, Prompt, Request, continuations, loglikelihoods
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.launch.launch_info import launcher_place, world_size
 
 AUTO_TOKENS = 16384  # of a batch, when its size is chosen here
@@ -144,7 +144,7 @@ class MegatronLM(TemplateLM):
         learned = self.loaded.config.model.rope.position_embedding_type == "learned_absolute"
         if self.max_length < 1 or learned and self.max_length > positions:
             raise ConfigError(f"max_length {self.max_length} is not between 1 and the network's {positions} positions")
-        before, behind = frame(self.ids)
+        before, behind = count_added_ids(self.ids)
         framed = self.ids.tokenize("1")
         self._before, self._behind = framed[:before], framed[len(framed) - behind :]
 
@@ -308,7 +308,7 @@ def cut_at_stop(text: str, until: Sequence[str]) -> str:
     return text
 
 
-@entry
+@run_entry
 def main() -> None:
     """Hand over to lm_eval; ranks after the first report nothing."""
     if launcher_place().rank == 0:

@@ -23,7 +23,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
-from megatron.core.pipeline_parallel.transfers import script
+from megatron.core.pipeline_parallel.transfers import rank_script
 from megatron.core.tensor_parallel.loss import cross_entropy
 from megatron.inference.sampling import Sampling, draw
 from megatron.training.checkpoint.inference_model import InferenceModel
@@ -55,7 +55,7 @@ class BatchSize:
     rows: int
     tokens: int | None = None
 
-    def cut(self, inputs: Sequence[Ids]) -> list[Batch]:
+    def split_into_batches(self, inputs: Sequence[Ids]) -> list[Batch]:
         """Inputs in batches, the longest first."""
         batches: list[list[Ids]] = []
         for ids in sorted(inputs, key=lambda ids: (-len(ids), ids)):
@@ -112,7 +112,7 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
         numbers_of.setdefault(ids, []).append(number)
     axis = loaded.mesh.dp
     results: dict[int, Any] = {}
-    batches = size.cut(list(numbers_of))
+    batches = size.split_into_batches(list(numbers_of))
     mine = (
         batches[axis.rank :: axis.size]
         if loaded.config.parallel.expert_model_parallel_size == 1
@@ -165,7 +165,7 @@ def _score_continuations(
     targets = torch.tensor([token for ids in continuations for token in ids], device=logits.device)
     chosen = logits[torch.tensor(places, device=logits.device), torch.tensor(columns, device=logits.device)]
     axis, true_size = loaded.mesh.tp, loaded.config.model.true_vocab_size
-    right = likeliest(chosen, axis, true_size) == targets
+    right = argmax_ids(chosen, axis, true_size) == targets
     losses = cross_entropy(chosen[:, None], targets[:, None], axis, true_size)[:, 0]
     lengths = [len(ids) for ids in continuations]
     return [
@@ -174,7 +174,7 @@ def _score_continuations(
     ]
 
 
-def likeliest(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
+def argmax_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
     """The id with the largest logit at each place; the first, where several are equal.
 
     logits: [..., v/tp], padded columns included. Returns int64 [...].
@@ -201,7 +201,7 @@ def continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: Ba
         numbers.setdefault(prompt.ids, []).append(number)
     axis = loaded.mesh.dp
     texts: dict[int, Any] = {}
-    batches = size.cut([prompt.ids for prompt in prompts])
+    batches = size.split_into_batches([prompt.ids for prompt in prompts])
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
     mine = places[axis.rank :: axis.size]
     for batch in _progress_bar(loaded, mine, "continuations"):
@@ -258,7 +258,7 @@ class _Pass:
         """Where the network is."""
         return self.loaded.mesh.device
 
-    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """The message of the stage before."""
         batch = self.batches[microbatch]
         chunk = self.loaded.stages[stage // self.loaded.mesh.pp.size]
@@ -298,8 +298,8 @@ def forward_batches(
     """
     axis = loaded.mesh.pp
     if batches:
-        plan = script(
-            forward_only(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.placement), axis.rank
+        plan = rank_script(
+            forward_only(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.stage_placement), axis.rank
         )
         run(plan, work=_Pass(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
 

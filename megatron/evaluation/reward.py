@@ -75,7 +75,7 @@ class RewardModel:
         numbers: dict[Ids, list[int]] = {}
         for number, ids in enumerate(inputs):
             numbers.setdefault(ids, []).append(number)
-        batches, scores = size.cut(list(numbers)), dict[int, float]()
+        batches, scores = size.split_into_batches(list(numbers)), dict[int, float]()
 
         def keep(place: int, values: Tensor) -> None:
             """values: [b, s], at every position."""

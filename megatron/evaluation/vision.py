@@ -58,7 +58,7 @@ def vqa(answer: str, references: Sequence[str], *, leave_one_out: bool = True) -
     return sum(min(1.0, (same - (reference == given)) / 3) for reference in theirs) / len(theirs)
 
 
-def relaxed(answer: str, reference: str) -> float:
+def relaxed_accuracy(answer: str, reference: str) -> float:
     """1 for a number within 5 % of the reference, or an equal text; else 0. A percent sign is left out."""
     numbers = [_parse_number(text) for text in (answer, reference)]
     if numbers[0] is not None and numbers[1]:

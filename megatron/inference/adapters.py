@@ -79,9 +79,9 @@ class ServedLinear(nn.Module):
         result = base + F.linear(low * self.bank.mask(ranks, low), second)
         if lengths is None:
             return result
-        return result * lengths.index_select(0, self.bank.places(numbers, result))[:, None]
+        return result * lengths.index_select(0, self.bank.slots(numbers, result))[:, None]
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merged_weight(self, weight: Tensor) -> Tensor:
         """Return the weight (any shape) alone: an adapter of a layer that is multiplied by its weight is refused when it is loaded."""
         return weight
 
@@ -112,7 +112,7 @@ class AdapterBank:
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._layers = [(int(index), layer) for stage in stages for index, layer in stage.decoder.layers.items()]
 
-    def choose(self, of_token: Tensor | None, numbers: Sequence[int] = ()) -> None:
+    def select_adapters(self, of_token: Tensor | None, numbers: Sequence[int] = ()) -> None:
         """Begin a pass. of_token: the number of each token's adapter, int64 [t]; None: all are of the base. numbers: that occur in it."""
         self.active, self._of_token = tuple(sorted({*numbers} - {0})), of_token
         self._masks, self._places = {}, {}
@@ -126,7 +126,7 @@ class AdapterBank:
         mask = self._masks[ranks]
         return mask if len(mask) == len(low) else self.build.region.scatter_to_sequence(mask)
 
-    def places(self, numbers: tuple[int, ...], result: Tensor) -> Tensor:
+    def slots(self, numbers: tuple[int, ...], result: Tensor) -> Tensor:
         """For each token 1 + the place of its adapter among these numbers, or 0, int64 [t or t/tp]."""
         if numbers not in self._places:
             known = torch.tensor(numbers, device=result.device)

@@ -48,7 +48,7 @@ class BlockAllocator:
         """Unused blocks whose content is still cached."""
         return len(self._cached)
 
-    def needed(self, tokens: int) -> int:
+    def blocks_needed(self, tokens: int) -> int:
         """Blocks for so many tokens."""
         return -(-tokens // self.size)
 
@@ -70,7 +70,7 @@ class BlockAllocator:
         self._reserved[run.start : run.stop] = True
         return run
 
-    def take(self, wish: int = _NOWHERE) -> int:
+    def allocate(self, wish: int = _NOWHERE) -> int:
         """Allocate a block; one must be available. wish: this one if it is unused."""
         if not self._unused[wish]:
             unreserved = (block for block in self._free if not self._reserved[block])
@@ -114,7 +114,7 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
-    def marks(self, ids: Sequence[int], content: bytes = b"") -> list[bytes]:
+    def block_hashes(self, ids: Sequence[int], content: bytes = b"") -> list[bytes]:
         """What stands for each beginning of `ids` that ends with a block: as many as there are full blocks."""
         known = list[bytes]()
         for start in range(0, len(ids) - self.size + 1, self.size):

@@ -126,7 +126,7 @@ class CacheGroup:
         return self.where.tables.shape[0]
 
     @property
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Positions of the new tokens, int64 [b, queries]."""
         return self.where.lengths[:, None] + torch.arange(-self.queries, 0, device=self.where.lengths.device)
 
@@ -163,7 +163,7 @@ class _View:
         ], None
 
 
-def ordered(spans: Sequence[Span]) -> list[list[int]]:
+def group_order(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans, group by group: the order in which their tokens stand in a step."""
     groups: list[list[int]] = []
     for number in sorted(
@@ -196,7 +196,7 @@ class StepCache:
         self._state_slots = states
         self._pool, self._logit_positions, self._filling, self._depth = pool, logit_positions, filling, depth
         self._groups = [one for group, views in groups for one in (views or (group,))]
-        places = [group.places for group, _ in groups]
+        places = [group.positions for group, _ in groups]
         nowhere = [torch.zeros(filling, dtype=torch.int64, device=pool.device)] if filling else []
         new = [group.where.slots(at).reshape(-1) for (group, _), at in zip(groups, places, strict=True)]
         self._new = _concat_outputs([*new, *nowhere])
@@ -277,7 +277,7 @@ def step_cache(
     depth: int = 0,
     states: tuple[StatePool, Sequence[StateGroup]] | None = None,
 ) -> StepCache:
-    """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `ordered`, then padding.
+    """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `group_order`, then padding.
 
     tables: of each group int32 [b, blocks] and [b], as `tables_of` returns them. logit_positions: [positions], the tokens whose
     logits are needed; None: all. states: of layers that have them, and the slots of each group.

@@ -26,7 +26,7 @@ from megatron.core.kernels.paged import BlockTables
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
 from megatron.inference.cache import CacheGroup, KVCache, Span, StepCache, tables_of
-from megatron.inference.states import stateful
+from megatron.inference.states import stateful_mixers
 
 _FEWEST_KEYS = 256  # of a graph
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -34,7 +34,7 @@ GraphShape = tuple[int, int]  # rows, keys
 Awaited = Sequence[tuple[int, int]]
 
 
-def unfit(stages: Sequence[GPTModel]) -> str:
+def unsupported_reason(stages: Sequence[GPTModel]) -> str:
     """Why the passes of these stages cannot be captured; "" if they can."""
     build = stages[0].build
     mesh, moe = build.mesh, build.model.moe
@@ -42,7 +42,7 @@ def unfit(stages: Sequence[GPTModel]) -> str:
         return "there is no GPU"
     if mesh.pp.size * mesh.cp.size > 1:
         return "a copy of the network lies on several pipeline stages"
-    if stateful(stages):
+    if stateful_mixers(stages):
         return "layers keep a state of each text, in slots that change from step to step"
     if moe.num_experts and mesh.ep.size * mesh.etp.size > 1 and moe.moe_token_dispatcher_type != "allgather":
         return (
@@ -90,7 +90,7 @@ class CapturedGraphs:
             self.requested.update(dict.fromkeys(self._capture_sizes()))
 
     @property
-    def captured(self) -> int:
+    def num_captured(self) -> int:
         """How many shapes have been captured."""
         return len(self._kept)
 
@@ -101,7 +101,7 @@ class CapturedGraphs:
         rows = -(-_next_power_of_two(texts, 1) // pieces) * pieces
         return rows, self._most_blocks * self._block_size if whole else _next_power_of_two(keys, _FEWEST_KEYS)
 
-    def find(self, shape: GraphShape, *, on_demand: bool) -> bool:
+    def has_graph(self, shape: GraphShape, *, on_demand: bool) -> bool:
         """Whether a step of this shape can be repeated. on_demand: it is captured now, if it was not."""
         if shape in self._kept:
             self._kept.move_to_end(shape)

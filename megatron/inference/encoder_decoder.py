@@ -181,7 +181,7 @@ class EncoderDecoder:
             waiting=len(self._waiting),
             finished=dict(self._finished),
             generated_tokens=self._made,
-            tokens_per_second=self._throughput.now(),
+            tokens_per_second=self._throughput.current_rate(),
         )
 
     def _replies_of_all(self, requests: Sequence[Request]) -> list[Reply]:
@@ -229,7 +229,7 @@ class EncoderDecoder:
         for place in itertools.count():
             past.step(place + 1)
             logits = self._stage.decode(last, place, message, padding=padding, cache=past)
-            rows = [one.row(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
+            rows = [one.next_input(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
             numbers = [number for number, row in enumerate(rows) if row.num_logits]
             rows = [rows[number] for number in numbers]
             outputs = sample(rows, logits[:, numbers].transpose(0, 1), self._stage.build).collect()
@@ -237,7 +237,7 @@ class EncoderDecoder:
                 numbers, rows, collectives.broadcast_object(outputs, self.mesh.tp), strict=True
             ):
                 texts[number].advance(row)
-                texts[number].take(row, what, time.monotonic())
+                texts[number].append_output(row, what, time.monotonic())
                 texts[number].emit()
             if all(one.reason is not None for one in texts):
                 return

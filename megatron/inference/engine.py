@@ -59,7 +59,7 @@ class Engine:
         records_routes: bool = False,
     ) -> None:
         build = stages[0].build
-        config = engine_setup.recording(config, records_routes)
+        config = engine_setup.recording_settings(config, records_routes)
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
         self.image_prompts: ImagePrompts | None = None  # of a network that reads images, set by who loads it
         refuse([*config.problems(), *engine_setup.problems(stages, config, draft)])
@@ -146,7 +146,7 @@ class Engine:
         self._cancelled.append(ticket)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether there is nothing to do."""
         return not (self._inbox or self._waiting or self._running or self._cancelled)
 
@@ -156,7 +156,7 @@ class Engine:
 
     def capture_ahead(self, say: Callable[[str], None]) -> None:
         """Capture all shapes that are known beforehand, before there are requests. say: is told how far it is."""
-        number, total = 0, self.runner.uncaptured()
+        number, total = 0, self.runner.num_uncaptured()
         while self.capture_next():
             number += 1
             say(f"CUDA graphs: {number} of {total} shapes of a step are captured")
@@ -175,7 +175,7 @@ class Engine:
             return False
         self._in_flight = self._launch_step() if self._can_look_ahead() else None
         self._finish(current)
-        if self._in_flight is not None and not self._in_flight.matters:
+        if self._in_flight is not None and not self._in_flight.has_listeners:
             self._in_flight = None
         self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
         return True
@@ -208,7 +208,7 @@ class Engine:
     def _row(self, one: SequenceState, count: int) -> SequenceInput:
         """The input of a sequence in the next step."""
         states = one.next_states(count, self.allocators[one.replica])
-        return replace(one.row(count, self._after), states=states)
+        return replace(one.next_input(count, self._after), states=states)
 
     def _can_look_ahead(self) -> bool:
         """Whether the next pass can be launched before the tokens of this one are known: each text grows by one, and gets a block if
@@ -220,7 +220,9 @@ class Engine:
         needed = [0] * len(self.allocators)
         for one in self._running:
             blocks = self.allocators[one.replica]
-            needed[one.replica] += max(0, blocks.needed(min(len(one.ids) + 1, one.computed + most)) - len(one.blocks))
+            needed[one.replica] += max(
+                0, blocks.blocks_needed(min(len(one.ids) + 1, one.computed + most)) - len(one.blocks)
+            )
         if any(count > blocks.available for count, blocks in zip(needed, self.allocators, strict=True)):
             return False
         self._take_in()
@@ -319,7 +321,7 @@ class Engine:
             state_bytes=self._state_bytes,
             states_kept=sum(slots.kept for slots in self.slots),
             finished=dict(self._finished),
-            tokens_per_second=self._throughput.now(),
+            tokens_per_second=self._throughput.current_rate(),
             **{
                 name: self._counts[name]
                 for name in (
@@ -375,7 +377,7 @@ class Engine:
         while self._inbox:
             one = self._inbox.popleft()
             self._counts["requests"] += 1
-            if self.adapters.has(one.adapter):
+            if self.adapters.has_adapter(one.adapter):
                 self._waiting.append(one)
             else:
                 one.end("error", f"the adapter {one.request.adapter!r} was unloaded")
@@ -425,15 +427,15 @@ class Engine:
     def _admit(self, one: SequenceState, replica: int, budget: int) -> bool:
         """Admit a waiting request with its cached prefix, if there is room for all of it."""
         blocks = self.allocators[replica]
-        beginning = [] if one.request.prompt_logprobs else blocks.cached_prefix(one.ids, one.root)
+        beginning = [] if one.request.prompt_logprobs else blocks.cached_prefix(one.ids, one.hash_root)
         mark: bytes | None = None
         if self.slots:
-            marks = blocks.marks(one.ids, one.root)[: len(beginning)]
-            reached = self.slots[replica].longest(marks)
+            marks = blocks.block_hashes(one.ids, one.hash_root)[: len(beginning)]
+            reached = self.slots[replica].longest_snapshot(marks)
             blocks.release(beginning[reached:])
             beginning, mark = beginning[:reached], marks[reached - 1] if reached else None
         # One block more for each that runs here, so that a new one does not push out an old one at once.
-        needed = blocks.needed(len(one.ids) + 1) - len(beginning) + self._replica_load(replica)
+        needed = blocks.blocks_needed(len(one.ids) + 1) - len(beginning) + self._replica_load(replica)
         left = len(one.ids) - len(beginning) * blocks.size
         whole = self.config.enable_chunked_prefill or left <= budget
         # Alone it always gets in, since what could never fit was refused: else it might wait for ever.
@@ -451,7 +453,12 @@ class Engine:
     ) -> None:
         """Put a request into the step with as many tokens as the budget allows."""
         count = 0 if one.ends_with_awaited else min(one.num_uncomputed, budget[one.replica])
-        if one.states is not None and one.states.shares and self.config.enable_chunked_prefill and not one.awaited:
+        if (
+            one.states is not None
+            and one.states.takes_snapshots
+            and self.config.enable_chunked_prefill
+            and not one.awaited
+        ):
             count = min(count, one.snapshot_place(self.allocators[one.replica]) - one.computed)
         if one.scores_prompt:
             count = min(count, scored[one.replica])
@@ -465,9 +472,9 @@ class Engine:
     def _allocate_blocks(self, one: SequenceState, tokens: int, chosen: list[tuple[SequenceState, int]]) -> bool:
         """Allocate blocks for so many tokens; preempts the last come if there are none, which may be the request itself."""
         blocks = self.allocators[one.replica]
-        while len(one.blocks) < blocks.needed(tokens):
+        while len(one.blocks) < blocks.blocks_needed(tokens):
             if blocks.available:
-                one.grow(blocks)
+                one.allocate_block(blocks)
                 continue
             last = max(
                 (other for other in self._running if other.replica == one.replica), key=lambda other: other.ticket
@@ -486,13 +493,13 @@ class Engine:
     ) -> None:
         """Append the output of a step to a request."""
         guesses, read = len(one.drafts), len(row.ids) - len(one.drafts)
-        made = one.take(row, output, time.monotonic())
+        made = one.append_output(row, output, time.monotonic())
         self._counts["accepted_tokens"] += max(0, made - 1) if guesses else 0
         self._counts["generated_tokens"] += made
         self._counts["prompt_tokens"] += read if row.start < len(one.request.prompt) else 0
         self._throughput.add(made)
         if one.reason != "error":
-            one.publish(blocks, one.stored if self._draft is None else one.drafted)
+            one.publish(blocks, one.num_cached if self._draft is None else one.drafted)
         if one.reason is not None:
             self._release(one)
 
@@ -514,7 +521,7 @@ class _Pass:
     launched: LaunchedStep
 
     @property
-    def matters(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether anybody waits for its tokens."""
         return any(one.reason is None for shares in self.chosen for one, _ in shares)
 

@@ -17,8 +17,8 @@ from megatron.core.parallel import collectives
 from megatron.core.transformer.build import Build
 from megatron.inference import cuda_graphs
 from megatron.inference.cache import bytes_per_token
-from megatron.inference.model_runner import stored
-from megatron.inference.states import slot_count, state_bytes, stateful
+from megatron.inference.model_runner import stored_layers
+from megatron.inference.states import slot_count, state_bytes, stateful_mixers
 
 _GRAPHS = 16  # shapes of a step
 
@@ -33,14 +33,14 @@ def problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequenc
         )
     if build.model.rope.position_embedding_type == "relative":
         problems.append("text is not generated with --position-embedding-type relative")
-    if stateful(draft):
+    if stateful_mixers(draft):
         problems.append(
             "a draft model whose layers keep a state cannot take back what is not accepted; give one with attention alone"
         )
     if (
         config.num_speculative_tokens
         and not draft
-        and any(stage.mtp is not None and stateful([stage.mtp]) for stage in stages)
+        and any(stage.mtp is not None and stateful_mixers([stage.mtp]) for stage in stages)
     ):
         problems.append(
             "--num-speculative-tokens: layers of multi-token prediction that keep a state cannot take back what is not accepted; leave it out, "
@@ -48,7 +48,7 @@ def problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequenc
         )
     problems += _speculation_problems(build, config, draft)
     graphs = config.inference_dynamic_batching_num_cuda_graphs
-    if graphs and (reason := cuda_graphs.unfit(stages)):
+    if graphs and (reason := cuda_graphs.unsupported_reason(stages)):
         problems.append(f"--inference-dynamic-batching-num-cuda-graphs {graphs} cannot be had: {reason}; leave it out")
     return problems
 
@@ -112,7 +112,7 @@ def paged_attention(build: Build, config: InferenceConfig) -> Callable[..., Tens
 def max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
     """Most shapes of a step that are kept as CUDA graphs: those requested, or a few where that is possible."""
     graphs = config.inference_dynamic_batching_num_cuda_graphs
-    return graphs if graphs is not None else 0 if cuda_graphs.unfit(stages) else _GRAPHS
+    return graphs if graphs is not None else 0 if cuda_graphs.unsupported_reason(stages) else _GRAPHS
 
 
 def snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) -> int | None:
@@ -136,7 +136,7 @@ def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Inferen
     size = config.inference_dynamic_batching_block_size
     mine = 0
     for stages, depths in parts:
-        build, (plans, states) = stages[0].build, stored(stages, depths)
+        build, (plans, states) = stages[0].build, stored_layers(stages, depths)
         mine += bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
     each = max(1, *collectives.gather_objects(mine, build.mesh.world))
     longest = -(-(max_length + config.num_speculative_tokens) // size)
@@ -152,7 +152,7 @@ def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Inferen
     return max(count, longest) + 1
 
 
-def recording(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
+def recording_settings(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
     """The settings of an engine; of one that records the experts of every token, those with which all tokens pass its routers."""
     if not records:
         return config

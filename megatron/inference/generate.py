@@ -19,7 +19,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.tokenize(text) or [tokenizer.eod]
 
 
-def continuation(
+def generate_continuation(
     engine: Engine, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling, ends: bool = True, seed: int = 0
 ) -> list[int]:
     """The tokens after a prompt, at most `num_tokens`. ends: the end of document ends it, and is not given.
@@ -61,12 +61,12 @@ def generate_texts(
                 raise GenerationFailed(reply.problem)
             texts.append(prompt + reply.text)
         else:
-            new = continuation(engine, ids, num_tokens=num_tokens, sampling=sampling, seed=seed)
-            texts.append(prompt + following(tokenizer, ids, new))
+            new = generate_continuation(engine, ids, num_tokens=num_tokens, sampling=sampling, seed=seed)
+            texts.append(prompt + decode_following(tokenizer, ids, new))
     return texts
 
 
-def following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
+def decode_following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
     """The text of new ids, decoded with what stands before, since some tokenizers put a blank between tokens."""
     return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)) :]
 

@@ -19,7 +19,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.image_conversations import SLOT, ConversationWriter
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, tiles
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, tile_image
 from megatron.core.datasets.multimodal import filler_of, slot_writer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.step_input import PromptImages
@@ -40,7 +40,7 @@ class ImagePrompts:
     )  # tiles of the files that came last, by their hash
 
     @staticmethod
-    def of(
+    def from_model(
         model: ModelConfig, tokenizer: Tokenizer, settings: Mapping[str, Any], format: str | None = None
     ) -> ImagePrompts:
         """As the network was trained. settings: of its checkpoint. format: how conversations are written, if another."""
@@ -49,7 +49,9 @@ class ImagePrompts:
         writer = ConversationWriter(
             encoder, slot_writer(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
         )
-        return ImagePrompts(writer, ImageOptions.of(model, data), model.vision.rows, filler_of(model, tokenizer))
+        return ImagePrompts(
+            writer, ImageOptions.from_config(model, data), model.vision.rows, filler_of(model, tokenizer)
+        )
 
     def write(
         self, messages: Sequence[Mapping[str, Any]], files: Sequence[bytes]
@@ -74,7 +76,7 @@ class ImagePrompts:
             raise ImageError(f"it has more than {self.options.max_bytes} bytes")
         key = hashlib.blake2b(file, digest_size=16).digest()
         cached = self.cache.pop(key, None)
-        result = tiles(decode(file, self.options), self.options) if cached is None else cached
+        result = tile_image(decode(file, self.options), self.options) if cached is None else cached
         self.cache[key] = result
         while len(self.cache) > KEPT_FILES:
             self.cache.popitem(last=False)

@@ -25,9 +25,9 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
-from megatron.core.pipeline_parallel.transfers import Script, script
+from megatron.core.pipeline_parallel.transfers import Script, rank_script
 from megatron.inference.adapters import AdapterBank
-from megatron.inference.cache import KVCache, bytes_per_token, ordered, step_cache, tables_of
+from megatron.inference.cache import KVCache, bytes_per_token, group_order, step_cache, tables_of
 from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, fill_in
 from megatron.inference.routes import RouteRecorder, Routes, with_routes
 from megatron.inference.sampled_tokens import SampledTokens, sample
@@ -50,7 +50,7 @@ class WeightsChange:
     """All ranks are to forget the images that they have encoded."""
 
 
-def stored(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
+def stored_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
     """(layers whose keys and values this rank stores, hidden states stored per token), with so many depths of multi-token prediction."""
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
@@ -85,7 +85,7 @@ class CachedNetwork:
         self.build, self.mesh = build, build.mesh
         self.adapters = AdapterBank(stages)
         self.state_pool: StatePool | None = None
-        self.plans, states = stored(stages, depths)
+        self.plans, states = stored_layers(stages, depths)
         self.pool = KVCache(
             build.model,
             self.plans,
@@ -164,7 +164,7 @@ class CachedNetwork:
             shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
             steps = [_Step(self, replicas[self.mesh.dp.rank], self._padded_length(replicas)) for replicas in shared]
             if parts not in self._scripts:
-                self._scripts[parts] = script(
+                self._scripts[parts] = rank_script(
                     forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
                 )
             run(self._scripts[parts], work=_Work(self, steps), axis=axis, backward_axis=self.mesh.pp_backward)
@@ -191,9 +191,9 @@ class CachedNetwork:
         plain = [len(row.ids) == row.num_sampled == 1 and not row.adapter and row.images is None for row in rows]
         if not plain or not all(plain):
             return None
-        self.adapters.choose(None)
+        self.adapters.select_adapters(None)
         shape = graphs.shape(max(map(len, together)), max(row.span.keys for row in rows))
-        return shape if graphs.find(shape, on_demand=on_demand) else None
+        return shape if graphs.has_graph(shape, on_demand=on_demand) else None
 
     def run(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SequenceOutput]:
         """`launch`, and the outputs, when they are there: on the first tensor rank of the last stage, else none."""
@@ -203,14 +203,14 @@ class CachedNetwork:
             outputs[part :: len(parts)] = sampled.collect()
         return outputs
 
-    def look(self, rows_of_all: Sequence[Sequence[SequenceInput]], depth: int) -> list[SequenceOutput]:
+    def run_mtp_depth(self, rows_of_all: Sequence[Sequence[SequenceInput]], depth: int) -> list[SequenceOutput]:
         """Run the rows of this rank's replica through one depth of multi-token prediction; outputs as those of `run`."""
         stage = self.stages[-1]
         if stage.mtp is None:
             assert not stage.stage.has_output, "the stage that predicts has what predicts ahead"
             return []
         step = _Step(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
-        self.adapters.choose(None)  # what is proposed is verified with them
+        self.adapters.select_adapters(None)  # what is proposed is verified with them
         _, logits = stage.predict_depth(depth, step.cache.states(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
             step.sample(self, logits)
@@ -229,7 +229,7 @@ class _Step:
 
     def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
         spans = [row.span for row in rows]
-        groups = ordered(spans)
+        groups = group_order(spans)
         self.order = [number for group in groups for number in group]
         self.rows = [rows[number] for number in self.order]
         ids = [token for row in self.rows for token in row.ids]
@@ -308,7 +308,7 @@ class _Work:
         """Where the network is."""
         return self.network.mesh.device
 
-    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """The message of the stage before."""
         chunk = self.network.stages[stage // self.network.mesh.pp.size]
         return (chunk.message_shape(1, self.steps[microbatch].length),) * chunk.states
@@ -316,14 +316,14 @@ class _Work:
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one microbatch."""
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
-        self.network.adapters.choose(step.of_token, step.adapters)
+        self.network.adapters.select_adapters(step.of_token, step.adapters)
         ids = self.network.with_images(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
         recorder = self.network.recorder
         if recorder is not None:
             recorder.start(chunk)
         output = chunk(ids=ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache)
         if recorder is not None:
-            recorder.take(chunk, microbatch, step.length)
+            recorder.store(chunk, microbatch, step.length)
         if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
         if len(step.logit_positions):
@@ -386,8 +386,8 @@ class ModelRunner:
                 network = self.networks[step.network]
             if network.recorder is not None:
                 routes = network.routes
-                return LaunchedStep(sampled.places(), lambda: [with_routes(sampled.collect(), [routes])])
-            return LaunchedStep(sampled.places(), lambda: [sampled.collect()])
+                return LaunchedStep(sampled.first_token_indices(), lambda: [with_routes(sampled.collect(), [routes])])
+            return LaunchedStep(sampled.first_token_indices(), lambda: [sampled.collect()])
         outputs = self._run_step(step)
         return LaunchedStep([], lambda: outputs)
 
@@ -403,7 +403,7 @@ class ModelRunner:
             elif step.rows:
                 self._run_step(step)
 
-    def change(self, change: AdapterChange) -> None:
+    def change_adapter(self, change: AdapterChange) -> None:
         """On the leader: give all ranks an adapter of the network, or take it from them."""
         collectives.broadcast_object(change, self.mesh.world)
         self.networks[0].adapters.put(change.number, change.adapters)
@@ -417,7 +417,7 @@ class ModelRunner:
         for network in self.networks:
             network.forget_images()
 
-    def uncaptured(self) -> int:
+    def num_uncaptured(self) -> int:
         """On the leader: how many shapes of a step wait to be captured."""
         return sum(len(one.captured_graphs.requested) for one in self.networks if one.captured_graphs is not None)
 
@@ -434,7 +434,7 @@ class ModelRunner:
     def _capture_graphs(self, step: StepInput) -> None:
         graphs = self.networks[step.network].captured_graphs
         assert graphs is not None and step.capture is not None, "what is captured was asked for"
-        self.networks[step.network].adapters.choose(None)
+        self.networks[step.network].adapters.select_adapters(None)
         with self._grad_mode():
             graphs.capture(step.capture)
 
@@ -450,7 +450,9 @@ class ModelRunner:
         network = self.networks[step.network]
         with self._grad_mode():
             outputs = (
-                network.look(step.rows, step.depth) if step.depth else network.run(step.rows, on_demand=step.on_demand)
+                network.run_mtp_depth(step.rows, step.depth)
+                if step.depth
+                else network.run(step.rows, on_demand=step.on_demand)
             )
         speaks = network.stages[-1].stage.has_output and self.mesh.tp.is_first and self.mesh.cp.is_first
         everyone = collectives.gather_objects((self.mesh.dp.rank, outputs) if speaks else None, self.mesh.world)

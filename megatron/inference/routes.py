@@ -32,7 +32,7 @@ class RouteRecorder:
         for router in self._routers[id(stage)]:
             router.observed = []
 
-    def take(self, stage: GPTModel, microbatch: int, length: int) -> None:
+    def store(self, stage: GPTModel, microbatch: int, length: int) -> None:
         """Keep what was noted of a microbatch of so many tokens, from all tensor ranks."""
         kept = self.passes.setdefault(microbatch, {})
         for router in self._routers[id(stage)]:

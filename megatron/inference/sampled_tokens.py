@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
 from megatron.core.transformer.build import Build
-from megatron.inference.sampling import Sampling, penalized, pick, uniform
+from megatron.inference.sampling import Sampling, apply_repetition_penalty, sample_at, uniform
 from megatron.inference.step_input import SamplingState, SequenceInput, SequenceOutput
 
 
@@ -38,7 +38,7 @@ class SampledTokens:
         tensors = [self.tokens, *(() if scores is None else (scores,)), *(best or ())]
         self._coming = devices.Download(tensors, self.tokens.device)
 
-    def places(self) -> list[int]:
+    def first_token_indices(self) -> list[int]:
         """For each of the caller's rows, the number of its first sampled token."""
         result, start = [0] * len(self._rows), 0
         for number, row in zip(self._order, self._rows, strict=True):
@@ -98,7 +98,7 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
         for place in range(first, start + row.num_logits):
             assert row.sampling_state is not None, "a row that picks tokens says how"
             step = place - first
-            settings.append(row.sampling_state.sampling.at(row.sampling_state.first + step))
+            settings.append(row.sampling_state.sampling.for_token(row.sampling_state.first + step))
             numbers.append(
                 0.0 if settings[-1].is_greedy else uniform(row.sampling_state.seed, row.sampling_state.first + step)
             )
@@ -116,7 +116,7 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
             _upload_indices([place for place, _ in changed], logits.device),
             torch.stack([scores for _, scores in changed]),
         )
-    return pick(chosen, settings, numbers)
+    return sample_at(chosen, settings, numbers)
 
 
 def _upload_indices(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -134,7 +134,7 @@ def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequ
         return None
     if penalty != 1.0:
         seen = sorted({*sampling_state.seen, *before[len(before) - step :]})
-        logits = penalized(logits, torch.tensor(seen, device=logits.device), penalty)
+        logits = apply_repetition_penalty(logits, torch.tensor(seen, device=logits.device), penalty)
     return logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), float("-inf"))
 
 

@@ -50,7 +50,7 @@ class Prompts:
     stop_ids: Ids = ()
     stop_words: tuple[str, ...] = ()
 
-    def accuracy(self, answers: Sequence[str]) -> tuple[int, int]:
+    def count_correct(self, answers: Sequence[str]) -> tuple[int, int]:
         """How many answers are one of their references, up to case and space at the ends, and how many have some."""
         scored = [pair for pair in zip(answers, self.references) if pair[1]]
         right = sum(answer.strip().lower() in [one.strip().lower() for one in given] for answer, given in scored)

@@ -69,7 +69,7 @@ class Sampling:
         """Whether nothing is drawn."""
         return self.temperature == 0.0 or self.top_k == 1
 
-    def at(self, number: int) -> Sampling:
+    def for_token(self, number: int) -> Sampling:
         """The settings of a request's token of that number, counted from 0."""
         if not self.top_p_decay:
             return self
@@ -104,7 +104,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return probabilities
 
 
-def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """logits with those of tokens that were seen made less likely. logits: [v]; seen: ids."""
     scores = logits[seen]
     return logits.index_copy(0, seen, torch.where(scores > 0, scores / penalty, scores * penalty))
@@ -118,7 +118,7 @@ def uniform(seed: int, number: int) -> float:
     ) * 2.0**-52  # so far below 1 that no product rounds up to 1
 
 
-def pick(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float]) -> Tensor:
+def sample_at(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float]) -> Tensor:
     """The token of each row where its number falls; -1 where logits are no numbers.
 
     logits: [w, v] after penalties; numbers: [w] in [0, 1). Returns [w].

@@ -47,7 +47,7 @@ class SequenceState:
         self.in_flight, self.awaited, self.place = 0, False, 0
         self.reason: Reason | None = None
         self.adapter = adapter
-        self._published, self._content = 0, self.root
+        self._published, self._content = 0, self.hash_root
         self._text = Detokenizer(tokenizer, request.prompt, request.stop_words, keep_stop=request.keep_stop)
         self._prompt_scores: list[Token] = []
         self._tokens: list[Token] = []
@@ -59,7 +59,7 @@ class SequenceState:
         self._first: float | None = None
 
     @property
-    def root(self) -> bytes:
+    def hash_root(self) -> bytes:
         """What stands for everything before its first token in the hashes of its blocks: keys of another adapter are others, and so are
         those of other images at the same ids.
         """
@@ -88,7 +88,7 @@ class SequenceState:
         return sampling.repetition_penalty == 1.0 and self.request.newline_after_colon and not self.scores_prompt
 
     @property
-    def stored(self) -> int:
+    def num_cached(self) -> int:
         """Tokens whose keys and values are computed by steps that were taken."""
         return self.computed - self.in_flight
 
@@ -112,7 +112,7 @@ class SequenceState:
             () if self.request.newline_after_colon else tuple(after),
         )
 
-    def row(self, count: int, after: Sequence[tuple[int, int]]) -> SequenceInput:
+    def next_input(self, count: int, after: Sequence[tuple[int, int]]) -> SequenceInput:
         """The input of the next step: `count` tokens and the draft tokens. after: banned (id, next id) pairs."""
         ids = tuple(self.ids[self.computed : self.computed + count]) or (0,) * count  # one that is awaited
         ends = count == self.num_uncomputed
@@ -147,8 +147,8 @@ class SequenceState:
         if self.states is None:
             return StateSlots()
         end = self.computed + count
-        at_snapshot = self.states.shares and not self.awaited and end == self.snapshot_place(blocks)
-        mark = blocks.marks(self.ids[:end], self.root)[-1] if at_snapshot else None
+        at_snapshot = self.states.takes_snapshots and not self.awaited and end == self.snapshot_place(blocks)
+        mark = blocks.block_hashes(self.ids[:end], self.hash_root)[-1] if at_snapshot else None
         return self.states.step(len(self.drafts), mark)
 
     def snapshot_place(self, blocks: BlockAllocator) -> int:
@@ -165,16 +165,16 @@ class SequenceState:
     def admit(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
         """Start or resume, with a cached prefix in the blocks `beginning`."""
         self.replica, self.blocks = replica, beginning
-        longest = blocks.needed(len(self.request.prompt) + self.request.num_tokens)
+        longest = blocks.blocks_needed(len(self.request.prompt) + self.request.num_tokens)
         self.reserved = blocks.reserve(longest - len(beginning), beginning)
         self.computed = self.drafted = len(beginning) * blocks.size
         if self._admitted is None:
             self._admitted, self._cached = time.monotonic(), self.computed
 
-    def grow(self, blocks: BlockAllocator) -> None:
+    def allocate_block(self, blocks: BlockAllocator) -> None:
         """Allocate one more block: the next reserved one, or any."""
         following = self.blocks[-1] + 1 if self.blocks else self.reserved.start
-        self.blocks.append(blocks.take(following) if following in self.reserved else blocks.take())
+        self.blocks.append(blocks.allocate(following) if following in self.reserved else blocks.allocate())
 
     def release_blocks(self, blocks: BlockAllocator) -> None:
         """Release all blocks and reservations, and the slots of states."""
@@ -189,18 +189,18 @@ class SequenceState:
         self.release_blocks(blocks)
         assert not self.in_flight, "nobody is asked to wait while a step computes its tokens"
         self.computed, self.drafted, self.drafts = 0, 0, ()
-        self._published, self._content = 0, self.root
+        self._published, self._content = 0, self.hash_root
         if self.scores_prompt:
             self._prompt_scores.clear()
 
-    def take(self, row: SequenceInput, output: SequenceOutput, now: float) -> int:
+    def append_output(self, row: SequenceInput, output: SequenceOutput, now: float) -> int:
         """Append the output of a step; returns the number of new tokens."""
         count = len(row.ids) - len(self.drafts)
         drafts, self.drafts = self.drafts, ()
         self.in_flight -= count
         self.awaited = self.in_flight > 0 and self.awaited
         if self.states is not None and not drafts:
-            self.states.taken(0)
+            self.states.after_pass(0)
         self._routes[row.start :] = output.routes[:count]
         tokens = [Token(token, *_scores_at(output, place)) for place, token in enumerate(output.ids)]
         self._prompt_scores += tokens[: len(row.targets)]
@@ -212,12 +212,12 @@ class SequenceState:
             accepted = self._accept_drafts(tokens[len(row.targets) :], drafts, now)
             self.computed += max(0, accepted - 1)
             if self.states is not None and drafts:
-                self.states.taken(max(0, accepted - 1))
+                self.states.after_pass(max(0, accepted - 1))
         self.drafted = min(self.drafted, self.computed)
         return accepted
 
     def publish(self, blocks: BlockAllocator, stored: int) -> None:
-        """Offer the full blocks of the first `stored` tokens to other sequences (prefix caching)."""
+        """Offer the full blocks of the first `num_cached` tokens to other sequences (prefix caching)."""
         if stored // blocks.size > self._published:
             self._content = blocks.publish(self.blocks, self.ids[:stored], known=self._published, content=self._content)
             self._published = stored // blocks.size

@@ -42,7 +42,7 @@ class ServedAdapters:
             raise ConfigError(f"there is no adapter {name[:100]!r}; load it first")
         return self._numbers[name] if name else 0
 
-    def has(self, number: int) -> bool:
+    def has_adapter(self, number: int) -> bool:
         """Whether all ranks have the adapter of a number; of the base they always do."""
         return number == 0 or number in self._retired or number in self._numbers.values()
 
@@ -55,7 +55,7 @@ class ServedAdapters:
             raise CheckpointError(f"{adapters.where} cannot be served", problems)
         demand_fit(adapters, self._model)
         number = next(self._serial)
-        self._runner.change(AdapterChange(number, adapters))
+        self._runner.change_adapter(AdapterChange(number, adapters))
         self._numbers = {**self._numbers, name: number}  # anew, since other threads read it
 
     def unload(self, name: str) -> None:
@@ -69,7 +69,7 @@ class ServedAdapters:
             return
         for number in sorted(self._retired - set(used)):
             self._retired.remove(number)
-            self._runner.change(AdapterChange(number, None))
+            self._runner.change_adapter(AdapterChange(number, None))
 
     def _name_problems(self, name: str) -> Iterator[str]:
         if not name or len(name) > 100 or not name.isprintable():

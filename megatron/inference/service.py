@@ -129,7 +129,7 @@ class Service:
         self.engine.cancel(ticket)
         self._news.set()
 
-    def call(self, work: Callable[[], T]) -> T:
+    def run_between_steps(self, work: Callable[[], T]) -> T:
         """Run a function between steps, in the thread that steps; returns what it does, or raises it. Raises `Stopped` as `submit` does."""
         result: Future[T] = Future()
 
@@ -146,7 +146,7 @@ class Service:
         self._news.set()
         return result.result()
 
-    def ask(self, requests: Sequence[Request]) -> list[Reply]:
+    def submit_and_wait(self, requests: Sequence[Request]) -> list[Reply]:
         """Submit these requests and wait for all replies, in their order."""
         streams = [self.submit(request) for request in requests]
         return [stream.reply() for stream in streams]
@@ -158,11 +158,11 @@ class Service:
         end = None if seconds is None else time.monotonic() + seconds
         while (
             self._thread.is_alive()
-            and not (self.engine.idle or self.failure)
+            and not (self.engine.is_idle or self.failure)
             and (end is None or time.monotonic() < end)
         ):
             time.sleep(0.01)
-        return self.engine.idle
+        return self.engine.is_idle
 
     def stop(self) -> None:
         """Accept no more requests, cancel the running ones, end `follow` on the other ranks, and wait for the thread."""

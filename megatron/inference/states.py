@@ -38,14 +38,14 @@ class StateSlots:
     snapshot: int = NOWHERE
 
 
-def stateful(stages: Iterable[nn.Module]) -> list[StatefulMixer]:
+def stateful_mixers(stages: Iterable[nn.Module]) -> list[StatefulMixer]:
     """The mixers of these stages that keep a state, in order."""
     return [module for stage in stages for module in stage.modules() if isinstance(module, (MambaMixer, GatedDeltaNet))]
 
 
 def state_bytes(stages: Iterable[nn.Module]) -> int:
     """Bytes of the states of one text on this rank."""
-    first = [mixer.first_state(1) for mixer in stateful(stages)]
+    first = [mixer.first_state(1) for mixer in stateful_mixers(stages)]
     return sum(part.numel() * part.element_size() for state in first for part in (state.conv, state.scan))
 
 
@@ -59,7 +59,7 @@ class StatePool:
 
     def __init__(self, stages: Iterable[nn.Module], slots: int) -> None:
         self._states: dict[StatefulMixer, tuple[Tensor, Tensor]] = {}
-        for mixer in stateful(stages):
+        for mixer in stateful_mixers(stages):
             first = mixer.first_state(1)
             self._states[mixer] = tuple(  # type: ignore[assignment]
                 part.new_zeros((slots, *part.shape[1:])) for part in (first.conv.transpose(0, 1), first.scan)
@@ -164,7 +164,7 @@ class SlotAllocator:
         """How many snapshots there are."""
         return len(self._snapshots)
 
-    def take(self) -> tuple[int, ...]:
+    def allocate(self) -> tuple[int, ...]:
         """The slots of a text that begins to run."""
         return self._free.pop()
 
@@ -172,17 +172,17 @@ class SlotAllocator:
         """Give a text's slots back."""
         self._free.append(slots)
 
-    def longest(self, marks: Sequence[bytes]) -> int:
+    def longest_snapshot(self, marks: Sequence[bytes]) -> int:
         """How many of these beginnings, each one block longer than the one before, there are up to the longest with a snapshot."""
         return next((count for count in range(len(marks), 0, -1) if marks[count - 1] in self._snapshots), 0)
 
-    def pin(self, mark: bytes) -> int:
+    def pin_snapshot(self, mark: bytes) -> int:
         """The slot of a snapshot, which stays until it is unpinned."""
         self._snapshots.move_to_end(mark)
         self._pinned[mark] = self._pinned.get(mark, 0) + 1
         return self._snapshots[mark]
 
-    def unpin(self, mark: bytes) -> None:
+    def unpin_snapshot(self, mark: bytes) -> None:
         """The snapshot may go."""
         self._pinned[mark] -= 1
         if not self._pinned[mark]:
@@ -199,14 +199,14 @@ class SlotAllocator:
             self._blank.append(self._snapshots.pop(oldest))
         return self._blank.pop()
 
-    def keep(self, mark: bytes, slot: int) -> None:
+    def store_snapshot(self, mark: bytes, slot: int) -> None:
         """A snapshot has been written."""
         if mark in self._snapshots:
             self._blank.append(slot)
         else:
             self._snapshots[mark] = slot
 
-    def drop(self, slot: int) -> None:
+    def discard_slot(self, slot: int) -> None:
         """Give back a slot for a snapshot that was not written."""
         self._blank.append(slot)
 
@@ -227,12 +227,12 @@ class TextStates:
     """The slots of one running text. beginning: the mark of the snapshot that it goes on from; None: it begins."""
 
     def __init__(self, slots: SlotAllocator, beginning: bytes | None) -> None:
-        self._slots, self._own, self._pinned = slots, slots.take(), beginning
-        self._read = BLANK if beginning is None else slots.pin(beginning)
+        self._slots, self._own, self._pinned = slots, slots.allocate(), beginning
+        self._read = BLANK if beginning is None else slots.pin_snapshot(beginning)
         self._pending = deque[tuple[bytes, int] | None]()  # snapshots of the steps that have not been taken
 
     @property
-    def shares(self) -> bool:
+    def takes_snapshots(self) -> bool:
         """Whether snapshots are taken."""
         return self._slots.shares
 
@@ -244,13 +244,13 @@ class TextStates:
         self._read = self._own[0]
         return result
 
-    def taken(self, accepted: int) -> None:
+    def after_pass(self, accepted: int) -> None:
         """A pass is done. accepted: of its draft tokens."""
         if accepted:
             self._read = self._own[accepted]
         self._unpin()
         if (snapshot := self._pending.popleft()) is not None:
-            self._slots.keep(*snapshot)
+            self._slots.store_snapshot(*snapshot)
 
     def release(self) -> None:
         """Give all slots back."""
@@ -258,10 +258,10 @@ class TextStates:
         self._slots.release(self._own)
         for snapshot in self._pending:
             if snapshot is not None:
-                self._slots.drop(snapshot[1])
+                self._slots.discard_slot(snapshot[1])
         self._pending.clear()
 
     def _unpin(self) -> None:
         if self._pinned is not None:
-            self._slots.unpin(self._pinned)
+            self._slots.unpin_snapshot(self._pinned)
             self._pinned = None

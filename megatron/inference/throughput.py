@@ -21,7 +21,7 @@ class ThroughputMeter:
         self._rate = self._rate * math.exp((self._last - now) / _RATE_SECONDS) + count / _RATE_SECONDS
         self._last = now
 
-    def now(self) -> float:
+    def current_rate(self) -> float:
         """The rate at this moment."""
         now = time.monotonic()
         seen = 1.0 - math.exp((self._begun - now) / _RATE_SECONDS)  # of the time that counts, how much there has been

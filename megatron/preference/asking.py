@@ -31,14 +31,17 @@ def logprobs(trainer: Trainer, network: Trainer, batches: Sequence[Batch]) -> li
         with evaluation_mode(trainer) if trainer.stages[0].training else nullcontext():
             work = StepWork(network, iter(batches), len(batches), training=False)
             execute(
-                trainer.script(len(batches), training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward
+                trainer.pipeline_script(len(batches), training=False),
+                work=work,
+                axis=mesh.pp,
+                backward_axis=mesh.pp_backward,
             )
         return step.collected
     finally:
         step.collected, network.loss_names = None, names
 
 
-def mismatched(batch: Batch, context: Axis) -> Batch:
+def mismatched_batch(batch: Batch, context: Axis) -> Batch:
     """The microbatch of mismatched answers that belongs to one of kto. A sample that only fills up an evaluation has none."""
     if batch.tokens is None or batch.loss_mask is None:
         return batch

@@ -21,7 +21,7 @@ from megatron.core.datasets.kinds import gpt_kind
 from megatron.core.datasets.samples import DatasetKind
 from megatron.core.parallel import collectives
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.asking import logprobs, mismatched
+from megatron.preference.asking import logprobs, mismatched_batch
 from megatron.preference.dataset import PreferenceKind
 from megatron.preference.reference_cache import referenced_rows
 from megatron.preference.settings import PreferenceConfig, reference_folder
@@ -51,7 +51,7 @@ def with_epochs(run: Run, config: PreferenceConfig, kind: DatasetKind) -> Run:
         samples = 0
     samples = collectives.broadcast_object(samples, run.mesh.world)
     iterations = max(1, math.ceil(config.finetune_epochs * samples / train.global_batch_size))
-    run.say(
+    run.print_rank_0(
         f"--finetune-epochs {config.finetune_epochs:g}: {samples} samples an epoch, {train.global_batch_size} a step: "
         f"{iterations} iterations"
     )
@@ -80,7 +80,7 @@ class ReferencedBatches:
         if self._config.has_reference and not is_cached:
             batches = _with(batches, "reference", self._reference_logprobs(batches))
         if self._config.finetune_task == "kto":
-            others = [mismatched(batch, self._trainer.run.mesh.cp) for batch in batches]
+            others = [mismatched_batch(batch, self._trainer.run.mesh.cp) for batch in batches]
             if not is_cached:
                 others = _with(others, "reference", self._reference_logprobs(others))
             divergence = self._divergence(others, logprobs(self._trainer, self._trainer, others))
@@ -88,7 +88,7 @@ class ReferencedBatches:
         self._batches = iter(batches)
         return num_microbatches
 
-    def figures(self) -> Mapping[str, tuple[float, float]]:
+    def batch_metrics(self) -> Mapping[str, tuple[float, float]]:
         """Nothing beside what the loss reports."""
         return {}
 

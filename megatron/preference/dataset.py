@@ -146,7 +146,7 @@ class PreferenceDataset:
         pack = self._order[index]
         return self._planned[self._packs[pack] : self._packs[pack + 1]].tolist()
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Which rows stand in the index-th sample: a span for each answer."""
         spans, at = [], 0
         for place in self._places(index):
@@ -164,7 +164,7 @@ class PreferenceDataset:
             for which in range(len(self._rows[place].answers))
         ]
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples with this row, in rising order, int64 [samples]."""
         places = np.flatnonzero(self._first + self._planned == document)
         return np.flatnonzero(np.isin(self._order, np.searchsorted(self._packs, places, side="right") - 1))
@@ -261,7 +261,7 @@ class PreferenceKind:
         """The number of rows."""
         return len(source.rows)
 
-    def fits(self, source: RowSource, part: range) -> bool:
+    def has_sample(self, source: RowSource, part: range) -> bool:
         """Whether there is a row."""
         return len(part) > 0
 

@@ -28,7 +28,7 @@ from megatron.core.datasets.paths import plan_splits
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.asking import logprobs, mismatched
+from megatron.preference.asking import logprobs, mismatched_batch
 from megatron.preference.dataset import PreferenceDataset, PreferenceKind, RowSource
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.adapters import source_hash
@@ -76,9 +76,11 @@ def referenced_rows(
             values = _computed(trainer, loaded[0], kind, source)
             if run.mesh.world.is_first:
                 _write(file, values, identity)
-            run.say(f"the reference's log-probabilities of {values.shape[0]} rows of {prefix} are kept in {file}")
+            run.print_rank_0(
+                f"the reference's log-probabilities of {values.shape[0]} rows of {prefix} are kept in {file}"
+            )
         else:
-            run.say(f"{file}: the reference's log-probabilities of {values.shape[0]} rows of {prefix}")
+            run.print_rank_0(f"{file}: the reference's log-probabilities of {values.shape[0]} rows of {prefix}")
         kind.opened[prefix] = RowSource(source.prefix, source.rows, values)
 
 
@@ -158,7 +160,7 @@ def _computed(trainer: Trainer, reference: Trainer | None, kind: PreferenceKind,
     sums: dict[tuple[int, int], float] = defaultdict(float)
     for _ in range(rounds):
         mine = [next(batches) for _ in range(train.global_batch_size // (train.micro_batch_size * mesh.dp.size))]
-        requested = [mine] if task == "dpo" else [mine, [mismatched(batch, mesh.cp) for batch in mine]]
+        requested = [mine] if task == "dpo" else [mine, [mismatched_batch(batch, mesh.cp) for batch in mine]]
         for first, part in enumerate(requested):
             with nullcontext() if reference is not None else without_adapters(*trainer.stages):
                 result = logprobs(trainer, reference or trainer, part)

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import frame
+from megatron.core.datasets.marks import count_added_ids
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.preference.settings import Task
 
@@ -134,7 +134,7 @@ class RowReader:
     def _joined(self, prompt: str, answer: str) -> np.ndarray:
         """Prompt and answer as one text where that leaves the ids of the prompt as they are; else each by itself."""
         if self._frame is None:
-            self._frame = frame(self.tokenizer)
+            self._frame = count_added_ids(self.tokenizer)
         before, after = self._frame
 
         def ids_of(text: str) -> list[int]:

@@ -72,14 +72,14 @@ class Answers:
         whole = collectives.identity_then_reduce(collectives.reduce_then_identity(local, self._context), self._context)
         return tuple(whole[:, which :: self._each][self._here] for which in range(self._each))
 
-    def given(self, name: str) -> tuple[Tensor, ...]:
+    def sample_values(self, name: str) -> tuple[Tensor, ...]:
         """The same of what the samples hold by this name, [n] for each document of a row."""
         return self.sums(self._extras[name].to(self._dtype))
 
-    def scores(self, token_losses: Tensor, *, reference: bool) -> tuple[AnswerScores, ...]:
+    def answer_scores(self, token_losses: Tensor, *, reference: bool) -> tuple[AnswerScores, ...]:
         """What a loss is made of, for each document of a row. token_losses: [b, s], minus the log-probabilities of the labels."""
         logprobs, tokens = self.sums(-token_losses), self.sums(torch.ones_like(self._mask))
-        references = self.given("reference") if reference else tuple(map(torch.zeros_like, logprobs))
+        references = self.sample_values("reference") if reference else tuple(map(torch.zeros_like, logprobs))
         return tuple(map(AnswerScores, logprobs, references, tokens))
 
     def loss(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
@@ -96,7 +96,7 @@ class Answers:
 def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
     """Return (sum over pairs, number of pairs, figures to log). token_losses: [b, s], minus the log-probabilities of the labels."""
     answers = Answers(batch, context, token_losses.dtype, each=2)
-    chosen, rejected = answers.scores(token_losses, reference=config.has_reference)
+    chosen, rejected = answers.answer_scores(token_losses, reference=config.has_reference)
     options = LossOptions(config.preference_beta, config.preference_label_smoothing, config.preference_margin)
     losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, options)
     if config.preference_sft_weight:
@@ -117,7 +117,7 @@ def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, cont
 def judged_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
     """Return (sum over answers, number of answers, figures to log) of KTO. token_losses: [b, s], as of `pair_loss`."""
     answers = Answers(batch, context, token_losses.dtype, each=1)
-    (scores,), (desirable,) = answers.scores(token_losses, reference=True), answers.given("desirable")
+    (scores,), (desirable,) = answers.answer_scores(token_losses, reference=True), answers.sample_values("desirable")
     options = KTOOptions(config.preference_beta, (config.kto_desirable_weight, config.kto_undesirable_weight))
     losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), options)
     above = scores.ratio.detach() > batch.extras["divergence"].to(scores.ratio.dtype)
@@ -133,7 +133,7 @@ def judged_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, co
 def score_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: Axis) -> Loss:
     """Return (sum over pairs, number of pairs, figures to log) of a reward model. values: [b, s], the score at every position."""
     answers = Answers(batch, context, values.dtype, each=2)
-    (chosen, rejected), (margin, _) = answers.sums(values), answers.given("margin")
+    (chosen, rejected), (margin, _) = answers.sums(values), answers.sample_values("margin")
     losses = reward_loss(chosen, rejected, margin, config.reward_centre)
     figures = {
         "preference loss": losses,

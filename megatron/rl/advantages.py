@@ -61,7 +61,7 @@ def overlong_penalty(lengths: Tensor, *, limit: int, margin: int) -> Tensor:
     return ((limit - margin - lengths.double()) / margin).clamp(min=-1.0, max=0.0)
 
 
-def whitened(values: Tensor, mask: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return values with mean 0 and variance 1 over the masked tokens, 0 at others; as PPO trains on advantages. values, mask: [...]."""
     mask = mask.bool()
     chosen = values[mask]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.flags import from_namespace
-from megatron.core.config.rules.engine import NEEDS, broken
+from megatron.core.config.rules.engine import NEEDS, broken_rules
 from megatron.core.config.rules.rule import Setting
 from megatron.core.config.settings.run import RequestedRun
 from megatron.rl.settings import RLConfig, generation_config, problems
@@ -56,7 +56,7 @@ def rl_problems(args: Namespace, world_size: int) -> list[str]:
     run = requested.resolve(world_size)
     lines = list(problems(rl, run))
     if rl.copies_network(run) and not any(rule.says(Setting(run, world_size)) for rule in NEEDS):
-        generating = broken(generation_config(run, rl.inference_sizes), rl.rl_generation_ranks or world_size)
+        generating = broken_rules(generation_config(run, rl.inference_sizes), rl.rl_generation_ranks or world_size)
         lines += [f"the network that generates: {message}" for _, message in generating]
     return lines
 

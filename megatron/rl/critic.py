@@ -47,7 +47,7 @@ class Critic(nn.Module):
         """Run this stage; the arguments are those of `GPTModel`. Returns the input of the next stage; on the last, values [b, s]."""
         if self.embedding is not None:
             assert ids is not None, "the first stage reads ids"
-            hidden = self.embedding(ids, self.build.places(ids.shape[1])[None] if positions is None else positions)
+            hidden = self.embedding(ids, self.build.positions(ids.shape[1])[None] if positions is None else positions)
         assert hidden is not None, "a later stage receives the output of the previous stage"
         context = ForwardContext(
             self.build.causal_mask(hidden, documents),
@@ -79,6 +79,6 @@ class ActorCritic(GPTModel):
             )
         name_all(self)
 
-    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], object], ...]:  # type: ignore[override]
+    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], object], ...]:  # type: ignore[override]
         """Shape and dtype of each tensor that a stage receives: the policy's hidden states, and the critic's."""
-        return (*super().receives(train), self.message_shape(train.micro_batch_size, train.seq_length))
+        return (*super().input_specs(train), self.message_shape(train.micro_batch_size, train.seq_length))

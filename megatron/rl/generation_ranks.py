@@ -24,7 +24,7 @@ from megatron.core.parallel.mesh import Mesh, SplitJob
 from megatron.inference.engine import Engine
 from megatron.rl.environments.config import WeightedEnvironment, start_environments
 from megatron.rl.refit import Refit, generating_stages, weights_in_training, weights_of
-from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play, rollout_engine
+from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play_rollouts, rollout_engine
 from megatron.rl.settings import RLConfig, generation_config
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import join_ranks
@@ -102,7 +102,7 @@ def generate(run: Run, rl: RLConfig, job: SplitJob, environments: Sequence[Weigh
         tasks = [
             dataclasses.replace(task, environment=environments[place].environment) for place, task in command.tasks
         ]
-        played = play(
+        played = play_rollouts(
             stages, run.tokenizer, tasks, command.limits, version=command.version, records_routes=records, engine=engine
         )
         collectives.broadcast_object(played, job.objects, source=job.training)

@@ -23,7 +23,7 @@ def refuse_too_large(rl: RLConfig, run: Run) -> None:
 
 
 @contextmanager
-def offloaded(tensors: Iterable[Tensor]) -> Iterator[int]:
+def offload_to_host(tensors: Iterable[Tensor]) -> Iterator[int]:
     """Keep the storage of tensors (any shape) in CPU memory, as long as nobody uses them; gives the number of bytes."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
     kept = [(storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in storages.values()]

@@ -35,13 +35,13 @@ from megatron.rl.batches import Arrays, TrainedRollout
 from megatron.rl.environments.config import read_environments, start_environments
 from megatron.rl.evaluation import evaluate_held_out, text_of
 from megatron.rl.generation_ranks import GenerationRanks
-from megatron.rl.memory import offloaded
+from megatron.rl.memory import offload_to_host
 from megatron.rl.planned_memory import generation_memory, memory_beside, memory_line
 from megatron.rl.policy_step import PolicyStep, score
 from megatron.rl.refit import Generator
 from megatron.rl.rollout_advantages import with_advantages, with_token_advantages
 from megatron.rl.rollout_queue import RolloutQueue
-from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play
+from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play_rollouts
 from megatron.rl.samples import SampleFiles, facts_of
 from megatron.rl.settings import RLConfig, generation_config, reference_folder
 from megatron.training.checkpoint.reference import reference_trainer
@@ -97,14 +97,14 @@ class PolicyData(StepHooks):
         """Say what ranks hold beside the policy in training."""
         rl = self.rl
         if rl.rl_offload_optimizer_during_inference and not has_separate_memory(self.run.mesh.device):
-            self.run.say(
+            self.run.print_rank_0(
                 "--rl-offload-optimizer-during-inference moves nothing: this run's memory is the CPU's already"
             )
         beside = memory_beside(rl, self.run.config, self.run.mesh.world.size)
-        self.run.say(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
+        self.run.print_rank_0(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
         if job is not None:
             generating = generation_memory(rl, self.run.config, job.training)
-            self.run.say(
+            self.run.print_rank_0(
                 f"ranks 0 to {job.training - 1} train, {job.training} to {job.tensors.size - 1} generate; memory of one that generates: "
                 f"{memory_line(generating)}"
             )
@@ -164,7 +164,7 @@ class PolicyData(StepHooks):
         self._batches = self._microbatches(rows)
         return len(rows["tokens"]) // (train.micro_batch_size * self.run.mesh.dp.size)
 
-    def figures(self) -> dict[str, tuple[float, float]]:
+    def batch_metrics(self) -> dict[str, tuple[float, float]]:
         """Rewards and lengths of the round's answers, from the first rank."""
         trained = self.rollouts or []
         speaks = self.run.mesh.world.is_first
@@ -243,7 +243,7 @@ class PolicyData(StepHooks):
     def _take(self, number: int) -> tuple[list[Rollout], PlayTimes]:
         """The rollouts of a round; other ranks may go on to play those ahead of it."""
         if not isinstance(self._generator, GenerationRanks):
-            return self.queue.take(number, self._play)
+            return self.queue.next_round(number, self._play)
         tasks, times = self.queue.missing(number), PlayTimes()
         if tasks:
             self._generator.start(tasks, self._generation_limits, version=self.run.progress.iteration)
@@ -284,13 +284,13 @@ class PolicyData(StepHooks):
             if self.rl.rl_offload_optimizer_during_inference and has_separate_memory(device):
                 for hook in self.trainer.hooks:
                     hook.before_update()  # a save on its way has copied the state
-                around.enter_context(offloaded(self.trainer.optimizer.memory()))
+                around.enter_context(offload_to_host(self.trainer.optimizer.memory()))
                 empty_cache(device)
             if self._generator is not None:
                 self._generator.refit()
             yield
             if self._generator is not None and self.rl.rl_offload_inference_model_weights_when_idle:
-                self._generator.release()
+                self._generator.release_weights()
                 empty_cache(device)
 
     def _evaluates_before(self, first: int) -> bool:
@@ -303,14 +303,14 @@ class PolicyData(StepHooks):
     def _restore(self, number: int) -> None:
         """Read what was ahead of a round, which may have to be sampled anew."""
         if self.rl.lag and not self.queue.restore(number):
-            self.run.say(
+            self.run.print_rank_0(
                 f"the rollouts that were ahead of round {number} are not in the bank: they are sampled anew, with the weights as they are"
             )
 
     def _play(self, tasks: Sequence[Task], until: int | None) -> tuple[list[Rollout | Draft], PlayTimes]:
         """Play rollouts on all ranks, with the weights as they are."""
         version = self.run.progress.iteration
-        return play(
+        return play_rollouts(
             self._generation_stages,
             self.run.tokenizer,
             tasks,
@@ -414,7 +414,7 @@ class PolicyData(StepHooks):
         failed = f", {facts['failed']} failed" if facts["failed"] else ""
         total = sum(seconds.values())
         shares = ", ".join(f"{100 * value / total:.0f} % {name}" for name, value in seconds.items() if value > 0.0)
-        self.run.say(
+        self.run.print_rank_0(
             f"round {number}: reward {facts['reward']:.3f}, {facts['answer tokens']:.1f} tokens an answer, "
             f"{100 * _mean([float(one.finished) for one in rollouts]):.0f} % finished{failed}; {total:.1f} s: {shares}"
         )
@@ -427,12 +427,12 @@ class PolicyData(StepHooks):
                 self._generator.start(tasks, limits)
                 results, _ = self._generator.collect()
             else:
-                results, _ = play(self._generation_stages, self.run.tokenizer, tasks, limits)
+                results, _ = play_rollouts(self._generation_stages, self.run.tokenizer, tasks, limits)
             return [one for one in results if isinstance(one, Rollout)]
 
         results = evaluate_held_out(self.rl, self.queue.environments, self._generation_limits, played)
         self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, results=results)
-        self.run.say(f"held-out problems at iteration {self.run.progress.iteration}: {text_of(results)}")
+        self.run.print_rank_0(f"held-out problems at iteration {self.run.progress.iteration}: {text_of(results)}")
         return results
 
     def _from_bank(self, file: Path | None, first: int) -> list[TrainedRollout]:

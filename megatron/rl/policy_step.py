@@ -108,7 +108,7 @@ def score(
     names, trainer.loss_names = trainer.loss_names, ()
     try:
         work = StepWork(trainer, microbatches, count, training=False)
-        execute(trainer.script(count, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+        execute(trainer.pipeline_script(count, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
         collected = step.collected
     finally:
         step.collected, trainer.loss_names = None, names

@@ -121,7 +121,7 @@ class Generator:
         self.mesh = mesh
         self._refit = Refit(trainer.run.mesh.world, mesh.device, verify=verify)
 
-    def release(self) -> None:
+    def release_weights(self) -> None:
         """Give back the memory of the weights until the next refit."""
         for stage in self.stages:
             for param in stage.parameters():

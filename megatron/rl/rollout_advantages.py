@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.rl.advantages import advantages, generalized_advantages, informative_groups, overlong_penalty, whitened
+from megatron.rl.advantages import advantages, generalized_advantages, informative_groups, overlong_penalty, whiten
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.batches import TrainedRollout
 from megatron.rl.rollouts import Rollout
@@ -51,7 +51,7 @@ def with_token_advantages(trained: Sequence[TrainedRollout], rl: RLConfig) -> li
             values[row, :size] = torch.tensor(one.values, dtype=torch.float64)
             rewards[row, max(place for place, known in enumerate(one.rollout.sampled) if known)] = one.advantage
     gains, returns = generalized_advantages(rewards, values, mask, discount=rl.rl_discount, smoothing=rl.rl_gae_lambda)
-    gains = whitened(gains, mask)
+    gains = whiten(gains, mask)
     return [
         dataclasses.replace(
             one,

@@ -58,7 +58,7 @@ class RolloutQueue:
         self._ahead.clear()
         self._places = []
 
-    def take(self, number: int, play: Player) -> tuple[list[Rollout], PlayTimes]:
+    def next_round(self, number: int, play: Player) -> tuple[list[Rollout], PlayTimes]:
         """The rollouts of a round, and how long they took; what is ahead of it is sampled too, as far as the lag says."""
         tasks = self.missing(number)
         until = sum(one == number for one, _ in self._places) if self.rl.rl_partial_rollouts else None

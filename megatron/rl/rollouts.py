@@ -212,7 +212,7 @@ class _Conversation:
         )
 
 
-def play(
+def play_rollouts(
     stages: Sequence[GPTModel],
     tokenizer: Tokenizer,
     tasks: Sequence[Task],
@@ -297,7 +297,7 @@ async def _play_all(
             if time.monotonic() - beat > 1.0:
                 engine.heartbeat()
                 beat = time.monotonic()
-            await asyncio.sleep(0 if not engine.idle else _IDLE_SECONDS)
+            await asyncio.sleep(0 if not engine.is_idle else _IDLE_SECONDS)
         now = time.monotonic()
         times.generating += (now - since) * stepped
         times.waiting += (now - since) * (not stepped)

@@ -50,7 +50,7 @@ _PENN_TREEBANK: _Rules = (
 _BY_NAME: tuple[tuple[str, _Rules], ...] = (("wiki", _WIKITEXT), ("ptb", _PENN_TREEBANK), ("lambada", ()))
 
 
-def detokenized(text: str, path: str | Path) -> str:
+def detokenize_text(text: str, path: str | Path) -> str:
     """The text of a published corpus as people write it; of a file with another name, as it is."""
     rules = next((rules for word, rules in _BY_NAME if word in str(path)), ())
     for pattern, replacement in rules:

@@ -89,7 +89,7 @@ def read_sets(task: TaskConfig, run: Run) -> TaskData:
             samples = PairSamples(texts, encoder, numbers=TASKS[str(task.task)].scale is not None)
         message = about_long_texts(samples, name, encoder.length, refuse=task.long_texts == "refuse")
         if message:
-            run.say(message)
+            run.print_rank_0(message)
         return samples
 
     train = samples(task.train_data, "training data") if task.epochs and task.train_data else None
@@ -213,13 +213,13 @@ def _best_of(
     run, best, results = trainer.run, -1.0, dict[str, float]()
     if epochs is None:
         results, rows = evaluate_sets(trainer, task, sets)
-        writers.scores(str(task.task), results, iteration=trainer.progress.iteration)
+        writers.write_scores(str(task.task), results, iteration=trainer.progress.iteration)
         write_predictions(task, sets, rows, run)
         return results
     for epoch in range(task.epochs):
         train_epoch(trainer, epochs, epoch, validator, writers)
         results, rows = evaluate_sets(trainer, task, sets)
-        writers.scores(str(task.task), results, iteration=trainer.progress.iteration)
+        writers.write_scores(str(task.task), results, iteration=trainer.progress.iteration)
         score = next(iter(results.values()), 0.0)
         if score > best:
             best = score
@@ -260,7 +260,7 @@ def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
         source = encoder_of(requested.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size})
         checkpoint.adopt_weights(source, initial=_HEADS, unused=_UNUSED)
     elif task.epochs:
-        run.say("neither --pretrained-checkpoint nor --load is given: the encoder begins with random weights")
+        run.print_rank_0("neither --pretrained-checkpoint nor --load is given: the encoder begins with random weights")
     else:
         raise ConfigError(f"--task {task.task} without --epochs evaluates a finetuned model: give it by --load")
 
@@ -288,7 +288,7 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, validator: StepVal
     for step in range(epochs.steps):
         meter.add(train_step(trainer, batches))
         if validator.problem:
-            run.say(f"WARNING: {validator.decide(progress.iteration)}")
+            run.print_rank_0(f"WARNING: {validator.decide_after_bad_step(progress.iteration)}")
         if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
             resolved = meter.resolve()  # the same on all ranks
             writers.steps(resolved)
@@ -305,12 +305,12 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, validator: StepVal
                 )
             )
             since = time.perf_counter()
-    run.say(f"epoch {epoch + 1} is done")
+    run.print_rank_0(f"epoch {epoch + 1} is done")
 
 
 def predict(trainer: Trainer, samples: Samples) -> list[Prediction]:
     """What the network says of every sample, in their order; the same on every rank."""
-    run, full = trainer.run, trainer.batches.full
+    run, full = trainer.run, trainer.batches.final_batch_size
     rows: dict[int, tuple[float, ...]] = {}
 
     def collecting(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
@@ -347,12 +347,12 @@ def evaluate_sets(
     for name, judged_ in zip(sets.names, rows):
         pairs = [(row.predicted, row.label) for row in judged_ if row.label is not None]
         if not pairs:
-            trainer.run.say(f"{task.task} on {name}: no labels")
+            trainer.run.print_rank_0(f"{task.task} on {name}: no labels")
             continue
         together += pairs
-        trainer.run.say(f"{task.task} on {name}: {_metrics_text(task, pairs)}")
+        trainer.run.print_rank_0(f"{task.task} on {name}: {_metrics_text(task, pairs)}")
     if together and len(rows) > 1:
-        trainer.run.say(f"{task.task} overall: {_metrics_text(task, together)}")
+        trainer.run.print_rank_0(f"{task.task} overall: {_metrics_text(task, together)}")
     return _task_metrics(task, together) if together else {}, rows
 
 

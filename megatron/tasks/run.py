@@ -8,7 +8,7 @@ from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.health.failures import with_location
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.initialize import initialize_megatron
@@ -27,7 +27,7 @@ def task_of(args: Namespace) -> TaskConfig:
 def run_task(args: Namespace) -> None:
     """Initialize and do the task; errors end all ranks and are shown once."""
 
-    @entry
+    @run_entry
     def main() -> None:
         task, run = task_of(args), initialize_megatron(args)
         with record_run(run), HangDetector(run), with_location(run):

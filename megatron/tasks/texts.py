@@ -33,10 +33,12 @@ class Encoder:
             )
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text by itself; `row` puts [CLS] and [SEP] around."""
+        """The ids of each text by itself; `encode_pair` puts [CLS] and [SEP] around."""
         return [ids.tolist() for ids in bare_ids(self.tokenizer, texts)]
 
-    def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    def encode_pair(
+        self, first: Sequence[int], second: Sequence[int] | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """(ids, types, padding mask: int64 [length] each; tokens cut off). What is too long loses its end."""
         tokenizer = self.tokenizer
         ids = [tokenizer.cls, *first, tokenizer.sep]
@@ -83,7 +85,7 @@ class PairSamples:
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
         text, (first, second) = self.texts[index], self._ids[index]
-        ids, types, mask, _ = self.encoder.row(first, None if text.second is None else second)
+        ids, types, mask, _ = self.encoder.encode_pair(first, None if text.second is None else second)
         return {
             "tokens": ids,
             "types": types,
@@ -125,7 +127,7 @@ class ChoiceSamples:
         """The index-th sample."""
         question, answers = self.questions[index], self._answers[index]
         article, missing = self._articles[question.article], CHOICES - len(answers)
-        rows = [self.encoder.row(answer, article)[:3] for answer in [*answers, *answers[:1] * missing]]
+        rows = [self.encoder.encode_pair(answer, article)[:3] for answer in [*answers, *answers[:1] * missing]]
         ids, types, mask = (np.stack(column) for column in zip(*rows))
         chances = np.array([0.0] * len(answers) + [-np.inf] * missing, np.float32)
         return {

@@ -21,12 +21,12 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import bare_ids, frame
+from megatron.core.datasets.marks import bare_ids, count_added_ids
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import Answer, BatchSize, Request, loglikelihoods
-from megatron.tasks.detokenize import detokenized
+from megatron.tasks.detokenize import detokenize_text
 from megatron.tasks.flags import TaskConfig
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -89,7 +89,7 @@ class Text:
 def read_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> Text:
     """The text of a file, as WIKITEXT103 scores it."""
     text = _text_of(path)
-    ids = tokenizer.tokenize(detokenized(text, path).strip())
+    ids = tokenizer.tokenize(detokenize_text(text, path).strip())
     return Text(TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" ")))
 
 
@@ -124,7 +124,7 @@ def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: i
         (ids,) = (ids.tolist() for ids in bare_ids(tokenizer, (text,)))
         beginning, word = ids[:-1], ids[-1:]
     beginning = (
-        tokenizer.tokenize("1")[: frame(tokenizer)[0]] + beginning
+        tokenizer.tokenize("1")[: count_added_ids(tokenizer)[0]] + beginning
     )  # a begin of text, where the tokenizer has one
     if not beginning or not word or len(word) > length:
         raise ValueError(
@@ -168,14 +168,16 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
             results = perplexities(mean_score(trainer, text.windows), text)
         else:
             passages = read_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
-            results = accuracy(last_words(trainer, passages))
-        run.say(f"{task.task} on {path}: " + " | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
+            results = last_word_metrics(last_words(trainer, passages))
+        run.print_rank_0(
+            f"{task.task} on {path}: " + " | ".join(f"{name}: {value:.6g}" for name, value in results.items())
+        )
     return results
 
 
 def mean_score(trainer: Trainer, windows: TokenWindows) -> float:
     """The mean of what the trainer's forward step scores over all windows, each seen once."""
-    run, full = trainer.run, trainer.batches.full
+    run, full = trainer.run, trainer.batches.final_batch_size
     batches = all_once(run, windows, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
     (score,) = evaluate(trainer, batches, -(-len(windows) // full)).values()
     return score
@@ -216,7 +218,7 @@ def last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
         )
 
 
-def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
+def last_word_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     """What is stated of last words. ppl: of a word, however many tokens it has (lm-evaluation-harness's definition)."""
     right, count = sum(answer.greedy for answer in answers), len(answers)
     loss = -sum(answer.loglikelihood for answer in answers) / count

@@ -77,7 +77,7 @@ class Embedder:
             rows.append(np.concatenate(([cls], ids, [sep])).astype(np.int64))
         return rows, cut
 
-    def vectors(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+    def embed(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """float32 [len(rows), h]."""
         vectors = np.empty((len(rows), self.width), np.float32)
         for batch in self._batches_by_length([len(row) for row in rows]):
@@ -197,7 +197,7 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
                     "larger --seq-length if the network has more positions"
                 )
             lost += len(cut)
-            rows.add(embedder.vectors(tokenized))
+            rows.add(embedder.embed(tokenized))
         if not rows.count:
             raise DataError(f"{' '.join(words)}: there is no text")
     return rows.count, lost

@@ -108,13 +108,13 @@ def memory_broken(command: Command, options: argparse.Namespace) -> tuple[Broken
     setting = command.setting.as_started()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     config = with_vocabulary(config, options.true_vocab_size or expected_vocab_size(config.tokenizer)[0])
-    trouble = command.memory(config, setting.world_size, hardware_of(options.gpu).budget())
+    trouble = command.memory(config, setting.world_size, hardware_of(options.gpu).usable_bytes())
     return (BrokenRule("memory", trouble),) if trouble else ()
 
 
 def notes_on(command: Command) -> list[str]:
     """What is accepted although it changes nothing, and what could not be looked at."""
-    return list(dict.fromkeys([*command.messages, *(command.setting.validated().notes if command.setting else ())]))
+    return list(dict.fromkeys([*command.messages, *(command.setting.validate().notes if command.setting else ())]))
 
 
 def broken_rules_text(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[str]:
@@ -160,7 +160,7 @@ class Report:
     built: dict[str, Any] | None
     ranks: int
 
-    def values(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         answer = self.answer
         return {
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
         options.write_rules.write_text(page(), encoding="utf-8")
         return
     report = _config_report(options, words)
-    text = json.dumps(report.values(), indent=2) if options.json else "\n".join(report.lines())
+    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(report.lines())
     sys.stdout.write(text + "\n")
     raise SystemExit(2 if report.broken else 1 if report.built and report.built["problems"] else 0)
 
@@ -236,8 +236,8 @@ def _config_report(options: argparse.Namespace, words: Sequence[str]) -> Report:
     """What is wrong with a command, what would mend it and, with --build, what the built network says."""
     first = checked_command(read_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = apply_changes(words, options.why_not, options)
-    before = (*first.unread, *(first.setting.broken() if first.setting else ())) if options.why_not else ()
-    rules = command.setting.broken() if command.setting else ()
+    before = (*first.unread, *(first.setting.broken_rules() if first.setting else ())) if options.why_not else ()
+    rules = command.setting.broken_rules() if command.setting else ()
     broken = (*command.unread, *rules)
     broken = broken or memory_broken(command, options)
     answer = None

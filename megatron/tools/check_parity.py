@@ -55,7 +55,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
     """The config of these words, made small; `ConfigError` if it breaks rules."""
     command = read_command(words, ranks=options.world_size, entry=options.entry)
-    broken = [one.says for one in (*command.unread, *(command.setting.broken() if command.setting else ()))]
+    broken = [one.says for one in (*command.unread, *(command.setting.broken_rules() if command.setting else ()))]
     if broken or command.setting is None:
         lines = [
             "these flags would not start; tools/check_config.py says what to change",
@@ -68,7 +68,7 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig
     return replace(small, finetuning=command.finetuning)
 
 
-def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:
+def comparison_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
     """How the two short runs differ, as plain values."""
     from megatron.trust.parity.parity import checked_on_ranks  # needs torch, which no other answer waits for
 
@@ -93,7 +93,7 @@ def compared(small: ProxyConfig, limit: float) -> dict[str, Any]:
         "tolerance": result.tolerance,
         "start": None if result.same or result.start is None else asdict(result.start),
         "problems": [_json_value(one) for one in result.problems],
-        "largest": [_json_value(one) for one in result.largest()],
+        "largest": [_json_value(one) for one in result.largest_differences()],
     }
 
 
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
     sys.stderr.write(f"one rank against {layout_of(small.config, small.world_size)} ...\n")
-    result = compared(small, options.limit)
+    result = comparison_values(small, options.limit)
     seconds = time.monotonic() - began
     if options.json:
         changes = [

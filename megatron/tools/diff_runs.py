@@ -19,12 +19,19 @@ from typing import Any
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.training.report.run_log import plain
-from megatron.trust.compare.runs import Difference, History, InputDifference, StepDifference, difference, read_history
+from megatron.trust.compare.runs import (
+    Difference,
+    History,
+    InputDifference,
+    StepDifference,
+    find_divergence,
+    read_history,
+)
 
 WIDEST = 60  # characters of one value
 
 
-def formatted(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value in few characters."""
     if value is None:
         return "(none)"
@@ -52,7 +59,7 @@ def description(letter: str, run: History) -> list[str]:
     return [f"{letter}  {run.path}", f"   steps {spans(sorted(run.steps))}; {starts}; {run.end}"]
 
 
-def numbers(apart: StepDifference) -> list[str]:
+def value_table(apart: StepDifference) -> list[str]:
     """The values of one step, side by side."""
     return [
         f"  {name:16} A {'none' if a is None else repr(a):24} B {'none' if b is None else repr(b):24}"
@@ -69,7 +76,7 @@ def inputs_told(inputs: Sequence[InputDifference]) -> list[str]:
         told_origins = [f" ({origin})" if origin else "" for origin in origins]
         lines.append(f"  {place:2} {one.kind:16} {one.name}")
         lines += [
-            f"       {letter} {formatted(value)}{origin}"
+            f"       {letter} {format_value(value)}{origin}"
             for letter, value, origin in zip("AB", (one.a, one.b), told_origins)
         ]
     return lines
@@ -87,14 +94,14 @@ def report(a: History, b: History, difference: Difference, tolerance: float) -> 
         lines += [
             f"They part in step {difference.first.iteration}, by {difference.first.size:.2g} of the value; equal to the last bit before: "
             f"{spans(before)}",
-            *numbers(difference.first),
+            *value_table(difference.first),
         ]
         if difference.beyond is None:
             lines.append(f"No step differs by more than {tolerance:g}.")
         elif difference.beyond.iteration != difference.first.iteration:
             lines += [
                 f"By more than {tolerance:g} they first differ in step {difference.beyond.iteration}:",
-                *numbers(difference.beyond),
+                *value_table(difference.beyond),
             ]
     if difference.restarts:
         lines.append(
@@ -130,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         a, b = read_history(options.a), read_history(options.b)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    result = difference(a, b, options.tolerance)
+    result = find_divergence(a, b, options.tolerance)
     if options.json:
         ends = {
             letter: {"path": run.path, "starts": len(run.starts), "steps": len(run.steps), "end": run.end}

@@ -29,7 +29,7 @@ from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
 from megatron.training.cli.device_checks import kernel_need
 from megatron.training.cli.preflight import fit_to_ranks, resolve_and_examine
-from megatron.training.initialize import join, shut_down
+from megatron.training.initialize import build_mesh, shut_down
 from megatron.training.launch.launch_info import world_size
 from megatron.trust.doctor import CheckResult, RunUnderTest, examine_all
 from megatron.trust.flags.command import ENTRIES, split_command
@@ -41,7 +41,7 @@ STAND_IN = (
 ).split()
 
 
-def settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckResult]]:
+def read_settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckResult]]:
     """The config to examine, resolved; and the rows of flags that cannot be read and of rules that are broken."""
     stand_in, _ = resolve_and_examine(from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
     if not words:
@@ -103,7 +103,7 @@ def subject_of(
     """The run on these ranks, as far as it can be examined before it is built, and what speaks against it. Joins the other ranks."""
     device = pick_device()
     set_current_device(device)
-    mesh = join(config, device)
+    mesh = build_mesh(config, device)
     need = kernel_need(config, device)
     if whole:
         try:
@@ -116,7 +116,7 @@ def subject_of(
     return RunUnderTest(config, mesh, chosen.kernels, chosen.need, hosts, whole, megabytes, all_kernels), rows
 
 
-def table(rows: Sequence[CheckResult]) -> str:
+def check_table(rows: Sequence[CheckResult]) -> str:
     """The rows, and how many there are of each kind."""
     lines = []
     for row in rows:
@@ -139,14 +139,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options, words = parser.parse_known_args(argv)
     _, entry, words = split_command([word for word in words if word != "--"], options.entry)
-    config, rows = settings(words, entry)
+    config, rows = read_settings(words, entry)
     whole = bool(words) and all(row.status == "OK" for row in rows)
     try:
         subject, kernels = subject_of(config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels)
         rows += [*kernels, *examine_all(subject)]
         if subject.mesh.world.is_first:
             sys.stdout.write(
-                json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n" if options.json else table(rows)
+                json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n"
+                if options.json
+                else check_table(rows)
             )
     finally:
         shut_down()

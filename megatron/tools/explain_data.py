@@ -81,7 +81,7 @@ def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
         prefix, _, number = options.document.rpartition(":")
         if not prefix or not number.isdecimal():
             raise ConfigError(f"--document {options.document} is not PREFIX:NUMBER")
-        uses = explanation.sightings(options.set, prefix, int(number))
+        uses = explanation.occurrences(options.set, prefix, int(number))
         uses = [use for use in uses if ranks is None or use.data_rank in ranks]
         yield from map(_entry_json, uses) if options.json else _sample_use_lines(uses, options)
     else:

@@ -51,7 +51,7 @@ from megatron.training.checkpoint.inference_model import (
     architecture_of,
     load_network,
 )
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -145,7 +145,7 @@ def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
     if loaded.config.model.has_vision:
-        engine.image_prompts = ImagePrompts.of(loaded.config.model, loaded.tokenizer, loaded.source.settings)
+        engine.image_prompts = ImagePrompts.from_model(loaded.config.model, loaded.tokenizer, loaded.source.settings)
     return engine
 
 
@@ -249,7 +249,7 @@ def refusal_of(line: str, problem: str) -> dict[str, Any]:
     return {**{name: request[name] for name in ("id", "prompt") if name in request}, "error": problem}
 
 
-def answers(
+def generate_answers(
     engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], given: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """The answers to lines, in their order; only so many lines are held at once."""
@@ -328,7 +328,7 @@ def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int
         before = done_before(Path(given.output), numbered_lines(file))
     with open(given.input, encoding="utf-8") as file, open(given.output, "a", encoding="utf-8") as output:
         lines = ((number, line) for number, line in numbered_lines(file) if number >= before)
-        bar = tqdm(answers(engine, lines, given), desc="answers", initial=before, unit="line", disable=None)
+        bar = tqdm(generate_answers(engine, lines, given), desc="answers", initial=before, unit="line", disable=None)
         for answer in bar:
             output.write(json.dumps(answer, ensure_ascii=False) + "\n")
             output.flush()
@@ -338,7 +338,7 @@ def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int
     return failed
 
 
-@entry
+@run_entry
 def main() -> None:
     """Load, answer, write."""
     given = options()

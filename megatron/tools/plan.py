@@ -32,7 +32,7 @@ from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, to_json
-from megatron.trust.plan.layout_search import search
+from megatron.trust.plan.layout_search import search_layouts
 from megatron.trust.plan.planner import DryRunner, plan, with_advice
 from megatron.trust.plan.report import found_plain, found_text, page, plain, text
 from megatron.trust.simulate.collective_matching import match_collectives
@@ -90,7 +90,7 @@ def note(what: str) -> None:
 def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
     """The setting, and its config with its vocabulary. Says what is wrong and exits where rules are broken."""
     command = read_command(words, ranks=options.world_size, entry=options.entry)
-    broken = (*command.unread, *(command.setting.broken() if command.setting else ()))
+    broken = (*command.unread, *(command.setting.broken_rules() if command.setting else ()))
     # A search looks for the layout itself: only what cannot be read stops it.
     if command.setting is None or command.unread or broken and not options.search:
         note(
@@ -128,8 +128,8 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
 
     def planner(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
-        plannedng = plan(config, world_size, hardware, dry_run)
-        return plannedng.run.worst.peak, plannedng.cost.time
+        planned = plan(config, world_size, hardware, dry_run)
+        return planned.run.worst_trace.peak, planned.cost.time
 
     with tqdm(file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
 
@@ -137,7 +137,7 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
             bar.total, bar.n = whole, done
             bar.set_description(what)
 
-        ranking = search(
+        ranking = search_layouts(
             setting,
             hardware,
             true_vocab_size=options.true_vocab_size,
@@ -172,7 +172,7 @@ def plan_one(
         note(f"written: {options.html}")
     read = read_command(command, ranks=options.world_size, entry=options.entry)
     beside = read.beside(config, setting.world_size)
-    whole, budget = planned.run.worst.peak + sum(beside.values()), hardware.budget()
+    whole, budget = planned.run.worst_trace.peak + sum(beside.values()), hardware.usable_bytes()
     trouble = read.memory(config, setting.world_size, budget)  # also of ranks that do not train
     lines = [f"beside that a rank holds: {memory_line(beside)}; {whole / 2**30:.2f} of {budget / 2**30:.2f} GiB in all"]
     facts = {**plain(planned), **({"beside": dict(beside)} if beside else {})}
@@ -181,7 +181,7 @@ def plan_one(
         if options.json
         else "\n".join([text(planned).rstrip("\n"), *lines * bool(beside), *[trouble] * bool(trouble), ""])
     )
-    return 0 if planned.fits and planned.ends and whole <= budget and not trouble else 1
+    return 0 if planned.fits and planned.terminates and whole <= budget and not trouble else 1
 
 
 def write_profile(path: Path) -> None:

@@ -79,7 +79,7 @@ def _up_to(points: dict[int, float], iteration: int) -> dict[int, float]:
     return {at: value for at, value in points.items() if at <= iteration}
 
 
-def smooth(points: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
+def moving_average(points: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
     """Means over the last `window` points (over fewer at the start)."""
     means = []
     for place, (iteration, _) in enumerate(points):
@@ -97,7 +97,7 @@ def draw(curves: Iterable[Curves], loss: str, lines: Sequence[tuple[str, float]]
         if curve.train:
             window = max(1, len(curve.train) // 40)
             axes.plot(*zip(*curve.train), color=colour, alpha=0.25, linewidth=1)
-            axes.plot(*zip(*smooth(curve.train, window)), color=colour, label=f"{curve.name}: training")
+            axes.plot(*zip(*moving_average(curve.train, window)), color=colour, label=f"{curve.name}: training")
         if curve.valid:
             axes.plot(*zip(*curve.valid), color=colour, marker="o", linestyle="--", label=f"{curve.name}: validation")
         for number, iteration in enumerate(curve.resumed):

@@ -260,7 +260,7 @@ class Progress:
                 f"going on after {totals.documents} documents of the run that was stopped", file=sys.stderr, flush=True
             )
 
-    def show(self, totals: Totals) -> None:
+    def update_display(self, totals: Totals) -> None:
         """Bring what is shown up to date."""
         if not self._bar.disable:
             self._bar.set_postfix_str(self._rates_text(totals), refresh=False)
@@ -282,7 +282,7 @@ class Progress:
         """Time since the start."""
         return time.perf_counter() - self._began
 
-    def speed(self, totals: Totals) -> float:
+    def megabytes_per_second(self, totals: Totals) -> float:
         """MB of text a second, in this run."""
         return (totals.num_bytes - self._before.num_bytes) / 1e6 / self.seconds
 
@@ -290,7 +290,7 @@ class Progress:
         documents, tokens = totals.documents - self._before.documents, totals.tokens - self._before.tokens
         return (
             f"{documents / self.seconds:.1f} docs/s, {tokens / self.seconds:.0f} tokens/s, "
-            f"{self.speed(totals):.2f} MB/s"
+            f"{self.megabytes_per_second(totals):.2f} MB/s"
         )
 
     def _time_left_text(self, totals: Totals) -> str:
@@ -312,7 +312,7 @@ def tokenize(args: argparse.Namespace) -> str:
     size = sum(source.size for source in order.sources) // (order.shard[1] if order.shard else 1) if known else None
     progress = Progress(size, args.log_interval)
     try:
-        totals = preprocess(order, progress.start, progress.show)
+        totals = preprocess(order, progress.start, progress.update_display)
     finally:
         progress.close()
     empty = ", ".join(
@@ -322,7 +322,7 @@ def tokenize(args: argparse.Namespace) -> str:
     )
     return (
         f"{totals.documents} documents{f' ({empty})' * bool(empty)}, {totals.tokens} tokens, "
-        f"{describe_drops(totals)}; {progress.seconds:.1f} s, {progress.speed(totals):.2f} MB/s -> "
+        f"{describe_drops(totals)}; {progress.seconds:.1f} s, {progress.megabytes_per_second(totals):.2f} MB/s -> "
         + ", ".join(f"{pair}.bin and .idx" for pair in order.pairs)
     )
 

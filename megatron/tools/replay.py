@@ -36,7 +36,7 @@ PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
 }
 
 
-def lines(replayed: ReplayResult, most: int) -> Iterator[str]:
+def report_lines(replayed: ReplayResult, most: int) -> Iterator[str]:
     """The report. shown: how many modules with the largest outputs to list."""
     facts = replayed.facts
     yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['problem']}"
@@ -92,5 +92,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
-        sys.stdout.write("\n".join(lines(replayed, options.modules)) + "\n")
+        sys.stdout.write("\n".join(report_lines(replayed, options.modules)) + "\n")
     return 0 if replayed.first or replayed.bad_gradients or replayed.bad_weights else 1

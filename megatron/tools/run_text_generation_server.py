@@ -40,7 +40,7 @@ from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.adapters import open_adapters, source_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import FORMATS, GPT, REWARD, InferenceModel, load_network
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.health.watchdog import RankLost
 from megatron.training.launch.launch_info import has_desktop, launcher_place
 
@@ -241,7 +241,7 @@ def adapter_opener(source: Source, model: ModelConfig) -> Callable[[str], Adapte
     return open_
 
 
-@entry
+@run_entry
 def main() -> None:
     """Load, serve, drain."""
     given = options()
@@ -312,7 +312,7 @@ def read_images(engine: Engine, loaded: InferenceModel, given: argparse.Namespac
         return
     if given.chat_format == "tokenizer":
         given.chat_format = from_values(ChatConfig, loaded.source.settings).sft_tokenizer_prompt_format
-    prompts = ImagePrompts.of(loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format)
+    prompts = ImagePrompts.from_model(loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format)
     options = replace(prompts.options, max_pixels=min(prompts.options.max_pixels, given.max_image_pixels))
     engine.image_prompts = replace(prompts, options=options)
 

@@ -26,7 +26,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def ask(server: str, prompt: str, count: int, *, token: str, timeout: float) -> str:
+def request_text(server: str, prompt: str, count: int, *, token: str, timeout: float) -> str:
     """The prompt and what follows it; a line that says what went wrong, if something did."""
     address = (server if "://" in server else f"http://{server}").rstrip("/") + "/api"
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
@@ -64,4 +64,4 @@ def main(argv: list[str] | None = None) -> None:
         if not count.strip().isdecimal():
             sys.stdout.write(f"{count!r} is no number of tokens\n")
             continue
-        sys.stdout.write(ask(given.server, prompt, int(count), token=token, timeout=given.timeout) + "\n")
+        sys.stdout.write(request_text(given.server, prompt, int(count), token=token, timeout=given.timeout) + "\n")

@@ -53,9 +53,9 @@ class FailureReporter:
         if self._board is not None or place.is_launched:
             self._watching.start()
 
-    def sound(self, error: BaseException) -> bool:
+    def report_failure(self, error: BaseException) -> bool:
         """This rank is about to die of `error`. Returns whether it is the first, as far as it can know."""
-        self.silence()
+        self.disarm()
         board = RendezvousStore.connect(self.place)
         if board is None:
             return True
@@ -64,7 +64,7 @@ class FailureReporter:
             or board.read(FIRST_FAILURE) is None
         )
 
-    def silence(self) -> None:
+    def disarm(self) -> None:
         """All went well. A thread that came back from the store while Python ends would abort the process."""
         self._over.set()
         if self._watching.is_alive():
@@ -131,7 +131,7 @@ def _delayed_failure(main: Callable[[], None]) -> Callable[[], None]:
     return attempt
 
 
-def entry(main: Callable[[], None]) -> Callable[[], None]:
+def run_entry(main: Callable[[], None]) -> Callable[[], None]:
     """Run `main` so that every error ends all ranks and is shown once. User errors are shown without a traceback."""
     recorded = record(_delayed_failure(main))
 
@@ -144,19 +144,19 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             recorded()
         except SystemExit as leaving:
             if leaving.code:
-                alarm.sound(leaving)
-            alarm.silence()
+                alarm.report_failure(leaving)
+            alarm.disarm()
             raise
         except USER_ERRORS as error:
             # What all ranks found together, one says; the launcher and each rank's own file have it of all.
-            if alarm.sound(error):
+            if alarm.report_failure(error):
                 who = f"{name_of_rank(place.rank)}: " if place.size > 1 else ""
                 sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
             raise SystemExit(getattr(error, "exit_code", 1)) from None
         except BaseException as error:
-            alarm.sound(error)
+            alarm.report_failure(error)
             raise
-        alarm.silence()
+        alarm.disarm()
         shut_down()
 
     return wrapped

@@ -18,14 +18,14 @@ from megatron.training.trainer import Trainer
 def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
     """The mean of each loss over `iterations` global batches, the same on every rank. Random streams stay untouched."""
     mesh = trainer.run.mesh
-    count = trainer.batches.evaluated // trainer.batches.unit
+    count = trainer.batches.evaluation_batch_size // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
     mesh.flight_recorder.begin("evaluation", trainer.progress.iteration)
     with evaluation_mode(trainer):
         for _ in range(iterations):
             work = StepWork(trainer, batches, count, training=False)
             run(
-                trainer.script(work.own_microbatches, training=False),
+                trainer.pipeline_script(work.own_microbatches, training=False),
                 work=work,
                 axis=mesh.pp,
                 backward_axis=mesh.pp_backward,

@@ -11,7 +11,7 @@ from megatron.training.run import Run
 _RUN: Run | None = None
 
 
-def install(run: Run) -> None:
+def set_run(run: Run) -> None:
     """Make this the run that the functions below speak of. Called once, by initialize_megatron."""
     global _RUN
     _RUN = run

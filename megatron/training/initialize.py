@@ -66,7 +66,7 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
     set_current_device(device)
     keep_freed_memory(device)
     _set_deterministic(config)
-    mesh, config = (join(config, device), config) if mesh_of is None else mesh_of(config, device)
+    mesh, config = (build_mesh(config, device), config) if mesh_of is None else mesh_of(config, device)
     chosen = choose(
         config, kernel_need(config, device), device, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
     )
@@ -82,11 +82,11 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
         log=log,
         run_log=_run_log(config, mesh),
     )
-    global_vars.install(run)
-    parallel_state.install(mesh)
+    global_vars.set_run(run)
+    parallel_state.set_mesh(mesh)
     lines = (*getattr(args, "messages", ()), *chosen.failures)
     for message in (*lines, *filter(None, [lacks_board(launcher_place())])):
-        run.say(message)
+        run.print_rank_0(message)
     _startup_table(run)
     return run
 
@@ -159,10 +159,10 @@ def _set_deterministic(config: RunConfig) -> None:
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property unknown to type checkers
 
 
-def join(config: RunConfig, device: torch.device) -> Mesh:
+def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
     """The mesh of all ranks; without a launcher, of this process alone."""
     if "WORLD_SIZE" not in os.environ:
-        return Mesh.single(device)
+        return Mesh.single_process(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
@@ -206,21 +206,21 @@ def _startup_table(run: Run) -> None:
         )
         if on
     ]
-    run.say(
+    run.print_rank_0(
         f"mesh: {mesh.world.size} ranks on {device_name(mesh.device)} = {axes}"
         + "".join(f", {word}" for word in extras)
     )
-    run.say(
+    run.print_rank_0(
         f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
         f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}"
     )
-    run.say(
+    run.print_rank_0(
         "loss of a step: its sum over all tokens by their number; Megatron's default, the mean of the micro batches' means, is "
         "--no-calculate-per-token-loss"
         if config.train.calculate_per_token_loss
         else "loss of a step: the mean of the micro batches' means, as Megatron's (--no-calculate-per-token-loss)"
     )
-    run.say(
+    run.print_rank_0(
         "kernels: "
         + ", ".join(
             f"{op} by {name}" + (f" (not {why})" if why else "")
@@ -230,7 +230,7 @@ def _startup_table(run: Run) -> None:
     )
     if (recipe := recipes.recipe_of(config.precision.low, mesh.device)) is not None:
         ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
-        run.say(
+        run.print_rank_0(
             f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "
             f"{'native' if recipe.native else 'emulated: rounded, then multiplied in fp32'}"
             + (
@@ -244,7 +244,7 @@ def _startup_table(run: Run) -> None:
         kind: str = moe.moe_token_dispatcher_type
         if kind == "flex":
             kind = "alltoall" if run.kernels.moe_flex_dispatcher is None else "DeepEP"
-        run.say(
+        run.print_rank_0(
             f"experts: {moe.num_experts} a layer over {mesh.ep.size} ranks, each cut over {mesh.etp.size} and held by {mesh.edp.size}; "
             f"tokens are sent by {kind}"
         )

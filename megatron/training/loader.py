@@ -28,10 +28,10 @@ from megatron.training.data.sample_order import (
     check_external,
     in_turn,
     needs_text,
-    once,
     read,
     read_external,
     samples_needed,
+    single_pass_samples,
 )
 from megatron.training.launch.launch_info import launcher_place
 from megatron.training.run import Run
@@ -113,7 +113,7 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
         batches = microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
         if not complete:
             return Evaluations(train.eval_iters, batches)
-        full = trainer.batches.evaluated
+        full = trainer.batches.evaluation_batch_size
         assert is_numbered(dataset), "a rule refuses --full-validation of what has no length"
         return Evaluations(
             -(-len(dataset) // full),
@@ -173,7 +173,7 @@ def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split:
     if not reads:
         return _empty_batches()
     regroups = run.config.parallel.hybrid_context_parallel
-    order = once(run.config, len(dataset), full_batch=full_batch, **_reader_ranks(run, regroups))
+    order = single_pass_samples(run.config, len(dataset), full_batch=full_batch, **_reader_ranks(run, regroups))
     batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 

@@ -101,7 +101,7 @@ def pretrain(
                 with closing(build_data(trainer, datasets) if data_of is None else data_of(trainer)) as data:
                     return Session(trainer, checkpoint, data, validator, rerun, compiler or recordings).run()
             except RollBack as bad:
-                run.say(
+                run.print_rank_0(
                     f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration"
                 )
                 checkpoint.roll_back(bad)
@@ -191,13 +191,13 @@ class Session:
 
     def _one_iteration(self, watch: ExitConditions) -> None:
         progress = self.trainer.progress
-        before = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
+        before = self.trainer.batches.step_after(progress.consumed_train_samples).num_microbatches
         watch.before_step(progress.iteration)
         if (flag := self._skipped_by(progress.iteration + 1)) is not None:
             self._skip_iteration(flag)
         else:
             assert self.data.train is not None, "build_data refuses a run that trains without data"
-            with nullcontext() if self.layers is None else self.layers.watching(progress.iteration + 1):
+            with nullcontext() if self.layers is None else self.layers.watch_step(progress.iteration + 1):
                 step = self.rerun.step if self.rerun is not None else partial(train_step, self.trainer)
                 self.meter.add(step(self.data.train))
             if self.config.checkpoint.save_best is not None:
@@ -223,7 +223,7 @@ class Session:
             self._evaluate(watch)
         if self._is_due(train.eval_interval):
             self._show_samples()
-        after = self.trainer.batches.at(progress.consumed_train_samples).num_microbatches
+        after = self.trainer.batches.step_after(progress.consumed_train_samples).num_microbatches
         if self._is_due(self.config.checkpoint.save_interval) or (after != before and self.config.checkpoint.save):
             self._save_if_due(watch)
         self._record_save(self.checkpoint.poll())
@@ -249,11 +249,11 @@ class Session:
         self.trainer.run.run_log.add(
             "bad step", iteration=progress.iteration, samples=samples, reason=self.validator.problem
         )
-        self.trainer.run.say(f"WARNING: {self.validator.decide(progress.iteration)}")
+        self.trainer.run.print_rank_0(f"WARNING: {self.validator.decide_after_bad_step(progress.iteration)}")
 
     def _skip_iteration(self, reason: str) -> None:
         """Pass over the data of one iteration; reason: the flag that asks for it."""
-        size = self.trainer.batches.at(self.trainer.progress.consumed_train_samples)
+        size = self.trainer.batches.step_after(self.trainer.progress.consumed_train_samples)
         assert self.data.train is not None, "build_data refuses a run that trains without data"
         for _ in range(size.num_microbatches):
             next_batch(self.data.train)
@@ -290,7 +290,7 @@ class Session:
             ),
         )
         self.writers.report(report)
-        self.writers.times(progress.iteration, times_text(times, log.timing_log_option), times_scalars(times))
+        self.writers.write_times(progress.iteration, times_text(times, log.timing_log_option), times_scalars(times))
         if not self.reported_memory or self._is_due(log.log_memory_interval):
             self.reported_memory = True
             memory = memory_report(self.mesh.device)
@@ -298,9 +298,9 @@ class Session:
             if self.mesh.dp.is_first:  # data-parallel ranks hold the same
                 self.log.info(memory_line(self.mesh.world.rank, progress.iteration, memory))
         if self.rerun is not None and (determinism := self.rerun.report()):
-            self.trainer.run.say(determinism)
+            self.trainer.run.print_rank_0(determinism)
         if self.stragglers is not None:
-            self.trainer.run.say(
+            self.trainer.run.print_rank_0(
                 self.stragglers.report(self.steps_since, count=self.config.faults.straggler_minmax_count)
             )
         self.since, self.steps_since = time.perf_counter(), 0
@@ -314,7 +314,7 @@ class Session:
         assert self.data.valid is not None, "only runs with validation data evaluate"
         losses = self._losses_of(self.data.valid)
         if not self.config.data.full_validation:
-            progress.consumed_valid_samples += self.data.valid.iterations * self.trainer.batches.evaluated
+            progress.consumed_valid_samples += self.data.valid.iterations * self.trainer.batches.evaluation_batch_size
         self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
         self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses)
         watch.around_evaluation()
@@ -326,7 +326,7 @@ class Session:
         """Begin to save where an evaluation is better than all before (--save-best)."""
         progress = self.trainer.progress
         if note_if_best(progress, losses, self.config.checkpoint, self.mesh.world):
-            self.trainer.run.say(
+            self.trainer.run.print_rank_0(
                 f"iteration {progress.iteration} is the best so far: {progress.best_figure[4:]} {progress.best_value:.6E}"
             )
             self._save_if_due(watch)
@@ -346,8 +346,8 @@ class Session:
                     task, evaluate = trainer.benchmark
                     scores = evaluate(trainer.stages, iteration)
                     listed = " | ".join(f"{name}: {score:.2f}" for name, score in scores.items())
-                    self.trainer.run.say(f" {task} at iteration {iteration} | {listed} |")
-                    self.writers.scores(task, scores, iteration=iteration)
+                    self.trainer.run.print_rank_0(f" {task} at iteration {iteration} | {listed} |")
+                    self.writers.write_scores(task, scores, iteration=iteration)
             self.since += time.perf_counter() - paused
 
     def _save_if_due(self, watch: ExitConditions) -> None:
@@ -418,7 +418,7 @@ class Session:
             self._save_if_due(watch)
             self._record_save(self.checkpoint.finish())
         if reason:
-            self.trainer.run.say(reason)
+            self.trainer.run.print_rank_0(reason)
         else:
             self._evaluate_at_end(losses)
         if self.config.checkpoint.save and not train.skip_train and self.checkpoint.last_saved != progress.iteration:
@@ -459,7 +459,7 @@ class Session:
         run, vote = self.trainer.run, Vote(self.mesh.world, self.mesh.device)
         return ExitConditions(
             config.train,
-            agree=vote.agree,
+            agree=vote.result,
             poll=vote.poll,
             started=run.started,
             ending=run.ending,
@@ -470,14 +470,16 @@ class Session:
 
     def _say_interrupted(self) -> None:
         saves = "and saves" if self.config.checkpoint.save else "without a save, for which there is no --save"
-        self.trainer.run.say(f"SIGINT: the run ends after this step {saves}; once more (Ctrl-C) ends it at once")
+        self.trainer.run.print_rank_0(
+            f"SIGINT: the run ends after this step {saves}; once more (Ctrl-C) ends it at once"
+        )
 
     def _end_at_once(self) -> None:
         last = self.checkpoint.last_saved
         self.trainer.run.run_log.add(
             "end", reason="SIGINT, twice", iteration=self.trainer.progress.iteration, failed=True
         )
-        self.trainer.run.say(
+        self.trainer.run.print_rank_0(
             f"SIGINT again: the run ends at once, in iteration {self.trainer.progress.iteration + 1}; "
             + (f"its last checkpoint is that of iteration {last}" if last is not None else "it has no checkpoint")
         )
@@ -490,15 +492,15 @@ class Session:
         )
         for data, tensor, pipeline, held in rows:
             if data == 0:
-                self.trainer.run.say(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {held}")
-        count = self.trainer.batches.at(self.trainer.progress.consumed_train_samples).num_microbatches
+                self.trainer.run.print_rank_0(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {held}")
+        count = self.trainer.batches.step_after(self.trainer.progress.consumed_train_samples).num_microbatches
         largest = max(
             rank_memory(
                 self.config, stages_of(self.config), data_parallel_size=self.mesh.dp.size, num_microbatches=count
             ),
             key=lambda held: held.total,
         )
-        self.trainer.run.say(theoretical_memory_line(largest.weights_and_optimizer, largest.activations))
+        self.trainer.run.print_rank_0(theoretical_memory_line(largest.weights_and_optimizer, largest.activations))
         self._note_progress(self._progress_text("Starting job"))
 
 
@@ -506,7 +508,7 @@ def _total_iterations(trainer: Trainer) -> int:
     train = trainer.run.config.train
     if train.train_iters is not None:
         return train.train_iters
-    return trainer.batches.iterations(train.train_samples) if train.train_samples is not None else 0
+    return trainer.batches.num_whole_steps(train.train_samples) if train.train_samples is not None else 0
 
 
 def _flops_per_sample(trainer: Trainer) -> FlopsPerSample:

@@ -96,7 +96,7 @@ class Run:
             parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad
         )
 
-    def say(self, text: str) -> None:
+    def print_rank_0(self, text: str) -> None:
         """One line, from rank 0."""
         if self.mesh.world.is_first:
             self.log.info(text)

@@ -51,7 +51,7 @@ class StepWork:
         self._batches = batches
         # Sequences that are divided by their length make another number of microbatches on every rank.
         self.own_microbatches: int
-        self._seen: list[Batch] = [] if again is None else list(again.seen)
+        self._seen: list[Batch] = [] if again is None else list(again.taken_microbatches)
         if again is not None:
             self.own_microbatches = again.own_microbatches
         else:
@@ -64,13 +64,13 @@ class StepWork:
         self._scale = self._loss_scale()
 
     @property
-    def seen(self) -> tuple[Batch, ...]:
+    def taken_microbatches(self) -> tuple[Batch, ...]:
         """The microbatches that were taken so far, in order."""
         return tuple(self._seen)
 
-    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """What the stage says."""
-        return self.trainer.stages[stage // self.trainer.run.mesh.pp.size].receives(self.trainer.run.config.train)
+        return self.trainer.stages[stage // self.trainer.run.mesh.pp.size].input_specs(self.trainer.run.config.train)
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run one stage on one microbatch:
@@ -112,14 +112,14 @@ class StepWork:
             for name in self.trainer.loss_names
         }
 
-    def notes(self) -> dict[str, Tensor]:
+    def layer_figures(self) -> dict[str, Tensor]:
         """[sum, count] of every figure that layers noted: this rank's share. All ranks learn all names in the first step."""
         notes: dict[str, Tensor] = {}
         for microbatch_context in self._contexts.values():
             for name, pair in microbatch_context.metrics.items():
                 notes[name] = notes[name] + pair if name in notes else pair
         if isinstance(self._batches, PlannedBatches):
-            notes |= {name: self.count.new_tensor(pair) for name, pair in self._batches.figures().items()}
+            notes |= {name: self.count.new_tensor(pair) for name, pair in self._batches.batch_metrics().items()}
         if self.trainer.note_names is None:
             names = collectives.gather_objects(tuple(notes), self.trainer.run.mesh.world)
             self.trainer.note_names = tuple(dict.fromkeys(name for theirs in names for name in theirs))
@@ -200,7 +200,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     run_, progress, timers = trainer.run, trainer.progress, trainer.run.timers
     config, mesh, optimizer = run_.config, run_.mesh, trainer.optimizer
     assert trainer.schedule is not None, "a trainer that trains has a schedule"
-    size = trainer.batches.at(progress.consumed_train_samples)
+    size = trainer.batches.step_after(progress.consumed_train_samples)
     mesh.flight_recorder.begin("training", progress.iteration + 1)
     for parallel in trainer.parallels:
         parallel.zero_gradients()
@@ -209,7 +209,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
         hook.begin_step(work)
     with timers("forward-backward", 1):
         run(
-            trainer.script(work.own_microbatches, training=True),
+            trainer.pipeline_script(work.own_microbatches, training=True),
             work=work,
             axis=mesh.pp,
             backward_axis=mesh.pp_backward,
@@ -228,7 +228,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     )
     for hook in trainer.hooks:
         hook.before_update()
-    losses = {**work.report(), **work.notes()}
+    losses = {**work.report(), **work.layer_figures()}
     mesh.flight_recorder.enter("optimizer")
     with timers("optimizer", 1):
         result = optimizer.step(

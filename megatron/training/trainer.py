@@ -22,9 +22,9 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.rng import materialize
 from megatron.core.pipeline_parallel.schedules import forward_only, training_plan, with_reduction
-from megatron.core.pipeline_parallel.transfers import Script, script
+from megatron.core.pipeline_parallel.transfers import Script, rank_script
 from megatron.core.transformer.activation_offloading import offload_activations
-from megatron.core.transformer.adapters import freeze
+from megatron.core.transformer.adapters import freeze_untrained
 from megatron.core.transformer.layer import Layer
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.microbatches import BatchSchedule
@@ -83,7 +83,7 @@ class Trainer:
         """The run's counters."""
         return self.run.progress
 
-    def script(self, num_microbatches: int, *, training: bool) -> Script:
+    def pipeline_script(self, num_microbatches: int, *, training: bool) -> Script:
         """What this rank does in one step, or in one forward-only pass."""
         key = (num_microbatches, training)
         if key not in self.scripts:
@@ -101,8 +101,8 @@ class Trainer:
                     )
                 )
             else:
-                plan = forward_only(axis.size, chunks, num_microbatches, parallel.placement)
-            self.scripts[key] = script(
+                plan = forward_only(axis.size, chunks, num_microbatches, parallel.stage_placement)
+            self.scripts[key] = rank_script(
                 plan, axis.rank, overlap=parallel.overlap_p2p_communication, dual_batch_overlap=dual_batch_overlap
             )
         return self.scripts[key]
@@ -119,14 +119,14 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
     for stage in stages:
-        freeze(stage, config.model.adapter, mesh)
+        freeze_untrained(stage, config.model.adapter, mesh)
     for stage in stages:
         offload_activations(stage, config.offload, mesh.device)
     parallels = [_initialize_stage(run, stage) for stage in stages]
     sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
     optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded, adamw=run.kernels.adamw)
     if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
-        run.say("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
+        run.print_rank_0("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
     batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
     schedule = None if config.train.skip_train else Schedule.build(config.schedule, config.optimizer, config.train)
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)

@@ -76,7 +76,7 @@ class RunUnderTest:
     megabytes: int = 16
     all_kernels: bool = False
 
-    def named(self, ranks: Sequence[int]) -> str:
+    def rank_names(self, ranks: Sequence[int]) -> str:
         """Some ranks and their machines, in words."""
         names = [f"{rank} ({self.hosts[rank]})" for rank in ranks[:_MOST_NAMED]] + ["..."] * (len(ranks) > _MOST_NAMED)
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
@@ -153,14 +153,14 @@ def devices(subject: RunUnderTest) -> list[CheckResult]:
                 CheckResult(
                     "devices",
                     "WARN",
-                    f"a tenth of the memory or more is taken on {subject.named(full)}",
+                    f"a tenth of the memory or more is taken on {subject.rank_names(full)}",
                     "end what else runs there",
                 )
             )
     return rows or [CheckResult("devices", "OK", description)]
 
 
-def kernels(subject: RunUnderTest) -> list[CheckResult]:
+def check_kernels(subject: RunUnderTest) -> list[CheckResult]:
     """Which kernels serve the run, and why better ones do not."""
     return [
         CheckResult("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
@@ -169,7 +169,7 @@ def kernels(subject: RunUnderTest) -> list[CheckResult]:
     ]
 
 
-def numbers(subject: RunUnderTest) -> list[CheckResult]:
+def check_kernel_results(subject: RunUnderTest) -> list[CheckResult]:
     """Every kernel computes what its op is defined to be, forward and backward, on every rank."""
     names = {op: name for op, name, _ in subject.kernels.report}
 
@@ -195,7 +195,7 @@ def numbers(subject: RunUnderTest) -> list[CheckResult]:
                 CheckResult(
                     "numbers",
                     "FAIL",
-                    f"{what}: {worst}, {limit:g} allowed, on {subject.named([rank for rank, _ in wrong])}",
+                    f"{what}: {worst}, {limit:g} allowed, on {subject.rank_names([rank for rank, _ in wrong])}",
                     f"{mend}test the device and its driver",
                 )
             )
@@ -208,7 +208,7 @@ def numbers(subject: RunUnderTest) -> list[CheckResult]:
     return rows
 
 
-def links(subject: RunUnderTest) -> list[CheckResult]:
+def check_links(subject: RunUnderTest) -> list[CheckResult]:
     """Latency and rate of a sum over each axis with more than one rank, all its groups at once, and that the sum is right."""
     mesh, rows, known = subject.mesh, [], set()
     for name in (field.name for field in fields(Mesh) if field.name not in ("device", "hybrid_cp", "pp_backward")):
@@ -220,7 +220,7 @@ def links(subject: RunUnderTest) -> list[CheckResult]:
     return rows or [CheckResult("links", "OK", "one rank: nothing to send")]
 
 
-def clocks(subject: RunUnderTest) -> list[CheckResult]:
+def check_clocks(subject: RunUnderTest) -> list[CheckResult]:
     """The clocks of all machines tell one time, as far as a barrier can say."""
     ticks = []
     for _ in range(_ROUNDS):
@@ -244,7 +244,7 @@ def clocks(subject: RunUnderTest) -> list[CheckResult]:
     ]
 
 
-def limits(subject: RunUnderTest) -> list[CheckResult]:
+def check_limits(subject: RunUnderTest) -> list[CheckResult]:
     """Open files, shared memory and temporary space on every machine."""
     mesh, host = subject.mesh, socket.gethostname()
 
@@ -283,7 +283,7 @@ def limits(subject: RunUnderTest) -> list[CheckResult]:
         low = [rank for rank, there, needed in values if there < needed and there != resource.RLIM_INFINITY]
         if values:
             lowest = min(there for _, there, _ in values)
-            below = f", below {explanation(values[0][2])} on {subject.named(low)}" if low else ""
+            below = f", below {explanation(values[0][2])} on {subject.rank_names(low)}" if low else ""
             rows.append(
                 CheckResult(
                     "limits", "WARN" if low else "OK", f"{name}: {explanation(lowest)}{below}", mend if low else ""
@@ -321,7 +321,7 @@ def data(subject: RunUnderTest) -> list[CheckResult]:
                 CheckResult(
                     "data",
                     "FAIL",
-                    f"{lost[0][1]}: on {subject.named([rank for rank, _ in lost])}",
+                    f"{lost[0][1]}: on {subject.rank_names([rank for rank, _ in lost])}",
                     "mount the folder there, under the same path",
                 )
             )
@@ -367,7 +367,7 @@ def checkpoints(subject: RunUnderTest) -> list[CheckResult]:
     return rows
 
 
-def disk(subject: RunUnderTest) -> list[CheckResult]:
+def check_disk(subject: RunUnderTest) -> list[CheckResult]:
     """How fast all ranks together write into --save, and whether two checkpoints fit there."""
     folder = subject.config.checkpoint.save
     if folder is None:
@@ -392,7 +392,7 @@ def disk(subject: RunUnderTest) -> list[CheckResult]:
             CheckResult(
                 "disk",
                 "FAIL",
-                f"--save {folder} cannot be written: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
+                f"--save {folder} cannot be written: {problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}",
                 "let every rank write there: each saves its part",
             )
         ]
@@ -416,15 +416,15 @@ def disk(subject: RunUnderTest) -> list[CheckResult]:
 CHECKS: tuple[Callable[[RunUnderTest], list[CheckResult]], ...] = (
     versions,
     devices,
-    kernels,
-    numbers,
-    links,
-    clocks,
-    limits,
+    check_kernels,
+    check_kernel_results,
+    check_links,
+    check_clocks,
+    check_limits,
     data,
     tokenizer,
     checkpoints,
-    disk,
+    check_disk,
 )
 
 
@@ -447,7 +447,7 @@ def _on_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, A
     """What every rank sees: (rank, value)."""
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:
-        raise RanksFailed(f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}")
+        raise RanksFailed(f"{problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}")
     return seen
 
 
@@ -458,7 +458,9 @@ def _check_ranks_agree(
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:
         return [
-            CheckResult(check, "FAIL", f"{problems[0][1]}: on {subject.named([rank for rank, _ in problems])}", mend)
+            CheckResult(
+                check, "FAIL", f"{problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}", mend
+            )
         ]
     if len({value for _, value in seen}) > 1:
         return [
@@ -479,7 +481,7 @@ def _disagreement_row(
     return CheckResult(
         check,
         "FAIL",
-        f"{what}: " + "; ".join(f"{value} on {subject.named(those)}" for value, those in ranks.items()),
+        f"{what}: " + "; ".join(f"{value} on {subject.rank_names(those)}" for value, those in ranks.items()),
         mend,
     )
 
@@ -505,14 +507,14 @@ def _check_axis(subject: RunUnderTest, axis: Axis) -> CheckResult:
         return CheckResult(
             "links",
             "FAIL",
-            f"{axis.name}: the sum over {subject.named(wrong[0])} is wrong",
+            f"{axis.name}: the sum over {subject.rank_names(wrong[0])} is wrong",
             "test the network and its driver",
         )
     if slowest[3] > 2 * fastest[3]:
         return CheckResult(
             "links",
             "WARN",
-            f"{result} among {subject.named(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.named(fastest[0])}",
+            f"{result} among {subject.rank_names(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.rank_names(fastest[0])}",
             "look at the cables, switches and NCCL settings of the slow ones",
         )
     return CheckResult("links", "OK", result)
@@ -552,7 +554,7 @@ def _check_shared_folder(subject: RunUnderTest, folder: Path) -> list[CheckResul
             CheckResult(
                 "checkpoints",
                 "FAIL",
-                f"--save {folder}: {problems[0][1]}: on {subject.named([rank for rank, _ in problems])}",
+                f"--save {folder}: {problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}",
                 mend,
             )
         ]
@@ -561,7 +563,7 @@ def _check_shared_folder(subject: RunUnderTest, folder: Path) -> list[CheckResul
             CheckResult(
                 "checkpoints",
                 "FAIL",
-                f"--save {folder}: what rank 0 writes is not seen by {subject.named(blind)}",
+                f"--save {folder}: what rank 0 writes is not seen by {subject.rank_names(blind)}",
                 mend,
             )
         ]

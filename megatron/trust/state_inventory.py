@@ -272,7 +272,7 @@ def why_derived(place: str) -> str:
     return next((reason for patterns, reason in DERIVED.items() if matches_pattern(place, patterns)), "")
 
 
-def missing(item: Item, source: Source, *, world_size: int, parameters: list[str]) -> list[str]:
+def missing_names(item: Item, source: Source, *, world_size: int, parameters: list[str]) -> list[str]:
     """Names of an item that a checkpoint should hold and does not. parameters: names of the network's parameters."""
     held = {*source.formats, *source.values}
     return [name for name in item.expected(source.settings, world_size, parameters) if name not in held]
@@ -289,11 +289,11 @@ def parameters_of(*sources: Source) -> list[str]:
     return list(parameters)
 
 
-def compared(a: Source, b: Source, *, world_size: int) -> Iterator[Comparison]:
+def compare_checkpoints(a: Source, b: Source, *, world_size: int) -> Iterator[Comparison]:
     """Each item of two checkpoints that should be equal: both of one run, of `world_size` ranks."""
     parameters = parameters_of(a, b)
     for item in INVENTORY:
-        lacking = {one.where: missing(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
+        lacking = {one.where: missing_names(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
         names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if matches_pattern(name, item.names)]
         keys = {name for lines in lacking.values() for name in lines}
         yield Comparison(

@@ -15,7 +15,7 @@ import pytest
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.store import iteration_folder
 from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.state_inventory import compared
+from megatron.trust.state_inventory import compare_checkpoints
 from tests.conftest import NOTES
 from tests.crash.lives import LAYOUTS, Lives
 
@@ -37,7 +37,7 @@ def killed_again_and_again(folder: Path, name: str, kills: int, seed: int) -> st
         found = open_saved(iteration_folder(lives.folder, layout.iterations))
         differences = [str(one) for one in compare_sources(found, expected)]
         assert not differences, f"after deaths at {lives.newest}:\n" + "\n".join(differences[:20])
-        assert all(one.is_equal for one in compared(found, expected, world_size=layout.ranks))
+        assert all(one.is_equal for one in compare_checkpoints(found, expected, world_size=layout.ranks))
         done, runs, total = done + len(lives.newest), runs + 1, total + (lives.newest or [0])[-1]
         lost += sum(a == b for a, b in zip([0, *lives.newest], lives.newest))
     return (

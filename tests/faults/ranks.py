@@ -29,7 +29,7 @@ from megatron.core.parallel.spec import spec_of
 from megatron.training import loop, step
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.cli.arguments import read_args
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.run import Run
 from tests.helpers.programme import TINY, write_tokens
@@ -142,7 +142,7 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
         str(case.longest / 60.0),
     ]
 
-    @entry
+    @run_entry
     def main() -> None:
         run = initialize_megatron(read_args(flags, world_size=case.ranks))
         providers = (

@@ -82,7 +82,7 @@ def test_the_defaults_of_a_run_pass_their_trial(name: str) -> None:
 def test_no_attention_lets_a_token_leak(backend: str, changes: dict[str, Any]) -> None:
     config = tiny.config(bf16=True, **HEADS, **changes)
     candidate = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", backend))
-    if reason := candidate.unfit(kernel_need(config, CUDA)):
+    if reason := candidate.unsupported_reason(kernel_need(config, CUDA)):
         pytest.skip(reason)
     settings = tiny.config(bf16=True, attention_backend=backend, **HEADS, **changes)
     demand_no_leak(tiny.run_of(settings, CUDA))
@@ -92,7 +92,7 @@ def test_no_attention_lets_a_token_leak(backend: str, changes: dict[str, Any]) -
 def test_a_later_query_alone_sees_all_keys_before_it(backend: str) -> None:
     need = kernel_need(tiny.config(bf16=True), CUDA)
     candidate = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", backend))
-    if backend in ("flash", "cudnn") or candidate.unfit(need):
+    if backend in ("flash", "cudnn") or candidate.unsupported_reason(need):
         pytest.skip("it is not asked for that")
     q, k, v = (torch.randn(length, 2, 4, 64, device=CUDA, dtype=torch.bfloat16) for length in (3, 11, 11))
     torch.testing.assert_close(

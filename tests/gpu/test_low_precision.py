@@ -25,7 +25,7 @@ RECIPES["nvfp4"] = {"fp4_format": "e2m1"}
 def fitting(name: str) -> dict[str, Any]:
     """The settings of a recipe that this GPU has units for."""
     config, device = LowPrecisionConfig(**RECIPES[name]), torch.device("cuda")
-    if reason := recipes.unfit(config, device):
+    if reason := recipes.unsupported_reason(config, device):
         pytest.skip(reason)
     return RECIPES[name]
 

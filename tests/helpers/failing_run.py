@@ -17,7 +17,7 @@ import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
 from megatron.training.cli.arguments import parse_args
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.entry import entry
+from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch.launch_info import world_size
 from megatron.training.loop import pretrain
@@ -39,7 +39,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     return pretrain_gpt.forward_step(run, batches, stage)
 
 
-@entry
+@run_entry
 def main() -> None:
     """Parse, initialize, train."""
     run = initialize_megatron(parse_args(world_size=world_size()))

@@ -15,7 +15,7 @@ def operands(recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dic
     def rounded(operand: Operand, matrix: Tensor) -> Quantised:
         return recipe.quantise(operand, matrix, fp8.largest_of(matrix))
 
-    turned = rounded("weight", weight).t() if recipe.turns("weight") else rounded("weight", weight.t())
+    turned = rounded("weight", weight).t() if recipe.serves_transposed("weight") else rounded("weight", weight.t())
     return {
         "output": (rounded("input", x), rounded("weight", weight)),
         "input's gradient": (rounded("gradient", gradient), turned),

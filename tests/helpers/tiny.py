@@ -71,7 +71,7 @@ def with_vocabulary(settings: RunConfig, size: int) -> RunConfig:
 def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     """A run on this process's ranks (or alone)."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    mesh = Mesh.single(device) if alone else Mesh.build(settings.parallel, device)
+    mesh = Mesh.single_process(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
     need = Need(device=device.type, dtype=dtype, low=settings.precision.low)
     if device.type == "cuda":
@@ -103,7 +103,7 @@ def forward_step(run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tu
         positions=batch.positions,
         documents=batch.documents,
         microbatch_context=batch.microbatch_context,
-        ahead=batch.ahead,
+        ahead=batch.future_labels,
     )
     return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)
 

@@ -149,7 +149,7 @@ class Decoder:
             k = self.norm(f"{here}k_layernorm", k.flatten(2)).view_as(k)
         elif model.qk_layernorm:
             q, k = self.norm(f"{here}q_layernorm", q), self.norm(f"{here}k_layernorm", k)
-        if model.rotates and plan.rope:
+        if model.uses_rotary and plan.rope:
             q, k = (rotated(part, model.rope, pairs=model.rope.rotary_interleaved) for part in (q, k))
         if model.qk_l2_norm:
             q, k = (part / torch.sqrt(part.square().mean(-1, keepdim=True) + model.norm_epsilon) for part in (q, k))
@@ -309,7 +309,7 @@ class Decoder:
             side.objective = side.objective + coefficient * loss
             side.notes.setdefault(name, []).append(loss.detach())
 
-        for kind, coefficient in moe.balances:
+        for kind, coefficient in moe.balancing_losses:
             if not coefficient or kind == "none":
                 continue
             if kind == "seq_aux_loss":

@@ -133,6 +133,6 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "frozen weights are in the optimizer",
         (("pp2", "lora-fused"), ("pp2", "frozen"), ("dp2 zero mb2", "lora")),
-        ((trainer, "freeze", nothing),),
+        ((trainer, "freeze_untrained", nothing),),
     ),
 )

@@ -86,14 +86,14 @@ def _each_head_alone(self: SelfAttention, shrink: Tensor, alpha: float) -> dict[
 
 
 def _nothing_yet(self: Optimizer, factors: Mapping[str, Tensor]) -> None:
-    self.late = factors
+    self.previous_result = factors
 
 
 def _scaled_when_all_have_gone_round(self: Optimizer) -> None:
     _publish(self)
     for parallel in self.parallels:
         parallel.finish_gather()
-    _scale_rows(self, self.late)
+    _scale_rows(self, self.previous_result)
 
 
 def _rows_from_the_start_of_the_piece(self: Optimizer, factors: Mapping[str, Tensor]) -> None:

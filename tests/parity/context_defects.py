@@ -66,7 +66,7 @@ def _future_between_chunks(queries: range, keys: range, mask: MaskSpec) -> str:
 def _documents_of_the_own_piece(self: RingSettings, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
     documents = self.mask.documents
     if documents is not None:
-        own = self.cut.piece(documents, self.axis.rank, dim=1).repeat(1, self.axis.size)
+        own = self.cut.shard(documents, self.axis.rank, dim=1).repeat(1, self.axis.size)
         self = dataclasses.replace(self, mask=dataclasses.replace(self.mask, documents=own))
     return _seen(self, source, pair, device)
 
@@ -198,7 +198,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "positions begin at zero on every rank",
         (("cp2", "gpt"), ("cp2 mb2", "llama")),
-        ((Build, "places", _places_from_zero),),
+        ((Build, "positions", _places_from_zero),),
     ),
     Defect(
         "tokens are cut from left to right and labels in the zigzag",

@@ -530,7 +530,7 @@ DEFECTS: tuple[Defect, ...] = (
             (
                 WeightGradStore,
                 "flush",
-                lambda self: self._delayed.update({key: [] for key in self._delayed}) if self.collects else None,
+                lambda self: self._delayed.update({key: [] for key in self._delayed}) if self.is_delaying else None,
             ),
         ),
     ),
@@ -649,7 +649,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "each tensor rank pools the first position of its own piece",
         (("tp2 sp mb2", "bert"), ("tp4 sp mb4", "bert-published")),
-        ((Region, "first", lambda self, x: x[0]),),
+        ((Region, "first_position", lambda self, x: x[0]),),
     ),
     Defect(
         "the masked-word transform's gradients are not summed under sequence parallelism",

@@ -23,11 +23,16 @@ from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
 from tests.parity.defect import Defect, sum_replicated_but
 
-_sizes_of, _log_uniform, _borders, _norm = MambaSizes.of, mamba.log_uniform, mamba.borders, GatedNorm.forward
+_sizes_of, _log_uniform, _borders, _norm = (
+    MambaSizes.from_model,
+    mamba.log_uniform,
+    mamba.document_segments,
+    GatedNorm.forward,
+)
 _last_inputs, _states_before = SequenceShards._last_inputs, SequenceShards._states_before
 _run_depth = MultiTokenPrediction.run_depth
 _share, _order, _mix, _mix_delta = (
-    HeadExchange.share,
+    HeadExchange.shard_parameter,
     HeadExchange._sequence_permutation,
     MambaMixer._conv_and_scan,
     GatedDeltaNet._conv_and_scan,
@@ -169,12 +174,12 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "copies of groups stand beside the heads of others",
         (("cp4", "hybrid-two-groups"),),
-        ((HeadExchange, "share", _groups_in_turns),),
+        ((HeadExchange, "shard_parameter", _groups_in_turns),),
     ),
     Defect(
         "the gradient of the convolution is that of one context rank",
         (("cp2", "hybrid"), ("cp2", "delta")),
-        ((HeadExchange, "share", _gradient_of_one_rank),),
+        ((HeadExchange, "shard_parameter", _gradient_of_one_rank),),
     ),
     Defect(
         "the gradient of a delta net's output norm is not summed over tensor ranks",
@@ -184,7 +189,7 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "every context rank begins a document of its own",
         (("cp2", "hybrid-packed"), ("cp2", "hybrid-odd-packed")),
-        ((mamba, "borders", _borders_of_pieces), (gated_delta_net, "borders", _borders_of_pieces)),
+        ((mamba, "document_segments", _borders_of_pieces), (gated_delta_net, "document_segments", _borders_of_pieces)),
     ),
     Defect(
         "the convolution does not see the chunk before",

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.low_precision import Scaling, Way
 from tests.parity.defect import Defect, collectives_with, nothing
 
 _largest, _whole, _later, _prepare = (
-    Scaling.largest,
+    Scaling.largest_value,
     low_precision._gather_quantized,
     low_precision._delayed_weight_gradients,
     LowPrecisionBucket.prepare,
@@ -45,7 +45,7 @@ def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor
 
 def _of_own_data(scalings: Sequence[Scaling], *, stepped: bool) -> None:
     for scaling in scalings:
-        scaling.remember(scaling.seen)
+        scaling.add_step(scaling.seen)
 
 
 def _scales_of_own_rows(x: Quantised, axis: Axis) -> Quantised:
@@ -78,12 +78,12 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "a transposed weight is the first rounding, transposed",
         (("tp2 sp dp2 fp8-gather", "fp8-mx"),),
-        ((Way, "turned", property(lambda self: self.held and self.held.t())),),
+        ((Way, "transposed_matrix", property(lambda self: self.rounded_matrix and self.rounded_matrix.t())),),
     ),
     Defect(
         "experts take the matrix of the first",
         (("tp2 sp dp2 fp8-gather", "fp8-experts-tensorwise"),),
-        ((Way, "held", property(lambda self: self.scaling.held[0] if self.scaling.held else None)),),
+        ((Way, "rounded_matrix", property(lambda self: self.scaling.held[0] if self.scaling.held else None)),),
     ),
     Defect(
         "weights of 8 bits are not rounded anew after a step",
@@ -98,7 +98,7 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "pieces of a weight are scaled apart",
         (("tp4", "fp8-tensorwise"),),
-        ((Scaling, "largest", _weights_by_their_piece),),
+        ((Scaling, "largest_value", _weights_by_their_piece),),
     ),
     Defect(
         "delayed scales know the largest values of this rank only",
@@ -108,7 +108,7 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "delayed scales move within a step, so that what is recomputed is rounded anew",
         (("recompute-uniform cp2", "fp8-delayed"),),
-        ((Scaling, "largest", _by_the_step_under_way),),
+        ((Scaling, "largest_value", _by_the_step_under_way),),
     ),
     Defect(
         "gathered blocks take this rank's scales",

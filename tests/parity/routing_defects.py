@@ -19,7 +19,7 @@ from tests.parity.defect import Defect, collectives_with
 _share, _size, _evened, _mean_weight, _after_step = (
     router.balancing_share,
     router.size_share,
-    router.evened,
+    router.sinkhorn,
     StepWork._mean_weight,
     Router.after_step,
 )
@@ -102,7 +102,7 @@ ROUTING: tuple[Defect, ...] = (
     Defect(
         "each rank evens out its own tokens",
         (("tp2 sp ep2 etp1", "moe-sinkhorn"), ("cp2", "moe-sinkhorn")),
-        ((router, "evened", lambda scores, axis: _evened(scores, Axis("alone"))),),
+        ((router, "sinkhorn", lambda scores, axis: _evened(scores, Axis("alone"))),),
     ),
     Defect(
         "forced balance goes by the place of a token on its rank",

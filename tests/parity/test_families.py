@@ -366,7 +366,7 @@ def ask(model: GPTModel | BERTModel | T5Model, message: tuple[Tensor, ...]) -> t
         out = model(ids=ids(), padding=padding(), types=ids() % 2, hidden=next(iter(message), None))
     else:
         cp = model.build.mesh.cp
-        out = model(ids=Zigzag(LENGTH, cp.size).piece(ids(), cp.rank, dim=1), hidden=next(iter(message), None))
+        out = model(ids=Zigzag(LENGTH, cp.size).shard(ids(), cp.rank, dim=1), hidden=next(iter(message), None))
     return out if isinstance(out, tuple) else (out,)
 
 
@@ -395,7 +395,7 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
         message = (
             ()
             if stage.has_embedding
-            else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.receives(config.train))
+            else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.input_specs(config.train))
         )
         for part in message:
             dist.recv(part, src=run.mesh.pp.ranks[stage.rank - 1])

@@ -19,7 +19,7 @@ from megatron.core.parallel.offload import OffloadedBytes
 from megatron.core.parallel.spec import ParamSpec
 from tests.parity.defect import Defect
 
-_returned, _direction, _arrived = muon._order_by_receiver, Muon._momentum_direction, OffloadedBytes.arrived
+_returned, _direction, _arrived = muon._order_by_receiver, Muon._momentum_direction, OffloadedBytes.wait
 _blocks, _sum = adafactor._segment_rectangles, Adafactor._all_reduce_sums
 
 
@@ -106,6 +106,6 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "activations are used before they have come back",
         (("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"), ("offload-parts ep2 dp2 alltoall mb2", "moe")),
-        ((offload.OffloadedBytes, "arrived", _as_it_was_last),),
+        ((offload.OffloadedBytes, "wait", _as_it_was_last),),
     ),
 )

@@ -135,11 +135,11 @@ VISION: tuple[Defect, ...] = (
     Defect(
         "a frozen encoder is trained",
         (("dp2 fsdp", "vlm-frozen-vit"), ("pp2 zb", "vlm-frozen-vit")),
-        ((trainer, "freeze", _freeze_all_but_the_encoder),),
+        ((trainer, "freeze_untrained", _freeze_all_but_the_encoder),),
     ),
     Defect(
         "a frozen encoder without gradient is moved by weight decay",
         (("dp2", "vlm-projector"), ("tp2 sp", "vlm-projector")),
-        ((trainer, "freeze", _freeze_all_but_the_encoder), (VisionEncoder, "forward", _detached)),
+        ((trainer, "freeze_untrained", _freeze_all_but_the_encoder), (VisionEncoder, "forward", _detached)),
     ),
 )

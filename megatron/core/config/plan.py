@@ -141,9 +141,9 @@ def _symbol_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
 
 def mtp_rows(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
     """The rows of one depth of multi-token prediction, counted from 0: those of its symbols, or one like the last."""
-    if not model.hybrid.depths:
+    if not model.hybrid.mtp_patterns:
         return (replace(layer_rows(model)[-1], index=model.num_layers + depth, adapters=()),)
-    symbols = model.hybrid.depths[0]
+    symbols = model.hybrid.mtp_patterns[0]
     return tuple(
         LayerPlan(model.num_layers + depth * len(symbols) + place, mixer, mlp=mlp)
         for place, (mixer, mlp) in enumerate(SYMBOLS.get(symbol, ("none", "none")) for symbol in symbols)

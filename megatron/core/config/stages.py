@@ -20,7 +20,7 @@ def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
         chunks_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
         layers_per_chunk=parallel.num_layers_per_virtual_pipeline_stage,
         layout=layout,
-        unsaid=2 if parallel.placement == "v" else 1,
+        unsaid=2 if parallel.stage_placement == "v" else 1,
         **counted,
     )
     return partition(
@@ -28,7 +28,7 @@ def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
         pp=parallel.pp,
         vpp=chunks,
         layout=layout,
-        placement=parallel.placement,
+        placement=parallel.stage_placement,
         ends=(parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers),
         **counted,
     )

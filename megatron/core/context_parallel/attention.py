@@ -80,7 +80,7 @@ def gather_keys(k: Tensor, mask: MaskSpec, mesh: Mesh) -> tuple[Tensor, MaskSpec
     axis = mesh.sequence_axis(mask.length // len(k))
     cut = Zigzag(mask.length, axis.size)
     keys = collectives.uneven_gather_then_scatter(k, cut.counts(), axis)[cut.in_order(range(cut.size), k.device)]
-    places, documents = cut.places(axis.rank, k.device), mask.documents
+    places, documents = cut.positions_of_rank(axis.rank, k.device), mask.documents
     query_documents = None if documents is None else documents[:, places]
     return keys, replace(mask, length=None, query_places=places, query_documents=query_documents)
 
@@ -131,7 +131,7 @@ class UlyssesRingAttention:
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
         q, k, v = (self._to_places(x, counts, order) for x in (q, k, v))
         sink = None if scores.sink is None else scores.sink.chunk(size)[self.inner.rank]
-        output = self._attend(q, k, v, replace(scores, sink=sink), mask, dropout, cut.coarser(size))
+        output = self._attend(q, k, v, replace(scores, sink=sink), mask, dropout, cut.merge_ranks(size))
         return self._to_heads(output, counts, order)
 
     def _attend(

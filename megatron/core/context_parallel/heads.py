@@ -31,7 +31,7 @@ class HeadExchange:
     shards: SequenceShards | None = None
 
     @staticmethod
-    def of(mesh: Mesh, mask: MaskSpec, held: int, *, heads: int, groups: int) -> HeadExchange:
+    def from_mask(mesh: Mesh, mask: MaskSpec, held: int, *, heads: int, groups: int) -> HeadExchange:
         """held: positions of a sequence on this rank. mask: of the whole sequence, whose length it has where that is cut. heads, groups: of this
         tensor rank.
         """
@@ -72,7 +72,7 @@ class HeadExchange:
         )
         return places.unflatten(0, (size, own)).movedim(0, 2).flatten(2, 3)
 
-    def share(self, x: Tensor, heads: int, copies: int = 1) -> Tensor:
+    def shard_parameter(self, x: Tensor, heads: int, copies: int = 1) -> Tensor:
         """This rank's heads of a parameter, [heads * k, ...] to [heads * copies / cp * k, ...], each head repeated `copies` times first."""
         if self.axis.size == 1:
             return x

@@ -23,7 +23,7 @@ from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import blockwise_attention
 from megatron.core.kernels.blockwise_attention import Block
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
@@ -74,8 +74,8 @@ class RingSettings:
             yield pair.queries, pair.keys, block
 
     def _visible_mask(self, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
-        queries = self.cut.places(self.axis.rank, device)[pair.queries]
-        keys = self.cut.places(source, device)[pair.keys]
+        queries = self.cut.positions_of_rank(self.axis.rank, device)[pair.queries]
+        keys = self.cut.positions_of_rank(source, device)[pair.keys]
         documents, padding = self.mask.documents, self.mask.padding
         part = replace(
             self.mask,
@@ -85,7 +85,7 @@ class RingSettings:
             documents=None if documents is None else documents[:, keys],
             padding=None if padding is None else padding[:, keys],
         )
-        return part.visible(len(queries), len(keys), device)
+        return part.as_bool(len(queries), len(keys), device)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: RingSettings) -> Tensor:
@@ -172,7 +172,7 @@ class _Ring(Function):
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: RingSettings) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))
         rows = q.shape[:3]
-        output = q.new_zeros((*rows, v.shape[-1]), dtype=wide(q.dtype))
+        output = q.new_zeros((*rows, v.shape[-1]), dtype=accumulation_dtype(q.dtype))
         lse = output.new_full(rows, float("-inf"))
         for source, key, value in _ring_steps(k, v, ring):
             for query_slice, key_slice, block in ring.blocks(source, q):

@@ -37,16 +37,16 @@ class Zigzag:
         """Return the number of positions of every rank."""
         return [self.count(rank) for rank in range(self.size)]
 
-    def places(self, rank: int, device: torch.device) -> Tensor:
+    def positions_of_rank(self, rank: int, device: torch.device) -> Tensor:
         """Return the positions that a rank holds, int64 [s/cp]."""
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks(rank)])
 
-    def piece(self, whole: Tensor, rank: int, dim: int = 0) -> Tensor:
+    def shard(self, whole: Tensor, rank: int, dim: int = 0) -> Tensor:
         """Return a rank's shard of a tensor with all positions along `dim`: [..., s, ...] to [..., s/cp, ...]."""
         parts = [whole.narrow(dim, chunk.start, len(chunk)) for chunk in self.chunks(rank)]
         return torch.cat(parts, dim=dim)
 
-    def coarser(self, factor: int) -> Zigzag:
+    def merge_ranks(self, factor: int) -> Zigzag:
         """Return the zigzag in which each group of `factor` neighbouring ranks is one rank, holding the chunks of the
         group.
         """
@@ -56,7 +56,7 @@ class Zigzag:
         """Return the permutation that sorts the concatenated shards of these ranks by position, int64 [positions of the
         ranks].
         """
-        return torch.cat([self.places(rank, device) for rank in ranks]).argsort()
+        return torch.cat([self.positions_of_rank(rank, device) for rank in ranks]).argsort()
 
     def _chunk_range(self, number: int) -> range:
         chunks = 2 * self.size

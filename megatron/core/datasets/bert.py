@@ -122,7 +122,7 @@ class BERTDataset:
             "truncated": np.array(truncated, np.int64),
         }
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from, before words were hidden."""
         _, texts, _, _ = self._text_pair(index)
         result, start = [], 1
@@ -131,9 +131,9 @@ class BERTDataset:
             start += text.high - text.low + 1
         return result
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples whose row is of this document, in rising order. int64 [samples]"""
-        return self.map.holding(document)
+        return self.map.samples_with_document(document)
 
     def _text_pair(self, index: int) -> tuple[np.random.RandomState, list[_TextRange], bool, int]:
         """The sample's generator, its one or two texts as cut to the target length, whether they are a wrong pair, and that

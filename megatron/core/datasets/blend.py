@@ -96,11 +96,11 @@ class BlendedDataset:
             np.zeros(len(self.datasets), np.int64),
         )
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from."""
-        return self.datasets[self.dataset_index[index]].sources(int(self.dataset_sample_index[index]))
+        return self.datasets[self.dataset_index[index]].token_sources(int(self.dataset_sample_index[index]))
 
-    def places(self, number: int, samples: np.ndarray) -> np.ndarray:
+    def sample_places(self, number: int, samples: np.ndarray) -> np.ndarray:
         """Where these samples of the dataset of that number come in the blend, in rising order. int64 [places]"""
         places = np.flatnonzero(self.dataset_index == number)
         return places[np.isin(self.dataset_sample_index[places], samples)]
@@ -267,7 +267,7 @@ class _Builder:
 
     def _is_empty(self, plan: SplitPlan, prefix: str) -> bool:
         """Whether a split is too small for a single sample."""
-        return not self.kind.fits(self.sources[prefix], self._split_share(plan, prefix))
+        return not self.kind.has_sample(self.sources[prefix], self._split_share(plan, prefix))
 
     def _build_single(self, plan: SplitPlan, prefix: str, samples: int | None) -> SampleSet:
         return self.kind.build(

@@ -101,13 +101,13 @@ class ChatDataset:
             len(retained),
             len(ends),
             sequence_length,
-            100 * self.fill,
+            100 * self.fill_ratio,
             len(long) - len(unanswered),
             len(unanswered),
         )
 
     @property
-    def fill(self) -> float:
+    def fill_ratio(self) -> float:
         """The share of the samples' places that is not padding."""
         return self.tokens_per_epoch / (self.samples_per_epoch * self.sequence_length)
 
@@ -141,7 +141,7 @@ class ChatDataset:
             "document_ids": documents,
         }
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Which conversations stand in the index-th sample; the last token of each is a label only, and not counted."""
         spans: list[Span] = []
         at = 0
@@ -152,7 +152,7 @@ class ChatDataset:
             at += size
         return spans
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples with a conversation of this document, in rising order. int64 [samples]"""
         first, stop = self.source.document_indices[document : document + 2].tolist()
         local = np.flatnonzero((self._conversations >= first) & (self._conversations < stop))
@@ -187,7 +187,7 @@ class ChatKind:
         """The number of lines."""
         return len(source.document_indices) - 1
 
-    def fits(self, source: TokenSource, part: range) -> bool:
+    def has_sample(self, source: TokenSource, part: range) -> bool:
         """Whether these lines hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 

@@ -23,7 +23,7 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import frame, named_tokens
+from megatron.core.datasets.marks import count_added_ids, named_tokens
 from megatron.core.datasets.templates import (
     BOS,
     EOS,
@@ -53,7 +53,7 @@ class Encoder:
                 "--sft writes conversations by the tokenizer's chat template, and it has none; give --chat-template, "
                 f"or --sft-tokenizer-prompt-format {', '.join(FORMATS)}"
             )
-        self.tokenizer, self._frame = tokenizer, frame(tokenizer)
+        self.tokenizer, self._frame = tokenizer, count_added_ids(tokenizer)
         end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
         bos = "" if tokenizer.bos is None else tokenizer.id_to_token(tokenizer.bos) or BOS
         eos = tokenizer.id_to_token(end) or EOS
@@ -95,7 +95,7 @@ class Encoder:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation and of what stands before its next answer. Raises `DataError` and `ValueError` for what has none."""
-        (encoded,) = self.encode([self.template.invitation(messages)])
+        (encoded,) = self.encode([self.template.generation_prompt(messages)])
         return (~encoded).tolist()  # nothing of it is learnt
 
     def answer_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:

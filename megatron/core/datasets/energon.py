@@ -97,7 +97,7 @@ class EnergonPart:
         """The content of dataset.yaml."""
         return _mapping(self.folder, "dataset")
 
-    def limited(self, subset: Any, where: str) -> EnergonPart:
+    def select_subset(self, subset: Any, where: str) -> EnergonPart:
         """These samples of a part, as `subset: {range: [25%, 75%]}` or `[100, end]` says."""
         total = sum(count for _, count in self.shards)
         first, last = self.start, total if self.stop is None else self.stop
@@ -255,7 +255,9 @@ def _limited(blend: EnergonBlend | None, subset: Any, where: str) -> EnergonBlen
     if blend is None or subset is None:
         return blend
     parts = [EnergonPart.read(prefix) for prefix in blend.prefixes]
-    return EnergonBlend(tuple(part.limited(subset, where).prefix for part in parts if part is not None), blend.weights)
+    return EnergonBlend(
+        tuple(part.select_subset(subset, where).prefix for part in parts if part is not None), blend.weights
+    )
 
 
 def _place(end: Any, total: int, where: str) -> int:

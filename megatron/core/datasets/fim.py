@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.core.config.flags import refuse, spelling
 from megatron.core.config.settings.data import FillConfig
-from megatron.core.datasets.marks import frame, named_tokens
+from megatron.core.datasets.marks import count_added_ids, named_tokens
 from megatron.core.tokenizers.base import Tokenizer
 
 BROKEN = "\ufffd"  # what bytes that are no whole character look like
@@ -159,5 +159,5 @@ def fill_in_the_middle(fill: FillConfig, tokenizer: Tokenizer, *, seed: int, pad
         spm_rate=fill.fim_spm_rate,
         fragment_rate=1.0 if fill.fim_fragment_rate is None else fill.fim_fragment_rate,
         spared=fill.fim_no_prefix,
-        frame=frame(tokenizer),
+        frame=count_added_ids(tokenizer),
     )

@@ -144,7 +144,7 @@ class GPTDataset:
             tokens[tokens == options.pad] = 0
         return sample
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Where the L + 1 tokens of the index-th sample came from; the last is a label only."""
         place = int(self.shuffle_index[index])
         (first, offset), (last, end) = self.sample_index[place].tolist(), self.sample_index[place + 1].tolist()
@@ -160,7 +160,7 @@ class GPTDataset:
             at += stop - start
         return spans
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples with a token of this document among their L + 1, in rising order. int64 [samples]"""
         count = len(self.source.document_indices) - 1
         if not 0 <= document < count:

@@ -104,7 +104,7 @@ class ConversationWriter:
         marks = sum(message["content"].count(_CHARACTER) for message in own)
         if marks != len(counts):
             raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(counts)} images")
-        (ids,) = self.encoder.encode([list(_with_marks(self.encoder.template.invitation(own)))])
+        (ids,) = self.encoder.encode([list(_with_marks(self.encoder.template.generation_prompt(own)))])
         whole = self.expanded(ids, counts, thumbnail=thumbnail).astype(np.int64)
         return whole ^ (whole >> 63)
 

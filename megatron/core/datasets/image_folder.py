@@ -15,7 +15,7 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.conversations import MOST_TOLD
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, read_bytes, tiles, upright_size
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, read_bytes, tile_image, upright_size
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.multimodal import DamagedImages
@@ -71,7 +71,7 @@ class ImageFolderDataset:
         path, label = self.source.files[self._order[index]]
         learnt = 1.0
         try:
-            image = tiles(decode(read_bytes(path, self.options), self.options), self.options)
+            image = tile_image(decode(read_bytes(path, self.options), self.options), self.options)
             self.damaged.note_usable()
         except ImageError as error:
             self.damaged.add(path, str(error))
@@ -86,12 +86,12 @@ class ImageFolderDataset:
             "image_rows": np.array(0, np.int64),
         }
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """The file of a sample, as a document of one token."""
         number = int(self._order[index])
         return [Span(self.prefix, number, number, 0, 1, 0)]
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples with this file, in rising order. int64 [samples]"""
         return np.flatnonzero(self._order == document)
 
@@ -142,7 +142,7 @@ class ImageFolderKind:
         """The number of images."""
         return len(source.files)
 
-    def fits(self, source: ImageFolder, part: range) -> bool:
+    def has_sample(self, source: ImageFolder, part: range) -> bool:
         """Whether there is an image."""
         return len(part) > 0
 
@@ -156,4 +156,4 @@ class ImageFolderKind:
 
 def image_folder_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderKind:
     """What a classifier of images is trained on."""
-    return ImageFolderKind(run, ImageOptions.of(run.model, run.data.multimodal))
+    return ImageFolderKind(run, ImageOptions.from_config(run.model, run.data.multimodal))

@@ -47,7 +47,7 @@ class ImageOptions:
     max_bytes: int = 50_000_000
 
     @staticmethod
-    def of(model: ModelConfig, config: MultimodalConfig) -> ImageOptions:
+    def from_config(model: ModelConfig, config: MultimodalConfig) -> ImageOptions:
         """The options of a run."""
         vision, traits = model.vision, model.vision.traits
         grey = vision.num_channels == 1
@@ -151,7 +151,7 @@ def count_tiles(content: bytes, options: ImageOptions) -> int:
     return columns * rows + (options.thumbnail and columns * rows > 1)
 
 
-def tiles(image: Image.Image, options: ImageOptions) -> np.ndarray:
+def tile_image(image: Image.Image, options: ImageOptions) -> np.ndarray:
     """The tiles of an image, row by row, and last the thumbnail. float32 [n, channels, height, width]"""
     if options.max_tiles == 1:
         return normalized([_resize_to_tile(image, options)], options)

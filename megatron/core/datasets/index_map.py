@@ -168,7 +168,7 @@ class IndexCache:
     folder: Path | None
     chosen: bool = True
 
-    def complain(self, error: OSError) -> None:
+    def report_unwritable(self, error: OSError) -> None:
         """Raise `DataError`, or warn, that the folder cannot be written."""
         message = f"index cache {self.folder} cannot be written: {error.strerror}"
         if self.chosen:
@@ -206,7 +206,7 @@ def load_or_build(
             cache.folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(entry.path("lock"))
         except OSError as error:
-            cache.complain(error)
+            cache.report_unwritable(error)
             return build()
         if lock is not None:
             stack.callback(_unlock, entry.path("lock"), lock)
@@ -215,9 +215,9 @@ def load_or_build(
                 return result
         arrays = build()
         try:
-            entry.store(arrays)
+            entry.write_arrays(arrays)
         except OSError as error:
-            cache.complain(error)
+            cache.report_unwritable(error)
             return arrays
     # Processes of one machine share the pages of the mapped files; a built copy would be each one's own.
     return entry.load() or arrays
@@ -236,7 +236,7 @@ class _CachedIndex:
         """The file of an array, of the description, or the lock."""
         return self.folder / f"{self.stem}-{part}"
 
-    def store(self, arrays: Arrays) -> None:
+    def write_arrays(self, arrays: Arrays) -> None:
         """Write all files; each appears whole."""
         message = {}
         for key, array in arrays.items():

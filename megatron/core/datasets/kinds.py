@@ -48,7 +48,7 @@ class WindowKind:
         """The number of sequences."""
         return len(source.sequence_lengths)
 
-    def fits(self, source: TokenSource, part: range) -> bool:
+    def has_sample(self, source: TokenSource, part: range) -> bool:
         """Whether these sequences hold one window and its last label."""
         tokens = source.sequence_lengths[part.start : part.stop].sum(dtype="int64")
         return bool(tokens > self.options.sequence_length)

@@ -26,7 +26,7 @@ def named_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
     return result
 
 
-def frame(tokenizer: Tokenizer) -> tuple[int, int]:
+def count_added_ids(tokenizer: Tokenizer) -> tuple[int, int]:
     """How many ids `tokenize` puts before and after every text; `ConfigError` when that cannot be told."""
     empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("1")
     for before in range(len(empty) + 1):
@@ -45,14 +45,14 @@ def frame(tokenizer: Tokenizer) -> tuple[int, int]:
 
 def bare_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """The ids of each text, [t] each, without those that the tokenizer puts around it."""
-    before, after = frame(tokenizer)
+    before, after = count_added_ids(tokenizer)
     ids, lengths = tokenizer.encode_flat(texts)
     return [part[before : len(part) - after] for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
 
 
 def refuse_frame(tokenizer: Tokenizer) -> None:
     """`ConfigError` for a tokenizer that puts ids around every text: as texts are sentences, samples would be full of them."""
-    if not any(frame(tokenizer)):
+    if not any(count_added_ids(tokenizer)):
         return
     way_out = {
         "HuggingFaceTokenizer": "give --tokenizer-hf-no-include-special-tokens",

@@ -34,7 +34,7 @@ class MaskOptions:
     permute: bool = False
 
     @property
-    def cumulative(self) -> list[float]:
+    def cumulative_probabilities(self) -> list[float]:
         """Probability of a run of at most 1, 2, ... max_ngram words."""
         shares = 1.0 / np.arange(1, self.max_ngram + 1)
         shares /= shares.sum(keepdims=True)
@@ -119,7 +119,7 @@ def _choose_spans(
     random: np.random.RandomState,
 ) -> Iterator[list[int]]:
     """Runs of words from these starting places on, until `target` positions are found; none meets a covered one."""
-    count, cumulative = 0, options.cumulative
+    count, cumulative = 0, options.cumulative_probabilities
     for start in order.tolist():
         if count + 1 > target:  # not even one more
             return

@@ -36,7 +36,7 @@ from megatron.core.datasets.image_conversations import (
     open_image_conversations,
 )
 from megatron.core.datasets.image_pairs import is_image_pair, pair_rows
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_bytes, tiles
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_bytes, tile_image
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.marks import IMAGE, bare_ids, named_tokens
 from megatron.core.datasets.mock import MockConversations
@@ -154,7 +154,7 @@ class ImageChatDataset:
         is_slot = tokens == SLOT
         slots = np.full(len(tokens), -1, np.int64)
         images, first = [no_images(self.options)], 0
-        for span in self.chat.sources(index):
+        for span in self.chat.token_sources(index):
             place = slice(span.start, span.start + span.length)
             number = int(is_slot[place].sum())
             slots[place][is_slot[place]] = first + np.arange(number)
@@ -178,13 +178,13 @@ class ImageChatDataset:
             "image_rows": np.array(first, np.int64),
         }
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Which conversations stand in the index-th sample."""
-        return self.chat.sources(index)
+        return self.chat.token_sources(index)
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples with a conversation of this document, in rising order. int64 [samples]"""
-        return self.chat.holding(document)
+        return self.chat.samples_with_document(document)
 
     def _images_shown(self, conversation: int, slots: int) -> tuple[list[tuple[str, int]], int]:
         """The images of a conversation that a sample with this many slots of it shows, and the number of their tiles."""
@@ -205,7 +205,7 @@ class ImageChatDataset:
         image = decode(read_bytes(name, self.options), self.options)
         if self.use == "check":
             return no_images(self.options)
-        result = tiles(image, self.options)
+        result = tile_image(image, self.options)
         if len(result) != count:
             raise ImageError(f"it has {len(result)} tiles, and had {count} when lengths were counted")
         return result
@@ -243,7 +243,7 @@ class ImageChatKind:
         """The number of rows."""
         return len(source.document_indices) - 1
 
-    def fits(self, source: ImageConversations | MockImageConversations, part: range) -> bool:
+    def has_sample(self, source: ImageConversations | MockImageConversations, part: range) -> bool:
         """Whether these rows hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
@@ -304,7 +304,10 @@ def slot_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokeniz
 
 def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:
     """What a language model that sees is trained on, as the settings say."""
-    format, options = run.data.chat.sft_tokenizer_prompt_format, ImageOptions.of(run.model, run.data.multimodal)
+    format, options = (
+        run.data.chat.sft_tokenizer_prompt_format,
+        ImageOptions.from_config(run.model, run.data.multimodal),
+    )
     if run.data.mock_data:
         return ImageChatKind(run, tokenizer, None, options, use)
     writer = ConversationWriter(

@@ -50,11 +50,11 @@ def pair_problems(
         piece = data.raw(start, min(COPY_BYTES, size - start))
         checksum.update(piece)
         if text:
-            tokens.look(piece[: max(0, data.num_bytes - start)].view(data.dtype), start // data.dtype.itemsize)
+            tokens.scan(piece[: max(0, data.num_bytes - start)].view(data.dtype), start // data.dtype.itemsize)
         advance(len(piece))
     if not text and not problems:
         for sequence in np.flatnonzero(data.sequence_modes == 0).tolist():
-            tokens.look(data[sequence], int(data.offsets(sequence, sequence + 1)[0]) // data.dtype.itemsize)
+            tokens.scan(data[sequence], int(data.offsets(sequence, sequence + 1)[0]) // data.dtype.itemsize)
     if tokens.count:
         problems.append(_place_of_id(data, tokens))
     if size > data.num_bytes:
@@ -90,7 +90,7 @@ class _IdRange(DatasetFindings):
         super().__init__()
         self.vocab_size, self.value = vocab_size, 0.0
 
-    def look(self, ids: np.ndarray, at: int) -> None:
+    def scan(self, ids: np.ndarray, at: int) -> None:
         """ids: from token `at` of the .bin file on."""
         whole_numbers = ids.dtype.kind in "iu"
         low, high = (ids.min(), ids.max()) if len(ids) else (0, 0)

@@ -61,10 +61,10 @@ class SampleSet(Protocol):
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from, in the order of the sample."""
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples that hold a token of this document of the prefix, in rising order. int64 [samples]"""
 
 
@@ -84,7 +84,7 @@ class DatasetKind(Protocol):
     def count(self, source: Any) -> int:
         """How many things --split shares out: sequences, or documents."""
 
-    def fits(self, source: Any, part: range) -> bool:
+    def has_sample(self, source: Any, part: range) -> bool:
         """Whether these of the source's things are enough for one sample."""
 
     def build(self, source: Any, part: range, *, num_samples: int | None, split: str, cache: IndexCache) -> SampleSet:

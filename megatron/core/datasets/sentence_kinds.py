@@ -48,7 +48,7 @@ class SentenceKind:
         """The number of documents."""
         return len(source.document_indices) - 1
 
-    def fits(self, source: TokenSource, part: range) -> bool:
+    def has_sample(self, source: TokenSource, part: range) -> bool:
         """Whether one of these documents makes a sample."""
         bounds = source.document_indices[part.start : part.stop + 1]
         return len(bounds) > 1 and bool(usable_documents(source.sequence_lengths, bounds, self.least_sentences).any())

@@ -133,7 +133,7 @@ class SentenceMap:
             at += length
         return result
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples made of sentences of this document, in rising order. int64 [samples]"""
         first, last = self.source.document_indices[document : document + 2].tolist()
         return np.flatnonzero((self.rows[:, 0] >= first) & (self.rows[:, 0] < last))

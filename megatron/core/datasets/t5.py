@@ -119,14 +119,14 @@ class T5Dataset:
             "truncated": np.array(len(whole) > target, np.int64),
         }
 
-    def sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[Span]:
         """Where the tokens of the index-th sample came from; positions are those of the text before spans are taken out."""
         first, last, target = self.map.row(index)
         return self.map.spans(first, last, 0, target, 0)
 
-    def holding(self, document: int) -> np.ndarray:
+    def samples_with_document(self, document: int) -> np.ndarray:
         """The samples whose row is of this document, in rising order. int64 [samples]"""
-        return self.map.holding(document)
+        return self.map.samples_with_document(document)
 
     def _fitting_spans(self, spans: list[list[int]]) -> list[list[int]]:
         """The spans that have a sentinel and fit in the decoder, first chosen first served, in the order of the text."""

@@ -134,7 +134,7 @@ class Template:
         whole = self._render(messages, tools, False)
         return self._split_answers(whole, () if self._tells_answers else self._answer_spans(messages, tools, whole))
 
-    def invitation(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
+    def generation_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """The conversation and what stands before an answer to it, cut into marks and the rest; `DataError` as `pieces`."""
         return self._split_answers(self._render(messages, tools, True), answers=())
 

@@ -186,7 +186,7 @@ class _Access:
         for option in options:
             name, *keys = re.findall(r"[^\[\]]+", option.strip())
             try:
-                value = self.part(name)
+                value = self.read_member(name)
                 for key in keys:
                     value = value[int(key)] if isinstance(value, list) else value[key]
                 return value
@@ -194,7 +194,7 @@ class _Access:
                 continue
         raise DataError(f"it has no {path}; it has {', '.join(self.sample.members)}")
 
-    def part(self, name: str) -> Any:
+    def read_member(self, name: str) -> Any:
         """A member: an image as it is, JSON and text read."""
         member = self.sample.members[name.lower()]
         if name not in self._read:
@@ -308,7 +308,7 @@ def _crude(access: _Access, more: Fields) -> dict[str, Any]:
     """A sample without a field map: turns in its JSON, or a text, which is the caption."""
     images = access.images()
     for name in access.sample.members:
-        value = access.part(name) if name.rpartition(".")[2] in (*_TEXTS, "json") else None
+        value = access.read_member(name) if name.rpartition(".")[2] in (*_TEXTS, "json") else None
         if isinstance(value, dict) and ("conversations" in value or "messages" in value):
             return {"image": images, "conversations": value.get("conversations", value.get("messages"))}
         if isinstance(value, str) and images:

@@ -137,7 +137,7 @@ class Disk:
 
     def fetch(self, content: memoryview, start: int, length: int) -> None:
         """See `Files`. On systems without support, pages are read when they are accessed."""
-        if not length or not advise(content, start, length, POPULATE_READ):
+        if not length or not advise_range(content, start, length, POPULATE_READ):
             return
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS):  # a kernel before 5.14
@@ -215,7 +215,7 @@ class _DiskFile:
 DISK = Disk()
 
 
-def advise(content: memoryview, start: int, length: int, advice: int) -> int:
+def advise_range(content: memoryview, start: int, length: int, advice: int) -> int:
     """Call madvise on a range of mapped memory without holding the GIL; returns 0 on success."""
     if sys.platform != "linux":
         return 0

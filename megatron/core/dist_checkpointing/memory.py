@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.files import POPULATE_WRITE, advise
+from megatron.core.dist_checkpointing.files import POPULATE_WRITE, advise_range
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 4 * NUM_THREADS
@@ -32,7 +32,7 @@ def allocate_host_memory(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_HUGEPAGE)
-    advise(memoryview(mapped), 0, size, POPULATE_WRITE)
+    advise_range(memoryview(mapped), 0, size, POPULATE_WRITE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 

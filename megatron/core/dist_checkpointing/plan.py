@@ -38,7 +38,7 @@ class WriteCandidate:
         return self.box.size * WIDTHS[self.dtype]
 
     @property
-    def part(self) -> TensorHeader:
+    def header_entry(self) -> TensorHeader:
         """Return its entry in the header of a data file: name, dtype and shape [...] of the box."""
         return TensorHeader(shard_key(self.name, self.box, self.shape), self.dtype, self.box.shape)
 
@@ -93,14 +93,14 @@ def tensor_of(offer: WriteCandidate, tensors: dict[str, ShardedTensor]) -> Tenso
 
 def file_header(rank: int, share: Sequence[WriteCandidate], *, save: str, iteration: int) -> bytes:
     """Return the header of a rank's data file."""
-    return header_of([offer.part for offer in share], save=save, iteration=iteration, name=file_name(rank))
+    return header_of([offer.header_entry for offer in share], save=save, iteration=iteration, name=file_name(rank))
 
 
 def ranges_of(rank: int, share: Sequence[WriteCandidate], header: bytes, hashes: Sequence[str]) -> list[Range]:
     """Return the byte ranges of a rank's data file with their hashes."""
     result, place = [Range(file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
     for offer, hash_ in zip(share, hashes[1:], strict=True):
-        result.append(Range(file_name(rank), place, offer.length, hash_, offer.part.key))
+        result.append(Range(file_name(rank), place, offer.length, hash_, offer.header_entry.key))
         place += offer.length
     return result
 

@@ -94,7 +94,7 @@ def rewrite(
             files=files,
         )
     except BaseException as error:
-        store.abandon(folder, iteration, save, files=files)
+        store.abandon_save(folder, iteration, save, files=files)
         if isinstance(error, OSError):
             raise CheckpointError(f"{target} cannot be written: {error}") from None
         raise

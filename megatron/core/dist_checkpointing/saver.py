@@ -55,7 +55,7 @@ class SaveRules:
     keep_last: int | None = None
 
     @property
-    def deletes(self) -> bool:
+    def may_delete_older(self) -> bool:
         """Whether older checkpoints may be deleted."""
         return self.interval is not None or self.keep_last is not None
 
@@ -128,7 +128,7 @@ class Snapshot:
         else:
             self._memory = allocate_host_memory(size)
 
-    def take(self, tensors: Sequence[Tensor]) -> list[memoryview]:
+    def copy_to_host(self, tensors: Sequence[Tensor]) -> list[memoryview]:
         """Copy the bytes of tensors of any shape into host memory, one after the other, and return the copies."""
         places, end = [], 0
         for tensor in tensors:
@@ -247,13 +247,13 @@ class Saver:
             copied.set()
             return lambda: _in_place(sources)
         if not later:
-            taken = self._snapshot.take(sources)
+            taken = self._snapshot.copy_to_host(sources)
             copied.set()
             return lambda: taken
 
         def take() -> Iterable[memoryview]:
             try:
-                return self._snapshot.take(sources)
+                return self._snapshot.copy_to_host(sources)
             finally:
                 copied.set()
 
@@ -264,7 +264,7 @@ class Saver:
         if self._in_flight is None:
             return None
         ended = self._jobs if self._in_flight.job.done else self._jobs - 1
-        return self._next_stage() if self._ended_jobs.late(ended) >= self._jobs else None
+        return self._next_stage() if self._ended_jobs.previous_result(ended) >= self._jobs else None
 
     def finish(self) -> SaveOutcome | None:
         """Wait for the save in progress. Returns its outcome; None if there was none."""
@@ -328,7 +328,7 @@ class Saver:
             return []
         header = plan.file_header(self.axis.rank, share, save=save, iteration=iteration)
         hashes = shard.write_shard(self.files, made / name, header, taken)
-        if self.rules.deletes:  # nothing older goes before this is known to be readable
+        if self.rules.may_delete_older:  # nothing older goes before this is known to be readable
             ranges = plan.ranges_of(self.axis.rank, share, header, hashes)
             problems = shard.verify_ranges(self.files, made, ranges, save=save, threads=1)
             if problems:
@@ -347,7 +347,7 @@ class Saver:
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(results) if failure]
         if failures:
             if self.axis.is_first:
-                store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
+                store.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             return self._save_outcome(failures, [], 0)
         in_flight.commits = True
         self._jobs += 1
@@ -375,7 +375,7 @@ class Saver:
                 files=self.files,
             )
         except Exception:
-            store.abandon(self.folder, in_flight.iteration, in_flight.save, files=self.files)
+            store.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             raise
         notes = [note] if note else []
         if in_flight.best is not None:

@@ -363,7 +363,7 @@ def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
         )
 
 
-def abandon(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> None:
+def abandon_save(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> None:
     """Give up a save and delete its files, as far as possible."""
     try:
         remove_tree(files, temporary_folder(folder, iteration, save))

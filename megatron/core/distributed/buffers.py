@@ -100,7 +100,7 @@ class Bucket:
             for param, start in zip(self.params, self.starts, strict=False)
         ]
 
-    def owned(self, rank: int | None = None) -> tuple[int, int]:
+    def owned_range(self, rank: int | None = None) -> tuple[int, int]:
         """Return the range [low, high) of the buffer that this rank, or another rank of the axis, owns and updates."""
         if not self.sharded:
             return 0, self.data.numel()
@@ -117,14 +117,14 @@ class Bucket:
 
     def ownership(self) -> Iterator[Ownership]:
         """Yield which rank owns which elements of each parameter."""
-        bounds = [self.owned(rank) for rank in range(self.axis.size)]
+        bounds = [self.owned_range(rank) for rank in range(self.axis.size)]
         for param, start in zip(self.params, self.starts, strict=False):
             ranges = (tuple(min(max(edge - start, 0), param.numel()) for edge in bound) for bound in bounds)
             yield Ownership(spec_of(param), tuple(param.shape), tuple((low, high) for low, high in ranges))
 
     def segments(self) -> Iterator[Segment]:
         """Yield the part of each parameter that this rank owns."""
-        low, high = self.owned()
+        low, high = self.owned_range()
         for param, start in zip(self.params, self.starts, strict=False):
             begin, end = max(low, start), min(high, start + param.numel())
             if begin < end:

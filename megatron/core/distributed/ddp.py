@@ -133,7 +133,7 @@ class DataParallel:
             bucket = self.buckets[index]
             if bucket.sharded:
                 bucket.prepare()
-                low, high = bucket.owned()
+                low, high = bucket.owned_range()
                 self._gathering[index] = [
                     collectives.start_all_gather(buffer, buffer[low:high], bucket.axis) for buffer in bucket.gathered
                 ]
@@ -214,5 +214,5 @@ def _on_backward_done(
 def _start_reduction(bucket: Bucket, op: str) -> collectives.Work:
     if not bucket.sharded:
         return collectives.start_all_reduce(bucket.grad, bucket.axis, op)
-    low, high = bucket.owned()
+    low, high = bucket.owned_range()
     return collectives.start_reduce_scatter(bucket.grad[low:high], bucket.grad, bucket.axis, op)

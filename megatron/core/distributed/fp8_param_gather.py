@@ -26,7 +26,7 @@ from megatron.core.distributed.buffers import Bucket, Segment
 from megatron.core.kernels.low_precision import fp8
 from megatron.core.kernels.low_precision.fp8 import Quantised
 from megatron.core.kernels.low_precision.recipes import Recipe
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
@@ -64,7 +64,7 @@ class _Matrix:
         """Number of rows that are quantized together."""
         return self.held.block[0]
 
-    def at(self, block_maxima: Tensor, first_row: int, rows: Tensor) -> Tensor:
+    def row_maxima(self, block_maxima: Tensor, first_row: int, rows: Tensor) -> Tensor:
         """Return a view of the maxima of the blocks that cover `rows` [r, k], which start at row `first_row`."""
         table = block_maxima[self.sizes].view(self.table)
         return (
@@ -73,7 +73,7 @@ class _Matrix:
             else table[first_row // self.rows : -(-(first_row + len(rows)) // self.rows)]
         )
 
-    def part(self, low: int, high: int) -> tuple[int, int]:
+    def range_in(self, low: int, high: int) -> tuple[int, int]:
         """Return the range of this matrix's elements that lies within [low, high) of the bucket; empty if there are
         none.
         """
@@ -100,10 +100,10 @@ class LowPrecisionBucket(Bucket):
         super().__init__(params, axis, grad_dtype=grad_dtype, sharded=True)
         self.dtype, first = params[0].dtype, quantized[params[0]]
         self.recipe, self.cut = first.recipe, first.cut
-        low, high = self.owned()
-        self.main = self.data[low:high].to(wide(self.dtype), copy=True)
+        low, high = self.owned_range()
+        self.main = self.data[low:high].to(accumulation_dtype(self.dtype), copy=True)
         self.data = torch.zeros(len(self.data), dtype=torch.uint8, device=self.data.device)
-        self.turned = self.data if self.recipe.turns("weight") else torch.zeros_like(self.data)
+        self.turned = self.data if self.recipe.serves_transposed("weight") else torch.zeros_like(self.data)
         self.matrices: list[_Matrix] = []
         block = self.recipe.block_of("weight")
         for start, param, weight in zip(self.starts, params, (quantized[param] for param in params), strict=False):
@@ -140,7 +140,7 @@ class LowPrecisionBucket(Bucket):
 
     def segments(self) -> Iterator[Segment]:
         """Yield the fp32 main weights that this rank owns of each parameter."""
-        low, _ = self.owned()
+        low, _ = self.owned_range()
         for segment in super().segments():
             start = self.starts[self._param_index(segment)] + segment.low - low
             yield replace(
@@ -157,7 +157,7 @@ class LowPrecisionBucket(Bucket):
         for matrix in self.matrices:
             if (owned := self._own_rows(matrix)) is not None:
                 # A maximum would drop NaN.
-                matrix.at(block_maxima, *owned).copy_(
+                matrix.row_maxima(block_maxima, *owned).copy_(
                     self._block_maxima(matrix, owned[1]).nan_to_num(nan=float("inf"), posinf=float("inf"))
                 )
         collectives.all_reduce(block_maxima, self.axis, "max")
@@ -177,9 +177,9 @@ class LowPrecisionBucket(Bucket):
             return
         first, rows = owned
         rounded = self.recipe.quantise(
-            "weight", rows, matrix_maximum, matrix.at(block_maxima, first, rows), matrix.held.block
+            "weight", rows, matrix_maximum, matrix.row_maxima(block_maxima, first, rows), matrix.held.block
         )
-        (low, high), before = matrix.part(*self.owned()), first * rows.shape[1]
+        (low, high), before = matrix.range_in(*self.owned_range()), first * rows.shape[1]
         matrix.data[matrix.start + low : matrix.start + high] = rounded.values.view(torch.uint8).view(-1)[
             low - before : high - before
         ]
@@ -188,12 +188,12 @@ class LowPrecisionBucket(Bucket):
         """Return (first row, rows [r, k]) of the whole blocks that cover this rank's range, zero where other ranks own
         the elements.
         """
-        (low, high), (count, width) = matrix.part(*self.owned()), matrix.held.values.shape
+        (low, high), (count, width) = matrix.range_in(*self.owned_range()), matrix.held.values.shape
         if low >= high:
             return None
         first = low // width // matrix.rows * matrix.rows
         last = min(-(-high // (width * matrix.rows)) * matrix.rows, count)
-        begin = matrix.start + low - self.owned()[0]
+        begin = matrix.start + low - self.owned_range()[0]
         rows = self.main.new_zeros((last - first) * width)
         rows[low - first * width : high - first * width] = self.main[begin : begin + high - low]
         return first, rows.view(-1, width)

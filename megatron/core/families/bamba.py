@@ -109,7 +109,7 @@ def _mamba_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 def _falcon_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys({"rms_norm_eps": 1e-5, **config})
     keys.one_of("projectors_bias", (False,), False)
-    normed, before = keys.switch("mamba_rms_norm", False), keys.switch("mamba_norm_before_gate", True)
+    normed, before = keys.boolean("mamba_rms_norm", False), keys.boolean("mamba_norm_before_gate", True)
     settings = common_in(keys)
     inner = keys.whole("mamba_d_ssm", keys.whole("mamba_expand", 2) * settings["hidden_size"])
     factors = {name: keys.real(name, 1.0, positive=True) for name in _FACTORS}

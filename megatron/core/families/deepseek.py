@@ -28,7 +28,7 @@ from megatron.core.families.llama import (
 from megatron.core.families.mixtral import expert_rows
 from megatron.core.families.qwen import FUSED
 from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import BALANCE, Keys, passed_through, pattern
+from megatron.core.families.settings import BALANCE, Keys, layer_pattern, passed_through
 from megatron.core.models.describe import mtp_depths
 
 _SAYS_NOTHING = (
@@ -84,7 +84,7 @@ def _common_in(keys: Keys) -> dict[str, Any]:
         "moe_router_topk": keys.whole("num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * keys.whole("n_shared_experts"),
-        "moe_layer_freq": pattern([place >= dense for place in range(layers)]) if dense else "1",
+        "moe_layer_freq": layer_pattern([place >= dense for place in range(layers)]) if dense else "1",
         "moe_router_topk_scaling_factor": None
         if (factor := keys.real("routed_scaling_factor", 1.0)) == 1.0
         else factor,

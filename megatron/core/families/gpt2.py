@@ -40,7 +40,7 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "norm_epsilon": keys.real("layer_norm_epsilon", 1e-5),
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
-        "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", True),
+        "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", True),
         "init_method_std": keys.real("initializer_range", 0.02),
         "hidden_dropout": dropout,
         "attention_dropout": keys.real("attn_pdrop", 0.1),

@@ -147,7 +147,7 @@ def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> Fol
         raise CheckpointError(f"{path} cannot be loaded", problems)
     settings = {**published, **(given or {})}
     rows, problems = _match_rows(
-        family, settings, published["true_vocab_size"], files, family.variant(classes_of(config))
+        family, settings, published["true_vocab_size"], files, family.variant_among(classes_of(config))
     )
     if problems:
         raise CheckpointError(f"{path} does not hold the {family.name} that its config.json describes", problems)
@@ -234,7 +234,7 @@ def _settings_of_config(
     settings, problems = family.config_in(
         {name: value for name, value in config.items() if name != "quantization_config"}
     )
-    if family.scorer in classes_of(config):
+    if family.scoring_class in classes_of(config):
         settings["reward_head"] = True
     packed = why_not(config.get("quantization_config"))
     problems = [packed, *problems] if packed else problems
@@ -427,7 +427,7 @@ def _export_plan(
     there = {
         name.removeprefix("model."): format for name, format in source.formats.items() if name.startswith("model.")
     }
-    variant, lacking = family.fitting(there), family.without_heads(there)
+    variant, lacking = family.class_for_parameters(there), family.without_heads(there)
     base = family.base if variant.bare else ""
     rows = tuple(
         Row(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
@@ -457,7 +457,7 @@ def _parameter_differences(formats: Mapping[str, Format], shapes: Mapping[str, t
 def _is_of(config: Mapping[str, Any], family: Family) -> bool:
     """Whether an earlier config.json is of a family: by its class, whatever a model calls its type (Kimi K2: `kimi_k2`)."""
     named = classes_of(config)
-    return bool(family.variant(named)) if named else config.get("model_type") == family.model_type
+    return bool(family.variant_among(named)) if named else config.get("model_type") == family.model_type
 
 
 def _config_json(

@@ -43,7 +43,7 @@ def common_in(keys: Keys, *, tied: bool = False, base: float = 10000.0, latent: 
         "kv_channels": keys.whole("head_dim", hidden // heads or 1),
         "max_position_embeddings": keys.whole("max_position_embeddings"),
         "true_vocab_size": keys.whole("vocab_size"),
-        "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", tied),
+        "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", tied),
         "normalization": "RMSNorm",
         "norm_epsilon": keys.real("rms_norm_eps", 1e-6),
         "swiglu": True,
@@ -148,7 +148,7 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
 
 def _llama_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys = Keys(config)
-    attention, mlp = keys.switch("attention_bias", False), keys.switch("mlp_bias", False)
+    attention, mlp = keys.boolean("attention_bias", False), keys.boolean("mlp_bias", False)
     if attention != mlp:
         keys.problems.append(
             f"attention_bias: {attention} with mlp_bias: {mlp}; here all linear layers have a bias or none"

@@ -81,7 +81,7 @@ def _read_selection(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 def _read_llava(keys: Keys, kind: str) -> dict[str, Any]:
-    bias = keys.switch("multimodal_projector_bias", True)
+    bias = keys.boolean("multimodal_projector_bias", True)
     return {**_read_selection(keys, kind), "vision_projection_bias": bias}
 
 
@@ -198,7 +198,7 @@ class Decoders:
         settings, problems = family.config_in({**_DEFAULTS.get(kind, {}), **config})
         return settings, [f"text_config: {problem}" for problem in problems]
 
-    def of(self, model: ModelConfig) -> tuple[Family, ModelConfig]:
+    def for_model(self, model: ModelConfig) -> tuple[Family, ModelConfig]:
         """The family of the language model, and it alone; where none fits, the first, which loses some of its settings."""
         alone = replace(model, vision=VisionConfig())
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
@@ -259,7 +259,7 @@ def _config_of_settings(
     vision = model.vision
     if not model.has_vision:
         return {}
-    family, alone = decoders.of(model)
+    family, alone = decoders.for_model(model)
     text_like, vision_like = like.get("text_config") or {}, like.get("vision_config") or {}
     text = {**family.config_out(alone, text_like), "model_type": family.model_type}
     text["architectures"] = [family.architecture]
@@ -279,7 +279,7 @@ def _config_of_settings(
 
 
 def _parameter_rows(model: ModelConfig, *, decoders: Decoders, shape: Shape) -> tuple[Row, ...]:
-    family, alone = decoders.of(model)
+    family, alone = decoders.for_model(model)
     rows = encoder_rows(vision_encoder(model), shape.tower)
     for ours, theirs in shape.projector.items():
         has_bias = model.vision.vision_projection_bias or ours == "layernorm"

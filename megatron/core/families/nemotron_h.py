@@ -73,7 +73,7 @@ def _sizes_in(keys: Keys) -> dict[str, Any]:
         "norm_epsilon": epsilon,
         "mamba_norm_epsilon": epsilon,
         "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": not keys.switch("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", False),
         "init_method_std": keys.real("initializer_range", 0.02),
     }
 

@@ -17,7 +17,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows, mlp_rows
 from megatron.core.families.qwen_next import USUAL, kinds_in
 from megatron.core.families.rules import Family, Row, concat, same
-from megatron.core.families.settings import Keys, passed_through, pattern
+from megatron.core.families.settings import Keys, layer_pattern, passed_through
 
 _NORMS = {"post_attention_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
 _HYBRID_NORMS = {
@@ -83,13 +83,13 @@ def _hybrid_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "qk_layernorm": True,
         "qk_layernorm_across_heads": True,
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": pattern(linear),
+        "linear_attention_freq": layer_pattern(linear),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": keys.whole("linear_num_value_heads", heads),
         "linear_key_head_dim": key_size,
         "linear_value_head_dim": keys.whole("linear_value_head_dim", 2 * key_size),
         "linear_conv_kernel_dim": keys.whole("linear_conv_kernel_dim", 4),
-        "linear_allow_neg_eigval": keys.switch("linear_allow_neg_eigval", True),
+        "linear_allow_neg_eigval": keys.boolean("linear_allow_neg_eigval", True),
         "linear_norm_epsilon": _EPSILON,
         "linear_norm_before_sublayer": True,
     }, keys.finish()
@@ -106,7 +106,7 @@ def _hybrid_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
             "linear_attention" if plan.mixer == "gated_delta_net" else "full_attention" for plan in layer_rows(model)
         ],
     }
-    if not model.rotates:
+    if not model.uses_rotary:
         return config | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
     return config
 

@@ -28,7 +28,7 @@ from megatron.core.families.llama import (
 )
 from megatron.core.families.mixtral import expert_rows
 from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import BALANCE, Keys, passed_through, pattern, windows_in, windows_out
+from megatron.core.families.settings import BALANCE, Keys, layer_pattern, passed_through, windows_in, windows_out
 
 Windowed = Callable[[int, int], bool]  # whether a layer sees a window: its number, max_window_layers
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
@@ -51,7 +51,7 @@ def _every_layer(layer: int, first: int) -> bool:
 
 
 def _windows_in(keys: Keys, layers: int, windowed: Windowed) -> dict[str, Any]:
-    used, kinds = keys.switch("use_sliding_window", False), keys.pop("layer_types")
+    used, kinds = keys.boolean("use_sliding_window", False), keys.pop("layer_types")
     window, first = keys.pop("sliding_window"), keys.pop("max_window_layers")
     seen = [windowed(layer, 28 if first is None else first) for layer in range(layers)]
     if kinds is not None and windowed is not _every_layer:
@@ -152,10 +152,10 @@ def expert_layers_in(keys: Keys, layers: int) -> dict[str, Any]:
     inner = Keys({"num_experts": more if fewer is None else fewer})
     settings = {
         "num_experts": inner.whole("num_experts"),
-        "moe_layer_freq": "1" if all(sparse) else pattern(sparse),
+        "moe_layer_freq": "1" if all(sparse) else layer_pattern(sparse),
         "moe_ffn_hidden_size": keys.whole("moe_intermediate_size"),
         "moe_router_topk": keys.whole("num_experts_per_tok"),
-        "moe_router_pre_softmax": not keys.switch("norm_topk_prob", False),
+        "moe_router_pre_softmax": not keys.boolean("norm_topk_prob", False),
     }
     keys.problems += inner.problems
     for name in BALANCE:
@@ -194,7 +194,7 @@ def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         **settings,
         **_windows_in(keys, settings["num_layers"], _every_other),
         **expert_layers_in(keys, settings["num_layers"]),
-        "add_qkv_bias": keys.switch("qkv_bias", True),
+        "add_qkv_bias": keys.boolean("qkv_bias", True),
         "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": keys.whole("shared_expert_intermediate_size"),
     }, keys.finish()

@@ -23,7 +23,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import COPIES, common_in, common_out, mlp_rows
 from megatron.core.families.qwen import FUSED, expert_layers_in, expert_layers_out, shared_expert_rows
 from megatron.core.families.rules import Family, Op, Row, concat, same
-from megatron.core.families.settings import Keys, passed_through, pattern
+from megatron.core.families.settings import Keys, layer_pattern, passed_through
 
 _SKIPPED = re.compile(r"mtp\..*|model\.rotary_emb\.inv_freq")
 _SAYS_NOTHING = ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
@@ -73,9 +73,9 @@ def _common(config: Mapping[str, Any]) -> tuple[Keys, dict[str, Any]]:
         "rotary_percent": share,
         "qk_layernorm": True,
         "apply_layernorm_1p": True,
-        "attention_output_gate": keys.switch("attn_output_gate", True),
+        "attention_output_gate": keys.boolean("attn_output_gate", True),
         "experimental_attention_variant": "gated_delta_net" if any(linear) else None,
-        "linear_attention_freq": pattern(linear) if any(linear) and not all(linear) else None,
+        "linear_attention_freq": layer_pattern(linear) if any(linear) and not all(linear) else None,
     }
 
 

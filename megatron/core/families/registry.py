@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {
         SIGLIP,
         INTERNVIT,
         DINOV2,
-        *readers_of_images(Decoders(_DECODERS, lambda model, family: not differences(model, family))),
+        *readers_of_images(Decoders(_DECODERS, lambda model, family: not lost_settings(model, family))),
     )
 }
 
@@ -87,7 +87,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family that a config.json belongs to. Raises `CheckpointError` that names those known here."""
     named = classes_of(config)
     for family in FAMILIES.values():
-        if family.variant(named) or (not named and config.get("model_type") == family.model_type):
+        if family.variant_among(named) or (not named and config.get("model_type") == family.model_type):
             return family
     known = ", ".join(variant.architecture for family in FAMILIES.values() for variant in family.variants or (family,))
     what = f"architectures: {', '.join(named)}" if named else f"model_type: {config.get('model_type')}"
@@ -109,7 +109,7 @@ def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
     tried = [FAMILIES[name]] if name else list(FAMILIES.values())
     problems = []
     for family in tried:
-        unsaid = differences(model, family)
+        unsaid = lost_settings(model, family)
         if not unsaid:
             return family
         problems.append(f"{family.name}: {'; '.join(unsaid)}")
@@ -121,7 +121,7 @@ def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
     )
 
 
-def differences(model: ModelConfig, family: Family) -> list[str]:
+def lost_settings(model: ModelConfig, family: Family) -> list[str]:
     """Which settings of a network get lost in the family's config.json, a line each; nothing when it can be published so."""
     restored, problems = family.config_in(family.config_out(model, {}))
     restored["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights

@@ -4,7 +4,7 @@
         ("model.layers.{i}.self_attn.q_proj.weight", "...k_proj.weight", "...v_proj.weight"), concat(q, kv, kv))
 
 An `Op` is a pair of functions on whole tensors, so that nobody here knows of ranks. Both directions stand in one row and
-cannot disagree. `faults` runs rows on tensors of indices and names every element that is lost, doubled or moved.
+cannot disagree. `mapping_errors` runs rows on tensors of indices and names every element that is lost, doubled or moved.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Family:
     constants: Callable[[ModelConfig], dict[str, tuple[Shape, float]]] = lambda model: {}
 
     @property
-    def scorer(self) -> str | None:
+    def scoring_class(self) -> str | None:
         """The class with a head that scores texts in the place of the output layer (reward models); None for other than decoders."""
         stem = re.fullmatch(r"(\w+?)(ForCausalLM|LMHeadModel)", self.architecture)
         return f"{stem[1]}ForSequenceClassification" if stem else None
@@ -113,15 +113,18 @@ class Family:
             return rows
         return (*(row for row in rows if row.ours != OUTPUT), Row(SCORE, (SCORE,), same))
 
-    def variant(self, named: Collection[str]) -> Variant | None:
+    def variant_among(self, named: Collection[str]) -> Variant | None:
         """The class of this family's that is among those named."""
-        known = self.variants or (Variant(self.architecture), *([Variant(self.scorer)] if self.scorer else []))
+        known = self.variants or (
+            Variant(self.architecture),
+            *([Variant(self.scoring_class)] if self.scoring_class else []),
+        )
         return next((variant for variant in known if variant.architecture in named), None)
 
-    def fitting(self, names: Collection[str]) -> Variant:
+    def class_for_parameters(self, names: Collection[str]) -> Variant:
         """The class that holds a network with these parameters (our names): the first whose heads are all there."""
-        if self.scorer and SCORE in names:
-            return Variant(self.scorer)
+        if self.scoring_class and SCORE in names:
+            return Variant(self.scoring_class)
         return next(
             (
                 variant
@@ -199,7 +202,7 @@ def their_shapes(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> dict[str, 
     return result_shapes
 
 
-def faults(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str]:
+def mapping_errors(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str]:
     """What is wrong with (expanded) rows, a line each; nothing when every element of both sides is used exactly once.
 
     shapes: of all our parameters. Runs the ops on tensors of indices, so it is meant for tiny sizes.

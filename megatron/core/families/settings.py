@@ -127,7 +127,7 @@ class Keys:
         )
         return 1.0
 
-    def switch(self, name: str, default: bool) -> bool:
+    def boolean(self, name: str, default: bool) -> bool:
         """True or false; null counts as left out."""
         value = self._take(name, default)
         if not isinstance(value, bool):
@@ -225,7 +225,7 @@ def _yarn_in(keys: Keys) -> dict[str, Any]:
         "yarn_original_max_position_embeddings": keys.whole("original_max_position_embeddings"),
         "yarn_beta_fast": keys.real("beta_fast", 32.0),
         "yarn_beta_slow": keys.real("beta_slow", 1.0),
-        "yarn_correction_range_round_to_int": keys.switch("truncate", True),
+        "yarn_correction_range_round_to_int": keys.boolean("truncate", True),
         "mscale": mscale or 1.0,
         "mscale_all_dim": every,
     }
@@ -277,7 +277,7 @@ def _yarn_out(rope: RopeConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def pattern(layers: Sequence[bool]) -> str:
+def layer_pattern(layers: Sequence[bool]) -> str:
     """Layers that have a property, as our flags say it: `[0]*3+[1]*58`, or number by number where they alternate."""
     runs = [(int(value), len(list(run))) for value, run in itertools.groupby(layers)]
     if len(runs) > 4:
@@ -289,7 +289,7 @@ def windows_in(size: int, layers: Sequence[bool]) -> dict[str, Any]:
     """Settings of layers that see `size` tokens back, their own included; nothing if there is none."""
     if not any(layers):
         return {}
-    return {"window_size": f"{size - 1},0", "window_attn_skip_freq": None if all(layers) else pattern(layers)}
+    return {"window_size": f"{size - 1},0", "window_attn_skip_freq": None if all(layers) else layer_pattern(layers)}
 
 
 def windows_out(model: ModelConfig) -> tuple[int | None, list[bool]]:

@@ -40,8 +40,8 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys.one_of("dense_act_fn", (activation,), activation)
     keys.one_of("is_gated_act", (str(kind).startswith("gated-"),), str(kind).startswith("gated-"))
     keys.one_of("is_encoder_decoder", (True,), True)
-    tied = keys.switch("tie_word_embeddings", True)
-    scaled = keys.switch("scale_decoder_outputs", tied)
+    tied = keys.boolean("tie_word_embeddings", True)
+    scaled = keys.boolean("scale_decoder_outputs", tied)
     if scaled and not tied:
         keys.problems.append(
             "tie_word_embeddings: False with scale_decoder_outputs: True; only a tied output layer is scaled here"

@@ -99,7 +99,7 @@ NAMES: Mapping[str, Names] = MappingProxyType(
 )
 
 
-def shaped(*shape: int, flat: bool = False) -> Op:
+def reshaped(*shape: int, flat: bool = False) -> Op:
     """Theirs has this shape; ours has as many dimensions less, or with `flat` one for all behind the first."""
 
     def ours(parts: Any) -> Any:
@@ -118,11 +118,11 @@ def encoder_rows(model: ModelConfig, theirs: str) -> list[Row]:
     positions = grid[0] * grid[1] + traits.class_tokens
     ours, rows = "vision_model.", list[Row]()
     if traits.class_tokens:
-        op = shaped(hidden) if table else shaped(1, traits.class_tokens, hidden)
+        op = reshaped(hidden) if table else reshaped(1, traits.class_tokens, hidden)
         rows.append(Row(f"{ours}embedding.class_token", (f"{theirs}{names.class_token}",), op))
-    op = same if table else shaped(1, positions, hidden)
+    op = same if table else reshaped(1, positions, hidden)
     rows.append(Row(f"{ours}embedding.position_embeddings", (f"{theirs}{names.positions}",), op))
-    op = shaped(hidden, vision.num_channels, size, size, flat=True)
+    op = reshaped(hidden, vision.num_channels, size, size, flat=True)
     rows.append(Row(f"{ours}embedding.patches.weight", (f"{theirs}{names.patches}.weight",), op))
     if traits.patch_bias:
         rows.append(Row(f"{ours}embedding.patches.bias", (f"{theirs}{names.patches}.bias",), same))

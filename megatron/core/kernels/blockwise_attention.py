@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -107,7 +107,7 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
     """Return the scores [b, g, n/g, queries, keys], -inf where masked, and the derivative of the soft cap, or None."""
     groups, slope = k.shape[1], None
     rows = _merge_group_rows(_group_heads(q, groups)) @ k.transpose(-2, -1)
-    scores = rows.to(wide(q.dtype)).unflatten(2, (-1, q.shape[2])) * block.scale
+    scores = rows.to(accumulation_dtype(q.dtype)).unflatten(2, (-1, q.shape[2])) * block.scale
     if block.softcap is not None:
         capped = torch.tanh(scores / block.softcap)
         scores, slope = block.softcap * capped, 1 - capped.square()

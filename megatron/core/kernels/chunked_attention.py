@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 
 _ROWS = 64  # queries at a time: their scores stay near the processor
 _CHANCES = 2**16  # random numbers have 16 bits here: four come from one of torch's, which are most of dropout's time
@@ -42,8 +42,8 @@ class _ChunkedAttention(torch.autograd.Function):
         context.save_for_backward(*tensors)
         work = _ChunkedCall(mask, dropout, scores, *tensors)
         output = work.q.new_empty((*work.q.shape[:3], work.v.shape[-1]))
-        for part in work.parts():
-            shares, dropout_mask = work.shares(part), work.kept(part)
+        for part in work.chunks():
+            shares, dropout_mask = work.probabilities(part), work.kept(part)
             work.put(output, part, shares.mul_(dropout_mask).to(work.v.dtype) @ work.values[:, part.keys] * work.factor)
         return output.flatten(2)
 
@@ -89,7 +89,7 @@ class _ChunkedCall:
         self.keys, self.values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))
         self.heads = q.shape[1], k.shape[2], q.shape[2] // k.shape[2]  # b, g, n/g
 
-    def parts(self) -> Iterator[_QueryChunk]:
+    def chunks(self) -> Iterator[_QueryChunk]:
         """Yield the chunks of all queries, in order."""
         queries, keys, mask = len(self.q), len(self.k), self.mask
         ordered = mask.query_places is mask.key_places is None
@@ -99,7 +99,7 @@ class _ChunkedCall:
             if mask.is_plain and ordered and (not mask.causal or start + keys - queries >= 0):
                 yield _QueryChunk(rows, columns, None)
             else:
-                visible = self._mask_of(rows, columns).visible(
+                visible = self._mask_of(rows, columns).as_bool(
                     rows.stop - start, columns.stop - columns.start, self.q.device
                 )
                 yield _QueryChunk(rows, columns, visible[:, :, None])
@@ -129,7 +129,7 @@ class _ChunkedCall:
             padding=None if mask.padding is None else mask.padding[:, columns],
         )
 
-    def shares(self, part: _QueryChunk) -> Tensor:
+    def probabilities(self, part: _QueryChunk) -> Tensor:
         """Return the probabilities of a chunk, [b * g, n/g * queries, keys], before dropout."""
         return self._shares_and_sink(part)[..., : part.size[1]]
 
@@ -150,14 +150,14 @@ class _ChunkedCall:
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, bias and sink."""
-        exact = wide(self.q.dtype)
+        exact = accumulation_dtype(self.q.dtype)
         dq, dk, dv = (
             torch.empty_like(self.q, memory_format=torch.contiguous_format),
             *(torch.zeros_like(x, dtype=exact) for x in (self.keys, self.values)),
         )
         dbias, dsink = (None if x is None else torch.zeros_like(x, dtype=exact) for x in (self.bias, self.sink))
         arriving = gradient.view(*self.q.shape[:3], -1) * self.factor
-        for part in self.parts():
+        for part in self.chunks():
             whole = self._shares_and_sink(part)
             shares, dropout_mask, rows = whole[..., : part.size[1]], self.kept(part), self._chunk_rows(arriving, part)
             _add_matmul(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
@@ -194,11 +194,11 @@ class _ChunkedCall:
         return x[part.queries].permute(1, 2, 0, 3).reshape(batch * groups, each * part.size[0], -1)
 
     def _shares_and_sink(self, part: _QueryChunk) -> Tensor:
-        """Return `shares`, with the probability of the sink as the last column if there is one."""
+        """Return `probabilities`, with the probability of the sink as the last column if there is one."""
         batch, groups, each = self.heads
         scores = (
             (self._chunk_rows(self.q, part) @ self.keys[:, part.keys].transpose(1, 2))
-            .to(wide(self.q.dtype))
+            .to(accumulation_dtype(self.q.dtype))
             .mul_(self.scale)
         )
         apart = scores.view(batch, groups, each, *part.size)

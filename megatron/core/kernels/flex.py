@@ -26,7 +26,7 @@ _KEPT = 8  # block masks
 
 
 @cache
-def compiled() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
+def compiled_attention() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
     """Return the compiled attention and the compiled mask builder. Without compilation FlexAttention holds all scores, and is slower than the plain formula."""
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
@@ -36,7 +36,7 @@ def attention(
 ) -> Tensor:
     """Compute `reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
     assert not dropout, "the table offers it without dropout only"
-    attend, _ = compiled()
+    attend, _ = compiled_attention()
     plain = mask.is_plain and not mask.causal
     seen = None if plain else block_mask(mask, len(q), len(k), q.shape[1], q.device)
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
@@ -65,7 +65,7 @@ class _Built:
     versions: tuple[int, ...]
     seen: BlockMask
 
-    def serves(self, sizes: tuple[object, ...], tensors: tuple[Tensor | None, ...], versions: tuple[int, ...]) -> bool:
+    def matches(self, sizes: tuple[object, ...], tensors: tuple[Tensor | None, ...], versions: tuple[int, ...]) -> bool:
         """Whether it is the mask of these, which may be others than the tensors [b, s] it was built from."""
         same = all(mine is other for mine, other in zip(self.tensors, tensors, strict=True))
         return same and self.sizes == sizes and self.versions == versions
@@ -79,7 +79,7 @@ def _built() -> deque[_Built]:
 
 def block_mask(mask: MaskSpec, queries: int, keys: int, batch: int, device: torch.device) -> BlockMask:
     """Return FlexAttention's form of a mask, [b or 1, 1, queries, keys] in blocks. It is built once for all layers that share the mask's tensors."""
-    _, build = compiled()
+    _, build = compiled_attention()
     rows = batch if _differs_between_rows(mask) else None
 
     def new() -> BlockMask:
@@ -93,7 +93,7 @@ def block_mask(mask: MaskSpec, queries: int, keys: int, batch: int, device: torc
     sizes = (build, mask.causal, mask.window, queries, keys, rows, device)
     versions = tuple(one._version for one in given)
     for one in _built():
-        if one.serves(sizes, tensors, versions):
+        if one.matches(sizes, tensors, versions):
             return one.seen
     seen = new()
     _built().append(_Built(sizes, tensors, versions, seen))
@@ -134,7 +134,7 @@ def mask_mod(
     return seen
 
 
-def unfit(*, device: str, dtype: torch.dtype, dropout: float) -> str:
+def unsupported_reason(*, device: str, dtype: torch.dtype, dropout: float) -> str:
     """Return why it cannot compute attention; an empty string if it can."""
     if device != "cuda":
         return "compiled for a CPU it has no backward pass"

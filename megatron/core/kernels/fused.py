@@ -78,7 +78,7 @@ def _unbanded_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout
     queries, keys = q.shape[0], k.shape[0]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     plain = scores.bias is None and mask.is_plain and (not mask.causal or queries == keys)
-    seen = None if plain else mask.visible(queries, keys, q.device)
+    seen = None if plain else mask.as_bool(queries, keys, q.device)
     blind = None if seen is None or mask.shows_each_query_its_key else ~seen.any(-1, keepdim=True)
     if seen is not None and blind is not None:
         seen = seen | blind
@@ -121,7 +121,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dr
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     size = v.shape[-1]
     if scores.sink is not None:
-        q, k, v, seen = _with_sink(q, k, v, seen, scores.sink.to(reference.wide(q.dtype)) / scale, causal)
+        q, k, v, seen = _with_sink(q, k, v, seen, scores.sink.to(reference.accumulation_dtype(q.dtype)) / scale, causal)
     repeats = q.shape[1] // k.shape[1]
     if seen is not None and q.is_cuda:  # with a mask, only the slow backend takes groups there
         k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1

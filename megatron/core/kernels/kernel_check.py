@@ -118,7 +118,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         )
     else:
         yield KernelTrial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
-    if model.rotates:
+    if model.uses_rotary:
         yield from _rotary_trials(config, draw, length)
     yield _cross_entropy(config, draw, width)
     if model.moe.num_experts:
@@ -139,7 +139,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
 
 
 def _update_and_rounding_trials(config: RunConfig, need: Need, draw: _Draw, width: int) -> Iterator[Trial]:
-    if config.optimizer.elementwise == "adam":
+    if config.optimizer.elementwise_optimizer == "adam":
         yield MeasuredTrial("adamw", adamw.error)
     if need.low.recipe and need.low.fp4_format is None:
         yield MeasuredTrial("quantise", partial(rounding_error, need.low))
@@ -168,7 +168,7 @@ def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[t
         (trial.op, candidate.name): trial_error(trial, candidate, device, need)
         for trial in kernel_trials(config, need)
         for candidate in CANDIDATES
-        if candidate.op == trial.op and not candidate.unfit(need) and candidate.kernel is not None
+        if candidate.op == trial.op and not candidate.unsupported_reason(need) and candidate.kernel is not None
     }
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 
 _FEWEST = 512  # tokens a block: of fewer, adding to the words' gradient would take over 2% of a CPU's time
 _PARTS = 8  # blocks of a large batch
@@ -119,8 +119,8 @@ class _Gradients:
         words = torch.empty_like if len(x) else torch.zeros_like
         return _Gradients(
             torch.empty_like(x) if needed[0] else None,
-            words(weight, dtype=wide(x.dtype)) if needed[1] else None,
-            torch.zeros_like(bias, dtype=wide(x.dtype)) if bias is not None and needed[2] else None,
+            words(weight, dtype=accumulation_dtype(x.dtype)) if needed[1] else None,
+            torch.zeros_like(bias, dtype=accumulation_dtype(x.dtype)) if bias is not None and needed[2] else None,
         )
 
     def add(
@@ -163,7 +163,7 @@ class _Gradients:
         if self.bias is not None:
             self.bias.addmv_(exponentials.t(), factor).index_add_(0, block.row, -hit)
 
-    def times(self, factor: Tensor | None, dtype: torch.dtype, into: _Taker | None) -> tuple[Tensor | None, ...]:
+    def scaled_by(self, factor: Tensor | None, dtype: torch.dtype, into: _Taker | None) -> tuple[Tensor | None, ...]:
         """Return all of them times a factor, in this dtype; None for that of the output matrix if `into` receives it."""
         if into is not None and self.weight is not None:
             into(self.weight, factor)
@@ -187,7 +187,7 @@ class _LinearCrossEntropy(Function):
         # In fp16 the shares of rare words would vanish without the loss scale: there gradients wait for their true weights.
         learns = learns and x.dtype != torch.float16 and (on_cpu or task.even)
         made = _Gradients.begin(some, weight, bias, context.needs_input_grad) if learns else None
-        totals = some.new_empty((2, len(some)), dtype=wide(x.dtype))
+        totals = some.new_empty((2, len(some)), dtype=accumulation_dtype(x.dtype))
         losses = torch.empty_like(totals[0])
         each = None if on_cpu else counts.to(totals.dtype)
         for block, shares in _logit_blocks(some, some_targets, weight, bias, task):
@@ -213,14 +213,14 @@ class _LinearCrossEntropy(Function):
         (weights,) = _select_rows(rows, gradient)
         factor = None if made is None else _common_factor(weights, targets)
         if made is not None and (factor is not None or not len(weights)):
-            gradients = made.times(factor, x.dtype, context.task.into)
+            gradients = made.scaled_by(factor, x.dtype, context.task.into)
         else:
             some, some_targets = _select_rows(rows, x, targets)
             again = _Gradients.begin(some, weight, bias, context.needs_input_grad)
             for block, shares in _logit_blocks(some, some_targets, weight, bias, context.task):
                 (top, total), mine = totals[:, block.tokens], weights[block.tokens]
                 again.add(block, shares, weight, (shares.largest - top).exp_() / total * mine, mine)
-            gradients = again.times(None, x.dtype, context.task.into)
+            gradients = again.scaled_by(None, x.dtype, context.task.into)
         of_x, of_weight, of_bias = gradients
         if rows is not None and of_x is not None:
             of_x = torch.zeros_like(x).index_copy_(0, rows, of_x)
@@ -257,7 +257,7 @@ def _logit_blocks(
         tokens = slice(start, min(start + size, len(x)))
         row = targets[tokens] - task.words.first
         here = (row >= 0) & (row < len(weight))
-        block = _TokenBlock(tokens, x[tokens], row.masked_fill(~here, 0), here.to(wide(x.dtype)))
+        block = _TokenBlock(tokens, x[tokens], row.masked_fill(~here, 0), here.to(accumulation_dtype(x.dtype)))
         logits = memory[: len(block.x)]
         if bias is None:
             torch.mm(block.x, weight.t(), out=logits)
@@ -269,7 +269,7 @@ def _logit_blocks(
 def _softmax_terms(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
     """Compute the softmax terms of a block's logits [k, v], which are replaced by their exponentials in place, or in a wider copy."""
     dtype, slope = logits.dtype, None
-    logits = logits.to(wide(dtype))
+    logits = logits.to(accumulation_dtype(dtype))
     if words.softcap is not None:
         torch.tanh_(logits.div_(words.softcap))
         slope = 1.0 - logits.square()
@@ -301,7 +301,7 @@ def _softmax_terms(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -
 def _fused_shares(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
     """The same by Triton kernels, which leave the logits in their dtype."""
     kernels = import_module("megatron.core.kernels.triton.loss")
-    largest, sums, target = kernels.statistics(logits, block.row, words.valid)
+    largest, sums, target = kernels.logit_statistics(logits, block.row, words.valid)
     return _SoftmaxTerms(
         largest,
         sums,

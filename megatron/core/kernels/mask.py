@@ -46,11 +46,11 @@ class MaskSpec:
         places = (self.query_places, self.key_places, self.query_documents)
         return self.padding is None and all(one is None for one in places)
 
-    def within(self, window: tuple[int, int] | None) -> MaskSpec:
+    def with_window(self, window: tuple[int, int] | None) -> MaskSpec:
         """Return this mask for a layer with a window, or without one (None)."""
         return self if window is None or window == (-1, -1) else replace(self, window=window)
 
-    def visible(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    def as_bool(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Return the mask as a tensor: bool [b or 1, 1, queries, keys], True where the query attends to the key."""
         keys = torch.arange(num_keys, device=device) if self.key_places is None else self.key_places
         queries = (

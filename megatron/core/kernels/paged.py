@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.mask import Scores
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 
 # Largest difference from the definition over the largest value that a kernel may show.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -62,7 +62,7 @@ def attention(
     # What no row has may hold anything, and nothing times NaN is NaN.
     gathered_k, gathered_v = (x[slots].masked_fill(~inside[..., None, None], 0.0) for x in (k, v))
     grouped = q.unflatten(2, (k.shape[1], -1))
-    scored = torch.einsum("bqgrd,bkgd->bgrqk", grouped, gathered_k).to(wide(q.dtype))
+    scored = torch.einsum("bqgrd,bkgd->bgrqk", grouped, gathered_k).to(accumulation_dtype(q.dtype))
     scored = scored * (size**-0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         scored = scores.softcap * torch.tanh(scored / scores.softcap)

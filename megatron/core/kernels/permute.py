@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 
 
 class _Permute(Function):
@@ -54,7 +54,7 @@ def _sum_rows(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
     first, *others = places.unbind(1)
     total = _gather_rows(values, first, holes=holes)
     if others:
-        total = total.to(wide(values.dtype))
+        total = total.to(accumulation_dtype(values.dtype))
     for place in others:
         total += _gather_rows(values, place, holes=holes)
     return total.to(values.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.kernels.mask import MaskSpec, Scores
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums over `dtype` are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -31,12 +31,14 @@ def attention(
     repeat = heads // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    scored = (q @ k.transpose(-2, -1)).to(wide(q.dtype)) * (size**-0.5 if scores.scale is None else scores.scale)
+    scored = (q @ k.transpose(-2, -1)).to(accumulation_dtype(q.dtype)) * (
+        size**-0.5 if scores.scale is None else scores.scale
+    )
     if scores.softcap is not None:
         scored = scores.softcap * torch.tanh(scored / scores.softcap)
     if scores.bias is not None:
         scored = scored + scores.bias
-    seen = mask.visible(queries, k.shape[2], q.device)
+    seen = mask.as_bool(queries, k.shape[2], q.device)
     blind = None if mask.is_plain else ~seen.any(dim=-1, keepdim=True)  # the softmax of nothing is not a number
     scored = scored.masked_fill(~seen if blind is None else ~(seen | blind), float("-inf"))
     if scores.sink is not None:
@@ -64,12 +66,12 @@ def largest_scores(q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None = N
     )
     q = q.unflatten(2, (groups, heads // groups)).permute(1, 2, 3, 0, 4)
     k = k.permute(1, 2, 3, 0)[:, :, None]
-    largest = q.new_full((groups, heads // groups), float("-inf"), dtype=wide(q.dtype))
+    largest = q.new_full((groups, heads // groups), float("-inf"), dtype=accumulation_dtype(q.dtype))
     for start in range(0, queries, block):
         rows = slice(start, start + block)
         part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
         some = (q[..., rows, :] @ k).to(largest.dtype) * (size**-0.5 if scale is None else scale)
-        seen = part.visible(some.shape[-2], keys, q.device)[:, :, None]
+        seen = part.as_bool(some.shape[-2], keys, q.device)[:, :, None]
         largest = torch.maximum(largest, some.masked_fill(~seen, float("-inf")).amax(dim=(0, 3, 4)))
     return largest.flatten()
 
@@ -81,7 +83,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """x over its root mean square along the last dimension (Zhang and Sennrich, 2019), times the weight [h] if there is one. Returns the shape of x."""
-    wide_x = x.to(wide(x.dtype))
+    wide_x = x.to(accumulation_dtype(x.dtype))
     normed = (wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
     return normed if weight is None else normed * weight
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 
 NEVER = float("-inf")
 # Logarithms of decays that count as 0. Products of a few of them would be below the normal numbers, with which processors are many times slower.
@@ -87,7 +87,7 @@ class Chunks:
     previous: Tensor | None
 
     @staticmethod
-    def of(logs: Tensor, segments: Tensor | None, chunk: int) -> Chunks:
+    def from_log_decays(logs: Tensor, segments: Tensor | None, chunk: int) -> Chunks:
         """logs: [s, b, heads], of each token's decay. segments: [b, s]."""
         sums = in_chunks(logs, chunk).cumsum(dim=2, dtype=torch.float64).transpose(2, 3)
         if segments is None:
@@ -103,7 +103,7 @@ class Chunks:
         seen = torch.ones(size, size, dtype=torch.bool, device=self.logs.device).tril()
         return seen if self.segments is None else seen & (self.segments[..., :, None] == self.segments[..., None, :])
 
-    def between(self) -> Tensor:
+    def decay_between(self) -> Tensor:
         """Decay from a token's state to a later one of its chunk: [b, m, heads, q (later), q], 0 where nothing passes."""
         return _decay(
             (self.logs[..., :, None] - self.logs[..., None, :]).to(self.format).masked_fill(~self.seen(), NEVER)
@@ -123,7 +123,7 @@ class Chunks:
             logs = logs.masked_fill(self.segments != self.segments[..., -1:], NEVER)
         return _decay(logs)
 
-    def across(self) -> Tensor:
+    def chunk_decay(self) -> Tensor:
         """Decay of the state over the whole chunk: [b, m, heads]."""
         return self.from_start()[..., -1]
 
@@ -163,21 +163,21 @@ def selective_span(
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan` with all that is inside a chunk at once for all chunks. x: [s, b, n, p]."""
     length, batch, heads, size = x.shape
-    groups, format_ = b.shape[2], wide(x.dtype)
+    groups, format_ = b.shape[2], accumulation_dtype(x.dtype)
     per_group, dt = heads // groups, dt.to(format_)
-    chunks = Chunks.of(dt * a.to(format_), segments, chunk)
+    chunks = Chunks.from_log_decays(dt * a.to(format_), segments, chunk)
     # [b, m, g, r, q, p] is what heads see; a group's b and c are multiplied once for all its heads.
     inputs = in_chunks((x.to(format_) * dt[..., None]).unflatten(2, (groups, per_group)), chunk).permute(
         0, 1, 3, 4, 2, 5
     )
     keys, queries = (in_chunks(t.to(format_), chunk).transpose(2, 3) for t in (b, c))  # [b, m, g, q, d]
     grouped = (groups, per_group)
-    weights = (queries @ keys.transpose(-1, -2))[:, :, :, None] * chunks.between().unflatten(2, grouped)
+    weights = (queries @ keys.transpose(-1, -2))[:, :, :, None] * chunks.decay_between().unflatten(2, grouped)
     inside = weights @ inputs
     fading = inputs * chunks.to_end().unflatten(2, grouped)[..., None]
     made = keys[:, :, :, None].transpose(-1, -2) @ fading  # [b, m, g, r, d, p]: what each chunk adds to the state
     carried = _scan_chunk_states(
-        made, chunks.across().unflatten(2, grouped)[..., None, None], _group_state(state, grouped, format_)
+        made, chunks.chunk_decay().unflatten(2, grouped)[..., None, None], _group_state(state, grouped, format_)
     )
     reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.from_start().unflatten(2, grouped)[..., None]
     y = _in_order(inside + reading)[:length]
@@ -298,15 +298,18 @@ def delta_rule_span(
 ) -> tuple[Tensor, Tensor]:
     """`delta_rule_scan` with all that is inside a chunk at once for all chunks. v: [s, b, n, dv]."""
     length, batch, heads, size = v.shape
-    groups, format_, key_size = k.shape[2], wide(v.dtype), k.shape[3]
+    groups, format_, key_size = k.shape[2], accumulation_dtype(v.dtype), k.shape[3]
     grouped = (groups, heads // groups)
-    chunks = Chunks.of(g.to(format_), segments, chunk)
+    chunks = Chunks.from_log_decays(g.to(format_), segments, chunk)
     queries, keys = (
         in_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k)
     )  # [b, m, g, 1, q, dk]
     values = in_chunks(v.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2, 5)  # [b, m, g, r, q, dv]
     rate = in_chunks(beta.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2)[..., None]
-    between, from_start = chunks.between().unflatten(2, grouped), chunks.from_start().unflatten(2, grouped)[..., None]
+    between, from_start = (
+        chunks.decay_between().unflatten(2, grouped),
+        chunks.from_start().unflatten(2, grouped)[..., None],
+    )
     # What a token writes depends on what the earlier ones of its chunk wrote: a triangular system. Decays multiply along any way from a token to a
     # later one, so that they are left out of the system and multiplied into its inverse.
     apart = ~chunks.seen().tril(-1)
@@ -321,7 +324,7 @@ def delta_rule_span(
         queries * from_start,
         (keys * chunks.to_end().unflatten(2, grouped)[..., None]).transpose(-1, -2),
     )
-    across = chunks.across().unflatten(2, grouped)[..., None, None]
+    across = chunks.chunk_decay().unflatten(2, grouped)[..., None, None]
     now = (
         values.new_zeros((batch, *grouped, key_size, size))
         if state is None

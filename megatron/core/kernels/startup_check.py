@@ -68,7 +68,10 @@ def check_defaults(
     waiting = [
         one
         for one in candidates
-        if one.checked and wishes.get(one.op, "auto") == "auto" and not one.unfit(need) and not one.unasked(need)
+        if one.checked
+        and wishes.get(one.op, "auto") == "auto"
+        and not one.unsupported_reason(need)
+        and not one.unasked(need)
     ]
     if not waiting:
         return []

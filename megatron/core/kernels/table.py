@@ -18,7 +18,7 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.kernels import adamw, flex, fused, grouped, linear_loss, permute, reference, scans, varlen
+from megatron.core.kernels import adamw, flex, fused, grouped, linear_loss, permute, reference, scans
 from megatron.core.kernels.adamw import AdamKernel
 from megatron.core.kernels.external import deep_ep, flash_attn, state_space, torchao, transformer_engine
 from megatron.core.kernels.low_precision.fp8 import FusedRounding
@@ -88,7 +88,7 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to compute an op. unfit: returns why it cannot serve a need, or "".
+    """One way to compute an op. unsupported_reason: returns why it cannot serve a need, or "".
 
     kernel: a function, or where it is, for a module with optional dependencies; None: the layer computes the op itself. unasked: why it can but is not chosen
     automatically. checked: it is chosen automatically only once it was tried on the device (`Need.checks`).
@@ -97,7 +97,7 @@ class Candidate:
     op: str
     name: str
     kernel: Callable | Import | None
-    unfit: Callable[[Need], str]
+    unsupported_reason: Callable[[Need], str]
     unasked: Callable[[Need], str] = lambda _: ""
     checked: bool = False
 
@@ -166,13 +166,13 @@ def _cudnn_unfit(need: Need) -> str:
 
 
 def _package_unfit(version: int) -> Callable[[Need], str]:
-    def unfit(need: Need) -> str:
+    def unsupported_reason(need: Need) -> str:
         lacking = {
             "padding is left out by a mask tensor": need.padding,
             "it has no sinks": need.sinks,
             "it adds nothing to scores": need.biased_scores,
         }
-        return flash_attn.unfit(
+        return flash_attn.unsupported_reason(
             version,
             device=need.device,
             dtype=need.dtype,
@@ -181,7 +181,7 @@ def _package_unfit(version: int) -> Callable[[Need], str]:
             lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
         )
 
-    return unfit
+    return unsupported_reason
 
 
 def _transformer_engine_unfit(need: Need) -> str:
@@ -192,7 +192,7 @@ def _transformer_engine_unfit(need: Need) -> str:
         "its sinks are its own": need.sinks,
         "sequences are cut over context ranks": need.pieces,
     }
-    return transformer_engine.unfit(
+    return transformer_engine.unsupported_reason(
         device=need.device,
         dtype=need.dtype,
         lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
@@ -205,7 +205,7 @@ def _torchao_unfit(need: Need) -> str:
         "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
         "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad,
     }
-    return torchao.unfit(
+    return torchao.unsupported_reason(
         recipe=need.low.recipe,
         alone=need.alone,
         lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
@@ -213,7 +213,7 @@ def _torchao_unfit(need: Need) -> str:
 
 
 def _flex_unfit(need: Need) -> str:
-    return flex.unfit(device=need.device, dtype=need.dtype, dropout=need.attention_dropout)
+    return flex.unsupported_reason(device=need.device, dtype=need.dtype, dropout=need.attention_dropout)
 
 
 def _varlen_unfit(need: Need) -> str:
@@ -226,13 +226,20 @@ def _varlen_unfit(need: Need) -> str:
         "the number of documents changes, and that of a recorded layer's sequences does not": need.recorded
         and need.documents,
     }
-    return varlen.unfit(
-        device=need.device,
-        dtype=need.dtype,
-        head_sizes=need.head_sizes,
-        dropout=need.attention_dropout,
-        lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
-    )
+    if need.device != "cuda":
+        return "it needs a CUDA device"
+    if find_spec("torch.nn.attention.varlen") is None:
+        return "torch has it with windows and groups from 2.11 on"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
+        return "it needs a GPU from Ampere on"
+    if need.dtype not in (torch.float16, torch.bfloat16):
+        return "it needs fp16 or bf16"
+    if need.head_sizes[0] != need.head_sizes[1]:
+        return "it needs values of the size of keys"
+    if max(need.head_sizes) > 256:
+        return f"its heads have at most 256 sizes, not {max(need.head_sizes)}"
+    missing = next((reason for reason, is_needed in lacking.items() if is_needed), "")
+    return "it has no dropout" if need.attention_dropout > 0 else missing
 
 
 def _no_mask_is_made(need: Need) -> str:
@@ -254,7 +261,9 @@ def _grouped_mm_unfit(need: Need) -> str:
 
 
 def _deep_ep_unfit(need: Need) -> str:
-    return deep_ep.unfit(device=need.device, dtype=need.dtype, cut=need.experts_cut, overlaps=need.overlapped_experts)
+    return deep_ep.unsupported_reason(
+        device=need.device, dtype=need.dtype, cut=need.experts_cut, overlaps=need.overlapped_experts
+    )
 
 
 def _linear_unasked(need: Need) -> str:
@@ -272,7 +281,7 @@ def _triton_unfit(need: Need) -> str:
 
 
 def _state_space_unfit(package: str) -> Callable[[Need], str]:
-    return lambda need: state_space.unfit(package, device=need.device, dtype=need.dtype)
+    return lambda need: state_space.unsupported_reason(package, device=need.device, dtype=need.dtype)
 
 
 def _interpreted(_: Need) -> str:
@@ -303,7 +312,7 @@ def _checked(op: str, module: str, unasked: Callable[[Need], str]) -> Candidate:
 
 CANDIDATES = (
     # Not `_not_measured`: with documents or windows `fused` makes a mask of s x s, and repeats keys and values.
-    Candidate("attention", "varlen", varlen.attention, _varlen_unfit, _no_mask_is_made, checked=True),
+    Candidate("attention", "varlen", Import("varlen", "attention"), _varlen_unfit, _no_mask_is_made, checked=True),
     # Taken unasked for capped scores, which `fused` computes by the formula, a block of queries at a time.
     Candidate("attention", "flex", flex.attention, _flex_unfit, _no_cap_is_kept, checked=True),
     Candidate("attention", "fused", fused.attention, _always_fits),
@@ -376,7 +385,7 @@ def kernel_flag(op: str, name: str) -> str:
 
 def available(need: Need, wish: dict[str, str], candidates: tuple[Candidate, ...] = CANDIDATES) -> dict[str, str]:
     """Return the requested kernels without those that only another machine can run, for simulations on this one."""
-    fits = {(candidate.op, candidate.name) for candidate in candidates if not candidate.unfit(need)}
+    fits = {(candidate.op, candidate.name) for candidate in candidates if not candidate.unsupported_reason(need)}
     return {op: name for op, name in wish.items() if name in ("", "auto") or (op, name) in fits}
 
 
@@ -402,7 +411,7 @@ def _choose_candidate(need: Need, candidates: list[Candidate], requested: str) -
         if requested not in ("auto", candidate.name):
             continue
         is_default = requested == "auto" and candidate.name != need.preferred
-        reason = candidate.unfit(need) or (candidate.not_by_default(need) if is_default else "")
+        reason = candidate.unsupported_reason(need) or (candidate.not_by_default(need) if is_default else "")
         if not reason:
             return candidate, reasons
         refusals.append(f"{candidate.name}: {reason}")

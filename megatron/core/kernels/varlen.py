@@ -6,9 +6,7 @@ from 2.11 on, by its own build of flash-attn.
 
 from __future__ import annotations
 
-import inspect
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,14 +16,8 @@ from megatron.core.kernels import fused
 from megatron.core.kernels.documents import starts_of
 from megatron.core.kernels.mask import MaskSpec, Scores
 
-# Imported here and not in a call, where torch's compiler would stop.
-_LIBRARY: Any = import_module("torch.nn.attention.varlen") if find_spec("torch.nn.attention.varlen") else None
-
-
-def is_there() -> bool:
-    """Whether this torch has it, with windows and groups."""
-    names = inspect.signature(_LIBRARY.varlen_attn).parameters if _LIBRARY is not None else {}
-    return {"window_size", "enable_gqa", "scale"} <= set(names)
+# Imported here and not in a call, where torch's compiler would stop; and only by runs that take it, since it imports that compiler.
+_LIBRARY: Any = import_module("torch.nn.attention.varlen")
 
 
 def attention(
@@ -59,20 +51,3 @@ def attention(
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return output.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)
-
-
-def unfit(*, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str) -> str:
-    """Return why it cannot compute attention; an empty string if it can. head_sizes: of keys and values; lacks: required features that it has not."""
-    if device != "cuda":
-        return "it needs a CUDA device"
-    if not is_there():
-        return "torch has it with windows and groups from 2.11 on"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
-        return "it needs a GPU from Ampere on"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return "it needs fp16 or bf16"
-    if head_sizes[0] != head_sizes[1]:
-        return "it needs values of the size of keys"
-    if max(head_sizes) > 256:
-        return f"its heads have at most 256 sizes, not {max(head_sizes)}"
-    return "it has no dropout" if dropout > 0 else lacks

@@ -65,7 +65,7 @@ class BERTModel(nn.Module):
             if model.bert_binary_head:
                 self.pooler = Pooler(build)
                 self.binary_head = Linear(
-                    model.hidden_size, 2, init=build.initial(), mesh=build.mesh, dtype=build.dtype
+                    model.hidden_size, 2, init=build.init_method(), mesh=build.mesh, dtype=build.dtype
                 )
         name_all(self)
 
@@ -74,7 +74,7 @@ class BERTModel(nn.Module):
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
-    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
         length = self.build.region.length(train.seq_length)
         return (((length, train.micro_batch_size, self.build.model.hidden_size), self.build.residual_dtype),)

@@ -41,7 +41,7 @@ class ClassifierModel(nn.Module):
         self.pooler = Pooler(build) if stage.has_output else None
         self.dropout = Dropout(build.model.hidden_dropout, build.streams, "default") if stage.has_output else None
         head = (
-            Linear(build.model.hidden_size, classes, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+            Linear(build.model.hidden_size, classes, init=build.init_method(), mesh=build.mesh, dtype=build.dtype)
             if stage.has_output
             else None
         )
@@ -54,7 +54,7 @@ class ClassifierModel(nn.Module):
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
-    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
         length, texts = self.build.region.length(train.seq_length), train.micro_batch_size * self.choices
         return (((length, texts, self.build.model.hidden_size), self.build.residual_dtype),)

@@ -37,7 +37,7 @@ class ShardCounts:
     widths: int = 1
 
     @staticmethod
-    def of(parallel: ParallelConfig) -> ShardCounts:
+    def from_parallel(parallel: ParallelConfig) -> ShardCounts:
         """Return the shard counts of a parallel layout."""
         return ShardCounts(
             parallel.tp, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or parallel.tp

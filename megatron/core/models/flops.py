@@ -101,7 +101,7 @@ def flops_per_image(model: ModelConfig) -> float:
         return 0.0
     vision, encoder = model.vision, vision_encoder(model)
     tokens, hidden = vision.tokens, encoder.hidden_size
-    patches = 6 * vision.grid[0] * vision.grid[1] * vision.num_channels * vision.patch_dim**2 * hidden
+    patches = 6 * vision.patch_grid[0] * vision.patch_grid[1] * vision.num_channels * vision.patch_dim**2 * hidden
     layers = encoder.num_layers * tokens * (6 * _layer_elements(encoder) + 12 * tokens * encoder.query_size)
     if model.architecture == "vit":
         return patches + layers + 6 * hidden * vision.num_classes
@@ -147,7 +147,7 @@ def owned_state_bytes(config: RunConfig) -> float:
     if precision.use_precision_aware_optimizer:
         master = STATE_BYTES["fp16"] if precision.main_params_dtype == "fp16" else 2 if precision.bf16 else 4
         return master * has_master + STATE_BYTES[precision.exp_avg_dtype] + STATE_BYTES[precision.exp_avg_sq_dtype]
-    moments = {"adam": 2, "lion": 1, "adafactor": 0, "sgd": int(rule.sgd_momentum > 0)}[rule.elementwise]
+    moments = {"adam": 2, "lion": 1, "adafactor": 0, "sgd": int(rule.sgd_momentum > 0)}[rule.elementwise_optimizer]
     return max(4, weight) * ((1 if rule.is_muon else moments) + has_master)
 
 
@@ -183,7 +183,7 @@ def rank_memory(
     parallel, stages_memory = config.parallel, []
     for position in range(parallel.pp):
         local_stages = [stage for stage in stages if stage.rank == position]
-        split, replicas = ShardCounts.of(parallel), parallel.context_parallel_size * data_parallel_size
+        split, replicas = ShardCounts.from_parallel(parallel), parallel.context_parallel_size * data_parallel_size
         held, trained = (rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
         expert_replicas = max(
             1, replicas * parallel.tp // (split.experts * split.widths)
@@ -194,7 +194,7 @@ def rank_memory(
         )
         state += frozen_bytes(config, held - trained)
         if (
-            config.optimizer.is_muon and config.optimizer.elementwise == "adam"
+            config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam"
         ):  # other parameters than matrices have two moments
             sharded = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
             state += trained.rest * max(4, BYTES[config.precision.dtype]) / (replicas if sharded else 1)
@@ -231,7 +231,7 @@ def layer_activation_bytes(
     attention += _score_bytes(config)
     mlp_bytes: float = 0 if mlp == "none" or "mlp" in recomputed else size * f * (3 if model.gated else 2)
     if mlp == "moe":
-        mlp_bytes = size * _moe_activation_numbers(model, ShardCounts.of(config.parallel), recomputed)
+        mlp_bytes = size * _moe_activation_numbers(model, ShardCounts.from_parallel(config.parallel), recomputed)
     halves = (mixer != "none") + (mlp != "none")  # each with its norm
     if mixer not in ("attention", "mla"):
         attention = _state_mixer_bytes(config, mixer)

@@ -70,7 +70,7 @@ class GPTModel(nn.Module):
         length = self.build.region.length(sequence // self.build.mesh.cp.size)
         return (length, batch_size, self.build.model.hidden_size), self.build.residual_dtype
 
-    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
         return (self.message_shape(train.micro_batch_size, train.seq_length),) * self.states
 
@@ -136,7 +136,7 @@ class GPTModel(nn.Module):
         """Return the hidden states [s or s/tp, b, h] of ids [b, s], with the features of images in their places."""
         assert self.embedding is not None, "the first stage has the embedding"
         text = ids.ids if isinstance(ids, IdsWithImages) else ids
-        hidden = self.embedding(text, self.build.places(text.shape[1])[None] if positions is None else positions)
+        hidden = self.embedding(text, self.build.positions(text.shape[1])[None] if positions is None else positions)
         if not isinstance(ids, IdsWithImages):
             return hidden
         assert self.image_input is not None, "a network that is given images reads them"
@@ -149,7 +149,7 @@ class GPTModel(nn.Module):
         if self.mtp is None:
             return ahead
         assert self.embedding is not None, "a stage with multi-token prediction has an embedding"
-        places = self.build.places(ahead.ids[0].shape[1])[None] if positions is None else positions
+        places = self.build.positions(ahead.ids[0].shape[1])[None] if positions is None else positions
         return replace(ahead, states=self.mtp(x, ahead.ids, places, self.embedding, context))
 
     def predict_depth(
@@ -180,6 +180,6 @@ class GPTModel(nn.Module):
 
 def _score_head(build: Build) -> ScalarHead:
     """Return the head of a reward model. A language model's checkpoint lacks it, so that its weights may start from their initial values."""
-    head = ScalarHead(build, init=build.initial(), bias=False)
+    head = ScalarHead(build, init=build.init_method(), bias=False)
     head.weight.spec = replace(spec_of(head.weight), starts_from="")  # type: ignore[attr-defined]
     return head

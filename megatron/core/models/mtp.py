@@ -126,7 +126,7 @@ class MTPLayer(nn.Module):
             2 * size,
             (FusedSegment(size),),
             bias=False,
-            init=build.initial(),
+            init=build.init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,

@@ -48,7 +48,7 @@ def rank_parameter_sizes(
     """Return (global name, global shape, local number of elements) of every parameter of a stage on the first rank of a
     layout.
     """
-    mesh = replace(Mesh.single(), tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
+    mesh = replace(Mesh.single_process(), tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     return [
         (spec_of(param).name, spec_of(param).shape, param.numel())
         for param in network_on(model, mesh, stage).parameters()

@@ -46,7 +46,7 @@ class LanguageModelHead(nn.Module):
                 model.true_vocab_size,
                 model.padded_vocab_size,
                 model.hidden_size,
-                build.initial_embedding() if tied_name else build.initial(),
+                build.initial_embedding() if tied_name else build.init_method(),
                 tied=bool(tied_name),
                 name=tied_name,
             )
@@ -135,7 +135,7 @@ class MaskedWordTransform(nn.Module):
         super().__init__()
         self.build, size = build, build.model.hidden_size
         self.dense = Linear(
-            size, size, init=build.initial(), mesh=build.mesh, dtype=build.dtype, sum_over=build.region.outside_sums
+            size, size, init=build.init_method(), mesh=build.mesh, dtype=build.dtype, sum_over=build.region.outside_sums
         )
         self.layer_norm = build.norm(size)
         self.act = "gelu_tanh" if build.model.openai_gelu else "gelu"
@@ -151,8 +151,8 @@ class Pooler(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         self.region, size = build.region, build.model.hidden_size
-        self.dense = Linear(size, size, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+        self.dense = Linear(size, size, init=build.init_method(), mesh=build.mesh, dtype=build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool hidden states. x: [s or s/tp, b, h]; returns [b, h] on every rank."""
-        return self.dense(self.region.first(x).to(self.dense.weight.dtype)).tanh()
+        return self.dense(self.region.first_position(x).to(self.dense.weight.dtype)).tanh()

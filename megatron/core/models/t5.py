@@ -68,7 +68,7 @@ class T5Model(nn.Module):
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
-    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
         build, rope = self.build, self.build.model.rope
         states = tuple(

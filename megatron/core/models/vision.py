@@ -25,7 +25,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RecomputeConfig, TrainConfig
 from megatron.core.config.vision import is_whole_on_every_rank, vision_encoder
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
@@ -47,7 +47,7 @@ class PatchEmbedding(nn.Module):
         self.patches = Linear(
             self.vision.num_channels * self.vision.patch_dim**2,
             hidden,
-            init=build.initial(),
+            init=build.init_method(),
             mesh=build.mesh,
             dtype=build.dtype,
             bias=traits.patch_bias,
@@ -70,17 +70,17 @@ class PatchEmbedding(nn.Module):
 
     def _to_patches(self, images: Tensor) -> Tensor:
         """[b, c, height, width] to patches row by row, [b, patches, c * p * p]."""
-        size, (rows, columns) = self.vision.patch_dim, self.vision.grid
+        size, (rows, columns) = self.vision.patch_dim, self.vision.patch_grid
         cut = images.view(*images.shape[:2], rows, size, columns, size)
         return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def _position_embeddings(self) -> Tensor:
         """The learned positions, interpolated to the patches of an image, [class tokens + patches, h]."""
-        table, source, grid = self.position_embeddings, self.vision.position_grid, self.vision.grid
+        table, source, grid = self.position_embeddings, self.vision.position_grid, self.vision.patch_grid
         if source == grid:
             return table
         first, square = table.split((self.vision.traits.class_tokens, source[0] * source[1]))
-        plane = square.view(1, *source, -1).permute(0, 3, 1, 2).to(wide(table.dtype))
+        plane = square.view(1, *source, -1).permute(0, 3, 1, 2).to(accumulation_dtype(table.dtype))
         resized = F.interpolate(plane, size=grid, mode="bicubic", align_corners=False).to(table.dtype)
         return torch.cat((first, resized[0].flatten(1).t()))
 
@@ -121,12 +121,12 @@ class VisionProjection(nn.Module):
         shared: dict[str, Any] = {"mesh": build.mesh, "dtype": build.dtype}
         if vision.vision_projection_type == "affine":
             self.encoder.linear = Linear(
-                inputs, model.hidden_size, init=build.initial(), bias=vision.vision_projection_bias, **shared
+                inputs, model.hidden_size, init=build.init_method(), bias=vision.vision_projection_bias, **shared
             )
             return
         shared |= {"region": build.region, "bias": vision.vision_projection_bias}
-        self.encoder.linear_fc1 = ColumnLinear(inputs, (FusedSegment(width),), init=build.initial(), **shared)
-        self.encoder.linear_fc2 = RowLinear(width, model.hidden_size, init=build.initial(), **shared)
+        self.encoder.linear_fc1 = ColumnLinear(inputs, (FusedSegment(width),), init=build.init_method(), **shared)
+        self.encoder.linear_fc2 = RowLinear(width, model.hidden_size, init=build.init_method(), **shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, b, inputs]. Returns [tokens, b, h]."""
@@ -184,7 +184,7 @@ class ImageInput(nn.Module):
         """images: [n, channels, height, width]. Returns the rows of all images one after the other, [n * rows, h]."""
         x = self.vision_model(images)[self.vision.traits.class_tokens - self.vision.kept_class_tokens :]
         if self.vision.pixel_shuffle:
-            x = pixel_shuffle(x, self.vision.grid, self.vision.pixel_shuffle_factor)
+            x = pixel_shuffle(x, self.vision.patch_grid, self.vision.pixel_shuffle_factor)
         return self.vision_projection(x).transpose(0, 1).flatten(0, 1)
 
     def forward(self, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
@@ -207,9 +207,11 @@ class ImageInput(nn.Module):
 
 def _encoder_build(build: Build, model: ModelConfig, whole: bool) -> Build:
     """The choices for the encoder or the projector: no sequence or context parallelism; whole: no tensor parallelism either."""
-    single: dict[str, Axis] = {name: replace(getattr(Mesh.single(), name)) for name in ("cp", "cp_inner", "cp_outer")}
+    single: dict[str, Axis] = {
+        name: replace(getattr(Mesh.single_process(), name)) for name in ("cp", "cp_inner", "cp_outer")
+    }
     if whole:
-        single["tp"] = Mesh.single().tp
+        single["tp"] = Mesh.single_process().tp
     return replace(
         build,
         model=model,
@@ -230,7 +232,7 @@ class VisionModel(nn.Module):
         self.vision_model = VisionEncoder(stage, build)
         hidden = build.model.hidden_size
         self.head = (
-            Linear(hidden, self.vision.num_classes, init=build.initial(), mesh=build.mesh, dtype=build.dtype)
+            Linear(hidden, self.vision.num_classes, init=build.init_method(), mesh=build.mesh, dtype=build.dtype)
             if stage.has_output and self.vision.num_classes
             else None
         )
@@ -241,7 +243,7 @@ class VisionModel(nn.Module):
         materialize(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
-    def receives(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
         shape = (self.vision.tokens, train.micro_batch_size, self.build.model.hidden_size)
         return ((shape, self.build.residual_dtype),)

@@ -53,7 +53,7 @@ class _Block:
     global_index: Index
     is_counted: bool
 
-    def of(self, values: Tensor) -> Tensor:
+    def view_of(self, values: Tensor) -> Tensor:
         """Return the rectangle of the segment's flat `values` as a view."""
         return values[self.start : self.stop].view(self.shape)[self.local_index]
 
@@ -207,9 +207,9 @@ class Adafactor(UpdateRule):
         if owned_part is None:
             return weights, *sums
         for block in (block for block in owned_part.blocks if block.is_counted):
-            _add_squares(weights, parameter, block, block.of(owned_part.main))
+            _add_squares(weights, parameter, block, block.view_of(owned_part.main))
             if parameter.is_factored:
-                squares, (rows, columns) = block.of(owned_part.gradient).square(), sums
+                squares, (rows, columns) = block.view_of(owned_part.gradient).square(), sums
                 rows[block.global_index[:-1]] += squares.sum(-1)
                 columns[(*block.global_index[:-2], block.global_index[-1])] += squares.sum(-2)
         return weights, *sums
@@ -233,7 +233,7 @@ class Adafactor(UpdateRule):
             size = rows[block.global_index[:-1]].unsqueeze(-1) * columns[
                 (*block.global_index[:-2], block.global_index[-1])
             ].unsqueeze(-2)
-            block.of(gradient).mul_(size.clamp_(min=least**2).rsqrt_())
+            block.view_of(gradient).mul_(size.clamp_(min=least**2).rsqrt_())
 
     def _squared_norm_share(self, parameter: _Parameter) -> Tensor:
         """Return this rank's partial sum of the squares of directions, [e] or []."""
@@ -241,7 +241,7 @@ class Adafactor(UpdateRule):
         owned_part = parameter.owned
         for block in owned_part.blocks if owned_part is not None else ():
             if owned_part is not None and block.is_counted:
-                _add_squares(share, parameter, block, block.of(owned_part.gradient))
+                _add_squares(share, parameter, block, block.view_of(owned_part.gradient))
         return share
 
     def _apply_update(
@@ -253,8 +253,8 @@ class Adafactor(UpdateRule):
         factor = rate / (directions / self.config.adafactor_clip_threshold).clamp_(min=1.0)
         owned_part.main.mul_(1.0 - group["lr"] * group["weight_decay"])
         for block in owned_part.blocks:
-            block.of(owned_part.main).addcmul_(
-                block.of(owned_part.gradient), parameter.per_matrix(factor, block), value=-1.0
+            block.view_of(owned_part.main).addcmul_(
+                block.view_of(owned_part.gradient), parameter.per_matrix(factor, block), value=-1.0
             )
 
     def _all_reduce_sums(self, shares: Sequence[tuple[_Parameter, Tensor]]) -> None:

@@ -91,10 +91,10 @@ class Optimizer:
             self.rules.append(Adafactor(parallels, others, mesh, config, dtype=dtype))
         elif precision.use_precision_aware_optimizer:
             self.rules.append(LowPrecisionAdam(others, config, precision))
-        elif config.elementwise == "adam":
+        elif config.elementwise_optimizer == "adam":
             self.rules.append(AdamW(others, config, adamw))
         else:
-            self.rules.append(RULES[config.elementwise](others, config))
+            self.rules.append(RULES[config.elementwise_optimizer](others, config))
         self.rule_of = [self.rules[0 if uses_muon(segment.spec, config) else -1] for segment in self.segments]
 
     def _split_by_rule(self) -> tuple[Owned, Owned]:

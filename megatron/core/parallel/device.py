@@ -130,7 +130,7 @@ class Stopwatch:
         self._record_time()
         self._seconds += self._since - before
 
-    def take(self) -> float:
+    def lap(self) -> float:
         """Return the seconds since the last call and reset; waits for the last event on a GPU."""
         events, self._events = self._events, []
         if events:

@@ -106,7 +106,7 @@ class FlightRecorder:
         note = self._ring[(self._noted - 1) % _CAPACITY]
         return (note[1], note[2]) if note is not None else ("", ())
 
-    def last(self, count: int = 1) -> list[str]:
+    def last_collectives(self, count: int = 1) -> list[str]:
         """Return the last `count` collectives as text, newest first."""
         notes = [self._ring[(self._noted - 1 - back) % _CAPACITY] for back in range(min(count, _CAPACITY, self._noted))]
         return [_format_note(note) for note in notes if note is not None]

@@ -110,7 +110,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
         }.items()
     }
     result["pp"] = pipelines
-    last_rank = rank_and_chunk(2 * pp - 1, pp, parallel.placement)[0]
+    last_rank = rank_and_chunk(2 * pp - 1, pp, parallel.stage_placement)[0]
     mtp_rank = _mtp_pipeline_rank(parallel, last_rank)
     result["embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank], line[last_rank]))) for line in pipelines)
     result["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank]))) for line in pipelines)
@@ -135,7 +135,7 @@ def _mtp_pipeline_rank(parallel: ParallelConfig, last_rank: int) -> int:
     stages = read_layout(parallel.pipeline_model_parallel_layout or "")
     return next(
         (
-            rank_and_chunk(index, parallel.pp, parallel.placement)[0]
+            rank_and_chunk(index, parallel.pp, parallel.stage_placement)[0]
             for index, stage in enumerate(stages)
             if "m" in stage
         ),

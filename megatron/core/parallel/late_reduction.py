@@ -19,13 +19,13 @@ class LateReduction:
         self._axis, self._device, self._reduction, self._first = axis, device, reduction, first
         self._pending: tuple[torch.Tensor, collectives.Work] | Download | None = None
 
-    def now(self, number: int) -> int:
+    def result(self, number: int) -> int:
         """The answer to this number; waits for it."""
         if self._axis.size == 1:
             return number
         return int(collectives.all_reduce(self._filled(number), self._axis, self._reduction))
 
-    def late(self, number: int) -> int:
+    def previous_result(self, number: int) -> int:
         """The answer to the number of the call before, which was reduced while a step was computed."""
         if self._axis.size == 1:
             return number

@@ -86,7 +86,7 @@ class Mesh:
     hybrid_cp: tuple[Axis, ...] = ()
 
     @staticmethod
-    def single(device: torch.device | None = None) -> Mesh:
+    def single_process(device: torch.device | None = None) -> Mesh:
         """Return the mesh of a single process, without torch.distributed."""
         flight_recorder, overlap = FlightRecorder(), Overlap()
         axes: dict[str, Any] = {

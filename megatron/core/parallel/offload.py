@@ -47,7 +47,7 @@ class OffloadedBytes:
             self.side_stream.record_use(self._back)
             self._mark = self.side_stream.record_event()
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the copy and return the bytes on the device: uint8 [bytes]."""
         self.fetch()
         assert self._back is not None and self._mark is not None, "what was fetched is on its way"
@@ -103,7 +103,7 @@ class _OffloadGroup:
         """Saved-tensor hook: return the tensor, on the device."""
         if isinstance(packed, Tensor):
             return packed
-        arrived = packed.source.arrived()
+        arrived = packed.source.wait()
         self._fetch()
         if self.previous is not None:
             self.previous._fetch()

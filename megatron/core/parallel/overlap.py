@@ -47,7 +47,7 @@ class Overlap:
         """
         self._fills_waits = fill_waits
         try:
-            with self.wgrad_store.collecting(key):
+            with self.wgrad_store.delayed(key):
                 yield
         finally:
             self._fills_waits = False

@@ -79,7 +79,7 @@ def _draw_initial_values(
 
 
 class RandomStreams:
-    """The dropout streams of one rank. The default stream is the device's generator; `use` swaps the state of another
+    """The dropout streams of one rank. The default stream is the device's generator; `fork` swaps the state of another
     one in.
     """
 
@@ -107,7 +107,7 @@ class RandomStreams:
         )
 
     @contextmanager
-    def use(self, name: str) -> Iterator[None]:
+    def fork(self, name: str) -> Iterator[None]:
         """Context manager: random numbers drawn inside come from the stream `name`."""
         if name == "default":
             yield

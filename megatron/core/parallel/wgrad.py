@@ -27,19 +27,19 @@ DelayedWork = tuple[Sequence[GradientEdge], Callable[[], Sequence[Tensor | None]
 
 
 class WeightGradStore:
-    """Delayed weight gradients, by stage and microbatch. Outside of `collecting`, nothing is delayed."""
+    """Delayed weight gradients, by stage and microbatch. Outside of `delayed`, nothing is delayed."""
 
     def __init__(self) -> None:
         self._delayed: dict[Key, list[DelayedWork]] = {}
         self._current: Key | None = None
 
     @property
-    def collects(self) -> bool:
+    def is_delaying(self) -> bool:
         """Whether layers are to delay their weight gradients now."""
         return self._current is not None
 
     @contextmanager
-    def collecting(self, key: Key) -> Iterator[None]:
+    def delayed(self, key: Key) -> Iterator[None]:
         """Context manager around a backward pass whose weight gradients are delayed under `key`."""
         self._delayed[key], self._current = [], key
         try:

@@ -44,7 +44,7 @@ class PipelineWork(Protocol):
     def device(self) -> torch.device:
         """Device of this rank's stages."""
 
-    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """Return shape and dtype of each tensor that the stage receives from the previous one; called some actions
         ahead.
         """
@@ -232,7 +232,9 @@ class _ScriptRunner:
     def _receive_buffers(self, consumer: Action) -> tuple[Tensor, ...]:
         """Return empty tensors for what the action `consumer` receives."""
         stage, microbatch = consumer.stage, consumer.microbatch
-        shapes = self.work.receives(stage, microbatch) if consumer.op == "F" else self.saved[stage, microbatch].shapes
+        shapes = (
+            self.work.input_specs(stage, microbatch) if consumer.op == "F" else self.saved[stage, microbatch].shapes
+        )
         return tuple(torch.empty(shape, dtype=dtype, device=self.work.device) for shape, dtype in shapes)
 
 

@@ -108,7 +108,7 @@ def transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer
     )
 
 
-def script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> Script:
+def rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> Script:
     """Return one rank's script: its row of the plan with its messages inserted.
 
     Receives come before the consuming action, sends after the producing one, in the order of `transfers`, each as late

@@ -171,7 +171,7 @@ class LinearAdapter(nn.Module):
         return adapted * self._concat_parts(lengths, base.new_ones(())).to(adapted.dtype)
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
+    def merged_weight(self, weight: Tensor) -> Tensor:
         """The matrix that does the same as the layer with its adapters. weight: [out, in], the shard of this rank."""
         deltas = {name: pair.scale * (pair.lora_B @ pair.lora_A) for name, pair in self.named_pairs}
         whole = weight + self.rows(deltas, weight, 0.0)
@@ -213,7 +213,7 @@ class LinearAdapter(nn.Module):
     def _apply_dropout(self, x: Tensor) -> Tensor:
         if self.build.dropout == 0.0 or not self.training:
             return x
-        with self.build.streams.use(self.stream):
+        with self.build.streams.fork(self.stream):
             return torch.native_dropout(x, self.build.dropout, True)[0]
 
     def _concat_parts(self, parts: dict[str, Tensor], other: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class _EnterLinear(Function):
         x, weight = context.saved_tensors
         region, axis, bias = context.region, context.region.axis, context.bias
         learns = context.needs_input_grad[1] or bias is not None  # a frozen weight needs no gradient
-        later = region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]
+        later = region.wgrad_store is not None and region.wgrad_store.is_delaying and context.needs_input_grad[1]
         gathering, whole = None, x
         if (
             region.sequence_parallel and learns and not later
@@ -126,7 +126,7 @@ class _ExitLinear(Function):
         else:
             whole = collectives.all_gather(gradient, region.axis)
             own = whole.matmul(matrix)
-        if region.wgrad_store is not None and region.wgrad_store.collects and context.needs_input_grad[1]:
+        if region.wgrad_store is not None and region.wgrad_store.is_delaying and context.needs_input_grad[1]:
             region.wgrad_store.put(
                 [weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into
             )
@@ -153,7 +153,7 @@ class _Multiply(Function):
         wgrad_store, bias = context.region.wgrad_store, context.bias
         gradients: tuple[Tensor | None, ...] = (None,)
         own = gradient.matmul(weight) if context.needs_input_grad[0] else None
-        if wgrad_store is not None and wgrad_store.collects and context.needs_input_grad[1]:
+        if wgrad_store is not None and wgrad_store.is_delaying and context.needs_input_grad[1]:
             compute = partial(_weight_gradients, x, gradient, bias=bias is not None, into=context.into)
             wgrad_store.put([weight] if bias is None else [weight, bias], compute, context.into)
         elif context.needs_input_grad[1] or bias is not None:
@@ -190,7 +190,9 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.adapter: LinearAdapter | None = None
 
-    def adapted(self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    def apply_with_adapter(
+        self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]
+    ) -> Tensor:
         """Return multiply(x, bias) plus the adapter's product. With DoRA the bias is added after the rows are rescaled.
 
         x: [..., in]; bias: [out/tp] or [out]. Returns [..., out/tp] or [..., out], in the state of the base layer's
@@ -206,7 +208,7 @@ class AdaptedLinear(nn.Module):
     def merged_weight(self) -> Tensor:
         """The matrix of the layer and its adapter together, [out, in], the shard of this rank. For decoding: without gradients."""
         adapter, weight = self.adapter, dense(self.weight)
-        return adapter.merged(weight) if adapter is not None and adapter.enabled else weight
+        return adapter.merged_weight(weight) if adapter is not None and adapter.enabled else weight
 
     def initialize_from_other_parameters(self) -> None:
         """The lengths of rows begin as those of the weight."""
@@ -239,7 +241,7 @@ class ColumnLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp]."""
-        return self.adapted(x, self.bias, self._multiply)
+        return self.apply_with_adapter(x, self.bias, self._multiply)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
@@ -269,7 +271,7 @@ class Linear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
-        return self.adapted(x, self.bias, self._multiply)
+        return self.apply_with_adapter(x, self.bias, self._multiply)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         frozen = quantized_of(self.weight) is not None
@@ -300,7 +302,7 @@ class RowLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, in/tp]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
-        return self.adapted(x, self.bias, self._reduce_with_bias)
+        return self.apply_with_adapter(x, self.bias, self._reduce_with_bias)
 
     def _reduce_with_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.region.axis.size == 1:

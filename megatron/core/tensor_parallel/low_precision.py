@@ -66,7 +66,7 @@ class Scaling(nn.Module):
         self.caches = False
         self.cached: dict[int, tuple[int, Quantised, Quantised]] = {}
 
-    def largest(self, operand: Operand, x: Tensor) -> Tensor | None:
+    def largest_value(self, operand: Operand, x: Tensor) -> Tensor | None:
         """The value [] that the scale of x is made for, or parts of which it is the largest; None where blocks are scaled by themselves alone.
 
         All ranks of the operand's axis call it together. The first step has no history: its scales are the tensors' own.
@@ -75,9 +75,9 @@ class Scaling(nn.Module):
         return result if result is None or is_known else collectives.all_reduce(result, self.axes[operand], "max")
 
     def largest_of_pair(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`largest` of an input and of a weight (any shapes), both []; in one collective where they wait for the same ranks."""
+        """`largest_value` of an input and of a weight (any shapes), both []; in one collective where they wait for the same ranks."""
         if self.axes["input"].ranks != self.axes["weight"].ranks:
-            return self.largest("input", x), self.largest("weight", weight)
+            return self.largest_value("input", x), self.largest_value("weight", weight)
         (mine, is_known), (theirs, _) = self._stated("input", x), self._stated("weight", weight)
         if mine is None or theirs is None or is_known or self.axes["input"].group is None:
             return mine, theirs
@@ -108,7 +108,7 @@ class Scaling(nn.Module):
     def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None) -> Quantised:
         """x [m, k] for a sum over k."""
         drawing = self.recipe.is_small and operand == "gradient"
-        with self.streams.use("cut") if drawing else nullcontext():
+        with self.streams.fork("cut") if drawing else nullcontext():
             return self.recipe.quantise(operand, x, largest)
 
     def quantise_both(
@@ -131,7 +131,9 @@ class Scaling(nn.Module):
         if not self.caches:
             return None
         if not self.knows_weight(weight, number):
-            rows, turned = self.quantise_weight(weight, self.largest("weight", weight) if largest is None else largest)
+            rows, turned = self.quantise_weight(
+                weight, self.largest_value("weight", weight) if largest is None else largest
+            )
             self.cached[number] = weight._version, rows, turned
         return self.cached[number][1:]
 
@@ -139,7 +141,9 @@ class Scaling(nn.Module):
         """A weight [out, in], and its transposed, for a scale made for this value []."""
         if self.recipe.is_small:
             rows = self.quantise("weight", weight, largest)
-            return rows, rows.t() if self.recipe.turns("weight") else self.quantise("weight", weight.t(), largest)
+            return rows, rows.t() if self.recipe.serves_transposed("weight") else self.quantise(
+                "weight", weight.t(), largest
+            )
         both = self.quantise_both("weight", weight, largest)
         assert both[0] is not None and both[1] is not None, "both were asked for"
         return both[0], both[1]
@@ -153,7 +157,7 @@ class Scaling(nn.Module):
     def quantise_tokens(self, operand: Operand, x: Tensor) -> Quantised:
         """x [t, k] for the weight's gradient, a sum over its tokens. Returns [k, t]."""
         turned = rotated(x.t()) if self.recipe.is_small else x.t()
-        return self.quantise(operand, turned, self.largest(operand, turned))
+        return self.quantise(operand, turned, self.largest_value(operand, turned))
 
     @staticmethod
     def after_step(scalings: Sequence[Scaling], *, stepped: bool) -> None:
@@ -173,9 +177,9 @@ class Scaling(nn.Module):
         for axis in (mesh.tp_cp, mesh.dp):
             collectives.all_reduce(result, axis, "max")
         for scaling, own in zip(delayed, result, strict=True):
-            scaling.remember(own)
+            scaling.add_step(own)
 
-    def remember(self, largest: Tensor) -> None:
+    def add_step(self, largest: Tensor) -> None:
         """Add a step. largest: [3]; an operand that was all zeros, or had no finite value, is as in the step before."""
         newest = torch.where(largest > 0, largest, self.history[:, 0])
         self.history = torch.cat((newest[:, None], self.history[:, :-1]), dim=1)
@@ -218,12 +222,12 @@ class Way:
     number: int = 0
 
     @property
-    def held(self) -> Quantised | None:
+    def rounded_matrix(self) -> Quantised | None:
         """The matrix, where it is kept rounded."""
         return self.scaling.held[self.number] if self.scaling.held else None
 
     @property
-    def turned(self) -> Quantised | None:
+    def transposed_matrix(self) -> Quantised | None:
         """The same transposed, for sums over the output."""
         return self.scaling.turned[self.number] if self.scaling.turned else None
 
@@ -234,9 +238,9 @@ class _LowLinear(Function):
         scaling, recipe = way.scaling, way.scaling.recipe
         flat = x.reshape(-1, x.shape[-1])
         form = _form(recipe, way)
-        matrix, theirs = way.held, None
+        matrix, theirs = way.rounded_matrix, None
         if matrix is not None or scaling.knows_weight(weight, way.number):
-            largest = scaling.largest("input", flat)
+            largest = scaling.largest_value("input", flat)
         else:
             largest, theirs = scaling.largest_of_pair(flat, weight)
         own, turned = _rounded_input(scaling, flat, form, largest)
@@ -260,7 +264,7 @@ class _LowLinear(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         weight, largest, kept, scales = context.saved_tensors
         way, scaling, recipe = context.way, context.way.scaling, context.way.scaling.recipe
-        later = way.wgrad_store is not None and way.wgrad_store.collects and context.needs_input_grad[1]
+        later = way.wgrad_store is not None and way.wgrad_store.is_delaying and context.needs_input_grad[1]
         gathering = None
         if context.form != "turned":
             kept = kept.reshape(-1, kept.shape[-1])
@@ -307,7 +311,7 @@ def _rounded_input(
 
 def _rounded_gradient(scaling: Scaling, flat: Tensor) -> tuple[Quantised, Quantised | None]:
     """A gradient [t, out], and its transposed where the weight's gradient is a product of 8 bits."""
-    recipe, largest = scaling.recipe, scaling.largest("gradient", flat)
+    recipe, largest = scaling.recipe, scaling.largest_value("gradient", flat)
     if recipe.is_small:
         return scaling.quantise("gradient", flat, largest), None
     rows, turned = scaling.quantise_both("gradient", flat, largest, turned=recipe.wgrad)
@@ -318,11 +322,11 @@ def _rounded_gradient(scaling: Scaling, flat: Tensor) -> tuple[Quantised, Quanti
 def _turned_weight(way: Way, weight: Tensor, largest: Tensor | None) -> Quantised:
     """The weight rounded for sums over its outputs, [in, out]."""
     scaling, recipe = way.scaling, way.scaling.recipe
-    if way.turned is not None:
-        return way.turned
+    if way.transposed_matrix is not None:
+        return way.transposed_matrix
     if (ready := scaling.of_step(weight, way.number)) is not None:
         return ready[1]
-    if recipe.turns("weight"):
+    if recipe.serves_transposed("weight"):
         return scaling.quantise("weight", weight, largest).t()
     return scaling.quantise("weight", weight.t(), largest)
 

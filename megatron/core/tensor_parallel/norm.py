@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Kind, ParamSpec, constant, parameter
@@ -58,4 +58,4 @@ def scale_of(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:
 
     In bf16, numbers near 1 are 0.008 apart but much closer near 0: rounding the sum would lose what the weight holds.
     """
-    return weight.to(wide(dtype)) + 1.0 if one_plus else weight.to(dtype)
+    return weight.to(accumulation_dtype(dtype)) + 1.0 if one_plus else weight.to(dtype)

@@ -86,7 +86,7 @@ class Region:
         """Positions of the whole sequence, when a rank holds so many between regions."""
         return held * self.axis.size if self.sequence_parallel else held
 
-    def first(self, x: Tensor) -> Tensor:
+    def first_position(self, x: Tensor) -> Tensor:
         """The first position of a tensor [s or s/tp, ...] between regions, on every rank."""
         if not self.sequence_parallel:
             return x[0]

@@ -62,7 +62,7 @@ class ByteLevelBPE:
         self.special = special
 
     @cached_property
-    def choice(self) -> tuple[Engine, str]:
+    def engine_choice(self) -> tuple[Engine, str]:
         """The fastest engine, and a sentence on why it was chosen."""
         return choose_engine(self.source.candidates, self.source.reference, self.source.name)
 
@@ -80,7 +80,7 @@ class ByteLevelBPE:
     @property
     def engine(self) -> str:
         """The library that encodes text, and why it was chosen."""
-        return self.choice[1]
+        return self.engine_choice[1]
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -89,7 +89,7 @@ class ByteLevelBPE:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
-        return self.choice[0](texts)
+        return self.engine_choice[0](texts)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text."""

@@ -91,7 +91,7 @@ class HuggingFaceTokenizer(SpecialTokens):
     def _choose_engine(self) -> tuple[Engine, str]:
         if self._bytes is None:
             return self._plain_engine, "text is encoded by tokenizers: it defines the ids"
-        engine, reason = self._bytes.choice
+        engine, reason = self._bytes.engine_choice
         return (lambda texts: with_prefix_and_suffix(self._prefix, *engine(texts), self._suffix)), reason
 
     @cached_property

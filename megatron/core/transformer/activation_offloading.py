@@ -27,7 +27,7 @@ from megatron.core.transformer.stack import Stack
 
 def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.device) -> None:
     """Set up a stage to offload the activations that the config names."""
-    if not config.offloads:
+    if not config.any_offload:
         return
     offload = ActivationOffload(device, config.min_offloaded_tensor_size)
     wrap_forward(stage, partial(_begin_offload, offload))

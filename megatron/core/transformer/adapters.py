@@ -37,7 +37,7 @@ def add_adapters(layer: nn.Module, plan: LayerPlan, build: Build) -> None:
             linear.adapter = LinearAdapter(tuple(group), names, linear.weight, build.region, made)  # type: ignore[arg-type]
 
 
-def freeze(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> None:
+def freeze_untrained(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> None:
     """Take the gradient from all parameters of a named network that are not trained: with adapters all but those and --lora-modules-to-save.
 
     Frozen matrices of layers are quantized where that is asked for; values come later.

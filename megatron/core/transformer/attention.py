@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.context_parallel.attention import gather_keys
 from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, normal, parameter
@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         key = FusedSegment(model.key_size, copies)
         inner: dict[str, Any] = {
             "bias": (model.add_bias_linear or model.add_qkv_bias) and not model.qkv_without_bias,
-            "init": build.initial(),
+            "init": build.init_method(),
             "region": build.region,
             "mesh": build.mesh,
             "dtype": build.dtype,
@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
         elif model.qk_layernorm:  # each rank sees its own heads only, so their gradients are shares of a sum
             self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
             self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
-        self.softmax_offset = sinks(build) if model.softmax_type == "learnable" else None
+        self.softmax_offset = attention_sinks(build) if model.softmax_type == "learnable" else None
         self.peaks = Peaks() if model.qk_clip else None
 
     def forward(
@@ -91,9 +91,9 @@ class SelfAttention(nn.Module):
         q, k, v, gate = self._split_heads(qkv, context.table if self.plan.rope else None)
         if self.build.model.qk_l2_norm:
             q, k = self._normalize_qk(q), self._normalize_qk(k)
-        mask = context.mask.within(self.plan.window)
+        mask = context.mask.with_window(self.plan.window)
         if self.peaks is not None and self.training:
-            self.peaks.see(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
+            self.peaks.update(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
         mixed = attend(
             self.build,
             q,
@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
             kernel=context.attention(self.build, self.plan.index),
         )
         if gate is not None:
-            mixed = (mixed * torch.sigmoid(gate.to(wide(gate.dtype)))).to(mixed.dtype)
+            mixed = (mixed * torch.sigmoid(gate.to(accumulation_dtype(gate.dtype)))).to(mixed.dtype)
         return scaled(self.linear_proj(mixed), self.output_factor), normed
 
     def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
@@ -171,13 +171,13 @@ class NormAcrossHeads(nn.Module):
         scale = scale_of(self.weight, x.dtype, one_plus=self.one_plus)
         if tp.size == 1:
             return self.build.kernels.rms_norm(flat.to(scale.dtype), scale, epsilon).to(x.dtype).view_as(x)
-        own = flat.to(wide(x.dtype))
+        own = flat.to(accumulation_dtype(x.dtype))
         total = collectives.reduce_then_identity(own.square().sum(-1, keepdim=True), tp)
         mean = collectives.identity_then_reduce(total, tp) / (self.part.size * self.part.replicas)
         return ((own * torch.rsqrt(mean + epsilon)).to(scale.dtype) * scale).to(x.dtype).view_as(x)
 
 
-def sinks(build: Build) -> nn.Parameter:
+def attention_sinks(build: Build) -> nn.Parameter:
     """A learned score for every head, cut over the tensor ranks as heads are."""
     heads = build.model.num_attention_heads
     spec = ParamSpec((heads,), normal(build.model.init_method_std), "vector", (Shard(0, "tp", (FusedSegment(heads),)),))
@@ -206,7 +206,7 @@ def attend(
 
     def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Tensor:
         # "default" leaves the streams alone: without dropout nothing is drawn.
-        with build.streams.use("cut" if dropout else "default"):
+        with build.streams.fork("cut" if dropout else "default"):
             own = Scores(model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink)
             return kernel(q, k, v, mask, dropout, own)
 

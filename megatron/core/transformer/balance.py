@@ -57,7 +57,7 @@ def size_share(scores: Tensor, *, num_tokens: int) -> Tensor:
     return torch.logsumexp(scores, dim=-1).square().sum() / num_tokens
 
 
-def evened(scores: Tensor, axis: Axis) -> Tensor:
+def sinkhorn(scores: Tensor, axis: Axis) -> Tensor:
     """exp(scores) scaled by rows and columns until every token and every expert has about the same sum.
 
     scores: [t, e]; returns the same shape. All tokens of the axis are made even together.

@@ -65,7 +65,7 @@ class Build:
     def of_layer(self, plan: LayerPlan) -> Build:
         """The choices for one transformer layer: whether its matrices are multiplied in 8 or 4 bits."""
         recipe = recipe_of(self.low_precision, self.mesh.device, self.kernels.quantise)
-        if recipe is None or not self.low_precision.is_rounded(plan.index, self.model.depth(plan.cross)):
+        if recipe is None or not self.low_precision.is_rounded(plan.index, self.model.num_layers_of(plan.cross)):
             return self
         return replace(self, low=LowPrecision(recipe, self.mesh, self.streams, self.kernels.low_linear))
 
@@ -88,10 +88,10 @@ class Build:
             kernels=replace(self.kernels, attention=context_parallel_kernel(self.kernels.attention, self.mesh, kind)),
         )
 
-    def places(self, held: int) -> Tensor:
+    def positions(self, held: int) -> Tensor:
         """Where in the whole sequence the places stand of which this rank holds so many, int64 [held]."""
         cp = self.mesh.cp
-        return Zigzag(held * cp.size, cp.size).places(cp.rank, self.mesh.device)
+        return Zigzag(held * cp.size, cp.size).positions_of_rank(cp.rank, self.mesh.device)
 
     def causal_mask(self, hidden: Tensor, documents: Tensor | None = None) -> MaskSpec:
         """The mask of a decoder. hidden: what this rank holds between regions, [s/cp or s/cp/tp, b, h].
@@ -103,7 +103,7 @@ class Build:
         axis = self.mesh.sequence_axis(length // held)
         if axis.group is None:
             return MaskSpec(documents=documents, starts=remembered_starts(documents))
-        places = Zigzag(length, axis.size).places(axis.rank, hidden.device)
+        places = Zigzag(length, axis.size).positions_of_rank(axis.rank, hidden.device)
         starts = remembered_starts(documents)
         return MaskSpec(documents=documents, query_places=places, length=length, starts=starts)
 
@@ -113,7 +113,7 @@ class Build:
             self.recompute.recompute_modules or ()
         )
 
-    def initial(self) -> Initial:
+    def init_method(self) -> Initial:
         """Initial values of an input matrix."""
         return xavier_uniform() if self.model.init_method_xavier_uniform else normal(self.model.init_method_std)
 
@@ -128,7 +128,7 @@ class Build:
     def initial_embedding(self) -> Initial:
         """Initial values of the embeddings."""
         deviation = self.model.embedding_init_method_std
-        return self.initial() if deviation is None else normal(deviation)
+        return self.init_method() if deviation is None else normal(deviation)
 
     def activation(self, x: Tensor) -> Tensor:
         """What the MLP does between its matrices. x: [..., f], gated [..., gate f | up f]; returns [..., f]."""

@@ -29,9 +29,9 @@ class CrossAttention(nn.Module):
         key, bias = FusedSegment(model.key_size, copies), model.add_bias_linear or model.add_qkv_bias
         shared: dict[str, Any] = {"region": build.region, "mesh": build.mesh, "dtype": build.dtype}
         self.linear_q = ColumnLinear(
-            model.hidden_size, (FusedSegment(model.query_size),), bias=bias, init=build.initial(), **shared
+            model.hidden_size, (FusedSegment(model.query_size),), bias=bias, init=build.init_method(), **shared
         )
-        self.linear_kv = ColumnLinear(model.hidden_size, (key, key), bias=bias, init=build.initial(), **shared)
+        self.linear_kv = ColumnLinear(model.hidden_size, (key, key), bias=bias, init=build.init_method(), **shared)
         self.linear_proj = RowLinear(
             model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(), **shared
         )

@@ -19,7 +19,7 @@ class Dropout(nn.Module):
         """x: any shape."""
         if self.share == 0.0 or not self.training:
             return x
-        with self.streams.use(self.stream):
+        with self.streams.fork(self.stream):
             return torch.native_dropout(x, self.share, True)[
                 0
             ]  # keeps a byte an element; on CPUs F.dropout keeps a number

@@ -18,12 +18,19 @@ from torch import Tensor, nn
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, constant, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.state_space import CausalConv, MixerState, borders, copies_of, head_vector, log_uniform
+from megatron.core.transformer.state_space import (
+    CausalConv,
+    MixerState,
+    copies_of,
+    document_segments,
+    head_vector,
+    log_uniform,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class DeltaNetSizes:
     largest_rate: float = 1.0
 
     @staticmethod
-    def of(model: ModelConfig) -> DeltaNetSizes:
+    def from_model(model: ModelConfig) -> DeltaNetSizes:
         """The sizes that a network's settings give."""
         hybrid = model.hybrid
         return DeltaNetSizes(
@@ -68,7 +75,7 @@ class GatedDeltaNet(nn.Module):
             model.hidden_size,
             (keys, keys, values, values, heads, heads),
             bias=False,
-            init=build.initial(),
+            init=build.init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,
@@ -93,20 +100,22 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
-        exchange = HeadExchange.of(
+        exchange = HeadExchange.from_mask(
             self.build.mesh, context.mask, len(projected), heads=self.value_heads, groups=self.key_heads
         )
         parts, z = self._split_projection(projected)
         if context.cache is not None:
             mixed = context.cache.scan(self, parts, self._go_on)
         else:
-            mixed, _ = self._conv_and_scan(parts, exchange, borders(context.mask), None)
+            mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
         return self.out_proj(self.out_norm(exchange.to_positions(mixed), z).flatten(2)), normed
 
     def first_state(self, batch: int) -> MixerState:
         """The state before a text."""
         sizes, weight = self.sizes, self.conv1d.weight
-        scan = weight.new_zeros((batch, self.value_heads, sizes.key_size, sizes.value_size), dtype=wide(weight.dtype))
+        scan = weight.new_zeros(
+            (batch, self.value_heads, sizes.key_size, sizes.value_size), dtype=accumulation_dtype(weight.dtype)
+        )
         return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
 
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
@@ -132,7 +141,7 @@ class GatedDeltaNet(nn.Module):
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
         """Convolution and scan. parts: q, k, v, b, a as split. Returns [s, b, nv/tp/cp, dv] of all positions, and the state behind them."""
-        copies, format_ = copies_of(self.key_heads, exchange), wide(self.build.dtype)
+        copies, format_ = copies_of(self.key_heads, exchange), accumulation_dtype(self.build.dtype)
         q, k, v, b, a = parts
         if copies > 1:
             q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
@@ -147,7 +156,9 @@ class GatedDeltaNet(nn.Module):
         )
         q, k = (_l2_normalize(each.to(format_)) for each in (q, k))
         q = q * self.sizes.key_size**-0.5
-        dt_bias, a_log = (exchange.share(each, self.value_heads).to(format_) for each in (self.dt_bias, self.A_log))
+        dt_bias, a_log = (
+            exchange.shard_parameter(each, self.value_heads).to(format_) for each in (self.dt_bias, self.A_log)
+        )
         rate = b[..., 0].to(format_).sigmoid() * self.sizes.largest_rate
         fading = -a_log.exp() * F.softplus(a[..., 0].to(format_) + dt_bias)
         scan = None if state is None else state.scan
@@ -162,8 +173,8 @@ class GatedDeltaNet(nn.Module):
         """Weight [c, width] of the channels of the heads that this rank sees."""
         keys, values = self.key_heads * self.sizes.key_size, self.value_heads * self.sizes.value_size
         q, k, v = self.conv1d.weight[:, 0].split((keys, keys, values))
-        shares = (exchange.share(each, self.key_heads, copies) for each in (q, k))
-        return torch.cat((*shares, exchange.share(v, self.value_heads)))
+        shares = (exchange.shard_parameter(each, self.key_heads, copies) for each in (q, k))
+        return torch.cat((*shares, exchange.shard_parameter(v, self.value_heads)))
 
 
 class HeadNorm(nn.Module):
@@ -178,7 +189,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
         """o, z: [s, b, n/tp, dv]. Returns the same shape."""
-        format_ = wide(o.dtype)
+        format_ = accumulation_dtype(o.dtype)
         own = o.to(format_)
         normed = own * torch.rsqrt(own.square().mean(-1, keepdim=True) + self.epsilon) * self.weight.to(format_)
         return (normed * F.silu(z.to(format_))).to(o.dtype)

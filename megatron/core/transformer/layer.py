@@ -27,8 +27,8 @@ from megatron.core.transformer.passing import ForwardContext
 MIXERS: dict[str, Callable[[Build, LayerPlan], nn.Module]] = {
     "attention": SelfAttention,
     "mla": MultiLatentAttention,
-    "mamba": lambda build, plan: MambaMixer(build, MambaSizes.of(build.model)),
-    "gated_delta_net": lambda build, plan: GatedDeltaNet(build, DeltaNetSizes.of(build.model)),
+    "mamba": lambda build, plan: MambaMixer(build, MambaSizes.from_model(build.model)),
+    "gated_delta_net": lambda build, plan: GatedDeltaNet(build, DeltaNetSizes.from_model(build.model)),
 }
 
 

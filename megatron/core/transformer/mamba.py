@@ -18,12 +18,19 @@ from torch import Tensor, nn
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.build import Build, scaled
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.state_space import CausalConv, MixerState, borders, copies_of, head_vector, log_uniform
+from megatron.core.transformer.state_space import (
+    CausalConv,
+    MixerState,
+    copies_of,
+    document_segments,
+    head_vector,
+    log_uniform,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +48,12 @@ class MambaSizes:
     step_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
-    def inner(self) -> int:
+    def inner_size(self) -> int:
         """Width of all heads together."""
         return self.heads * self.head
 
     @staticmethod
-    def of(model: ModelConfig) -> MambaSizes:
+    def from_model(model: ModelConfig) -> MambaSizes:
         """The sizes that a network's settings give."""
         hybrid = model.hybrid
         low, high = hybrid.mamba_time_step_limit or (0.0, math.inf)
@@ -67,12 +74,12 @@ class MambaMixer(nn.Module):
         model, tp = build.model, build.mesh.tp.size
         self.build, self.sizes = build, sizes
         self.heads, self.groups = sizes.heads // tp, sizes.groups // tp
-        inner, shared = FusedSegment(sizes.inner), FusedSegment(sizes.groups * sizes.state)
+        inner, shared = FusedSegment(sizes.inner_size), FusedSegment(sizes.groups * sizes.state)
         self.in_proj = ColumnLinear(
             model.hidden_size,
             (inner, inner, shared, shared, FusedSegment(sizes.heads)),
             bias=False,
-            init=build.initial(),
+            init=build.init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,
@@ -82,10 +89,10 @@ class MambaMixer(nn.Module):
         self.dt_bias = head_vector(build, sizes.heads, _initial_steps)
         self.A_log = head_vector(build, sizes.heads, log_uniform(1.0, 16.0))
         self.D = head_vector(build, sizes.heads, constant(1.0))
-        self.norm = GatedNorm(build, sizes.inner, self.groups, place=model.hybrid.mamba_output_norm)
+        self.norm = GatedNorm(build, sizes.inner_size, self.groups, place=model.hybrid.mamba_output_norm)
         self.factors, self.output_factor = model.multipliers.mixer, model.multipliers.ssm_out_multiplier
         self.out_proj = RowLinear(
-            sizes.inner,
+            sizes.inner_size,
             model.hidden_size,
             bias=False,
             init=build.initial_output(),
@@ -99,18 +106,20 @@ class MambaMixer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
-        exchange = HeadExchange.of(self.build.mesh, context.mask, len(projected), heads=self.heads, groups=self.groups)
+        exchange = HeadExchange.from_mask(
+            self.build.mesh, context.mask, len(projected), heads=self.heads, groups=self.groups
+        )
         z, *parts = self._split_projection(projected)
         if context.cache is not None:
             mixed = context.cache.scan(self, parts, self._go_on)
         else:
-            mixed, _ = self._conv_and_scan(parts, exchange, borders(context.mask), None)
+            mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
         return self._project_out(exchange.to_positions(mixed).flatten(2), z), normed
 
     def first_state(self, batch: int) -> MixerState:
         """The state before a text."""
         sizes, weight = self.sizes, self.conv1d.weight
-        scan = weight.new_zeros((batch, self.heads, sizes.head, sizes.state), dtype=wide(weight.dtype))
+        scan = weight.new_zeros((batch, self.heads, sizes.head, sizes.state), dtype=accumulation_dtype(weight.dtype))
         return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
 
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
@@ -140,7 +149,7 @@ class MambaMixer(nn.Module):
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
         """Convolution and scan. parts: x, B, C, dt as split. Returns [s, b, n/tp/cp, p] of all positions, and the state behind them."""
-        copies, format_ = copies_of(self.groups, exchange), wide(self.build.dtype)
+        copies, format_ = copies_of(self.groups, exchange), accumulation_dtype(self.build.dtype)
         x, b, c, dt = parts
         if copies > 1:
             b, c = b.repeat_interleave(copies, dim=2), c.repeat_interleave(copies, dim=2)
@@ -153,7 +162,9 @@ class MambaMixer(nn.Module):
         x, b, c = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (x, b, c), strict=True)
         )
-        dt_bias, a_log, skip = (exchange.share(each, self.heads) for each in (self.dt_bias, self.A_log, self.D))
+        dt_bias, a_log, skip = (
+            exchange.shard_parameter(each, self.heads) for each in (self.dt_bias, self.A_log, self.D)
+        )
         low, high = self.sizes.step_limits
         steps = F.softplus(dt[..., 0].to(format_) + dt_bias.to(format_))
         if (low, high) != (0.0, math.inf):
@@ -174,7 +185,7 @@ class MambaMixer(nn.Module):
         weight, bias = (
             torch.cat(
                 [
-                    exchange.share(part, count, times)
+                    exchange.shard_parameter(part, count, times)
                     for part, count, times in zip(
                         each.split((inner, shared, shared)),
                         (self.heads, self.groups, self.groups),
@@ -203,7 +214,7 @@ class GatedNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z: [s, b, d/tp]. Returns the same shape."""
-        format_ = wide(y.dtype)
+        format_ = accumulation_dtype(y.dtype)
         own, gate = y.to(format_), F.silu(z.to(format_))
         if self.place == "before_gate":
             return (self._normalize(own) * gate).to(y.dtype)

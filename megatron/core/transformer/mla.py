@@ -48,7 +48,7 @@ class MultiLatentAttention(nn.Module):
         self.heads = model.num_attention_heads // build.mesh.tp.size
         query = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
         pair = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
-        made: dict[str, Any] = {"init": build.initial(), "mesh": build.mesh, "dtype": build.dtype}
+        made: dict[str, Any] = {"init": build.init_method(), "mesh": build.mesh, "dtype": build.dtype}
         cut, whole = {**made, "region": region, "bias": False}, {**made, "sum_over": region.outside_sums, "bias": False}
         rank, normed = mla.q_lora_rank, model.qk_layernorm
         self.linear_q_proj = ColumnLinear(model.hidden_size, (query,), **cut) if rank is None else None
@@ -78,12 +78,12 @@ class MultiLatentAttention(nn.Module):
         """
         (query, latent, shared), normed = self.build.normed_linear(norm, self._down_projections, x)
         table = context.table if self.plan.rope else None
-        mask = context.mask.within(self.plan.window)
+        mask = context.mask.with_window(self.plan.window)
         if context.cache is not None:
             kept = torch.cat(
                 (self.build.region.copy_to_region(latent), self._apply_rotary(shared, table)[:, :, 0]), dim=-1
             )
-            result = self.absorbed(
+            result = self.absorbed_attention(
                 self._query_heads(query, table), kept, mask, context.attention(self.build, self.plan.index)
             )
             return self.linear_proj(result), normed
@@ -93,14 +93,16 @@ class MultiLatentAttention(nn.Module):
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.peaks is not None and self.training:
-                self.peaks.see(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
+                self.peaks.update(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
             return attend(self.build, q, k, v, mask, Scores(bias=bias), training=self.training)
 
         if self.build.recomputes("mla_up_proj"):
             return self.linear_proj(discard_intermediates(up, core, query, latent, shared)), normed
         return self.linear_proj(core(*up(query, latent, shared))), normed
 
-    def absorbed(self, q: Tensor, kept: Tensor, mask: MaskSpec, kernel: Callable[..., Tensor] | None = None) -> Tensor:
+    def absorbed_attention(
+        self, q: Tensor, kept: Tensor, mask: MaskSpec, kernel: Callable[..., Tensor] | None = None
+    ) -> Tensor:
         """The same attention without any head's keys and values: what decoding needs of a token is r + d numbers.
 
         q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the latent and the rotated shared key of every

@@ -25,7 +25,7 @@ class MLP(nn.Module):
             model.hidden_size,
             (part, part) if model.gated else (part,),
             bias=model.add_bias_linear,
-            init=build.initial(),
+            init=build.init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,
@@ -39,7 +39,7 @@ class MLP(nn.Module):
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        gate = ParamSpec((1, model.hidden_size), build.initial(), "matrix", sum_over=build.region.outside_sums)
+        gate = ParamSpec((1, model.hidden_size), build.init_method(), "matrix", sum_over=build.region.outside_sums)
         self.gate_weight = parameter(gate, build.mesh, build.dtype) if weighs else None
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:

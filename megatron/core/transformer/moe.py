@@ -53,7 +53,7 @@ class _LaterWeights(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight, counts = context.saved_tensors
         own = context.kernel(gradient, weight.transpose(1, 2), counts)
-        if context.wgrad_store.collects and context.needs_input_grad[1]:
+        if context.wgrad_store.is_delaying and context.needs_input_grad[1]:
             context.wgrad_store.put([weight], partial(_weight_gradients, x, gradient, counts))
             return own, None, None, None, None
         return own, *_weight_gradients(x, gradient, counts), None, None, None
@@ -130,7 +130,7 @@ class Experts(nn.Module):
         model, part = build.model, FusedSegment(build.model.moe.expert_width)
         self.build = build
         self.linear_fc1 = GroupedLinear(
-            build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1, init=build.initial()
+            build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1, init=build.init_method()
         )
         self.linear_fc2 = GroupedLinear(build, (model.hidden_size, (part,)), cut=2, init=build.initial_output())
 

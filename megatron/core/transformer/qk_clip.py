@@ -27,12 +27,12 @@ class Peaks:
         self._largest: Tensor | None = None
 
     @torch.no_grad()
-    def see(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None) -> None:
+    def update(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None) -> None:
         """q: [queries, b, n/tp, d]; k: [keys, b, g/tp, d]."""
         scores = largest_scores(q, k, mask, scale)
         self._largest = scores if self._largest is None else torch.maximum(self._largest, scores)
 
-    def take(self, heads: int, device: torch.device) -> Tensor:
+    def pop(self, heads: int, device: torch.device) -> Tensor:
         """[heads] in fp32 or wider, -inf where nothing was seen; forgets them."""
         largest, self._largest = self._largest, None
         return torch.full((heads,), float("-inf"), device=device) if largest is None else largest
@@ -58,7 +58,7 @@ def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, 
     clipped = [(module, module.peaks) for module in modules if isinstance(module, Clipped) and module.peaks is not None]
     if not clipped:
         return {}
-    own = torch.stack([peaks.take(layer.heads, mesh.device).to(torch.float64) for layer, peaks in clipped], dim=1)
+    own = torch.stack([peaks.pop(layer.heads, mesh.device).to(torch.float64) for layer, peaks in clipped], dim=1)
     # Tensor ranks hold other heads of the same layers, data and context ranks the same heads of other tokens.
     largest = collectives.all_gather(collectives.all_reduce(own, mesh.dp_cp, "max"), mesh.tp)
     factors: dict[str, Tensor] = {}

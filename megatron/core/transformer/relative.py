@@ -28,7 +28,7 @@ class RelativeBias(nn.Module):
         model = build.model
         cut = Shard(1, "tp", (FusedSegment(model.num_attention_heads),))
         spec = ParamSpec(
-            (model.rope.relative_attention_num_buckets, model.num_attention_heads), build.initial(), "table", (cut,)
+            (model.rope.relative_attention_num_buckets, model.num_attention_heads), build.init_method(), "table", (cut,)
         )
         self.weight = parameter(spec, build.mesh, build.dtype)
 

@@ -93,9 +93,9 @@ def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> 
     """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s] or
     [3, b or 1, s] when they do not simply count. Latent attention rotates a part of its heads only.
     """
-    if not build.model.rotates:
+    if not build.model.uses_rotary:
         return None
     length = build.region.whole_length(hidden.shape[0])
-    places = build.places(length)[None] if positions is None else positions
+    places = build.positions(length)[None] if positions is None else positions
     wide = torch.float64 if build.dtype == torch.float64 else torch.float32
     return rotary_table(places, build.model.rope, build.model.rotary_size, dtype=wide, pairs=build.model.rotates_pairs)

@@ -27,7 +27,7 @@ from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import ParamSpec, constant, parameter, spec_of
-from megatron.core.transformer.balance import balancing_share, count_choices, evened, moved_bias, size_share
+from megatron.core.transformer.balance import balancing_share, count_choices, moved_bias, sinkhorn, size_share
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 
@@ -69,7 +69,9 @@ class Router(nn.Module):
         requested = self.moe.moe_router_dtype or ("fp64" if build.dtype == torch.float64 else "fp32")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[requested]
         shape = (self.num_experts, model.hidden_size)
-        self.weight = parameter(ParamSpec(shape, build.initial(), "matrix", sum_over=("tp",)), build.mesh, build.dtype)
+        self.weight = parameter(
+            ParamSpec(shape, build.init_method(), "matrix", sum_over=("tp",)), build.mesh, build.dtype
+        )
         each = ParamSpec((self.num_experts,), constant(0.0), "vector", sum_over=("tp",))
         self.bias = parameter(each, build.mesh, build.dtype) if model.add_bias_linear else None
         self.expert_bias: nn.Parameter | None = None
@@ -102,7 +104,7 @@ class Router(nn.Module):
             experts = self._local(routes[self.layer])
         if self.observed is not None:
             self.observed.append(experts)
-        weights = weigh(scores, experts, self.moe)
+        weights = expert_weights(scores, experts, self.moe)
         if microbatch_context is not None:
             weights = self._with_balancing_losses(weights, scores, context, x.shape[1])
         routing = Routing(weights, experts)
@@ -121,7 +123,7 @@ class Router(nn.Module):
         whole = torch.cat((routes, routes[:1].expand(missing, -1, -1))) if missing else routes
         return collectives.local_chunk(whole, self.build.mesh.tp).flatten(0, 1)
 
-    def served(self, context: ForwardContext) -> int:
+    def mtp_depth(self, context: ForwardContext) -> int:
         """Which of the depths that share this layer a pass is of, from 0."""
         return context.depth - 1 if len(self.tally) > 1 else 0
 
@@ -129,7 +131,7 @@ class Router(nn.Module):
         """x: [..., h]. Returns [..., e] in the router's format."""
         noise = self.moe.moe_input_jitter_eps
         if noise and self.training:
-            with self.build.streams.use("cut"):  # every rank has tokens of its own
+            with self.build.streams.fork("cut"):  # every rank has tokens of its own
                 x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
@@ -160,9 +162,9 @@ class Router(nn.Module):
             return result
         with torch.no_grad():
             if "sinkhorn" in self.moe.moe_router_load_balancing_type and self.training:
-                result = evened(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
+                result = sinkhorn(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
             else:
-                result = choose(scores, self.moe, self.expert_bias)
+                result = choose_experts(scores, self.moe, self.expert_bias)
         if microbatch_context is not None and self.moe.moe_enable_routing_replay:
             self.recorded[microbatch_context.sample, depth] = result
         return result
@@ -174,9 +176,11 @@ class Router(nn.Module):
         moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
         num_tokens = scores.shape[0] * axis.size
-        requested = [(kind, coefficient) for kind, coefficient in moe.balances if coefficient and kind in _NAMES]
+        requested = [
+            (kind, coefficient) for kind, coefficient in moe.balancing_losses if coefficient and kind in _NAMES
+        ]
         if requested:
-            shares = affinities(scores, moe.moe_router_score_function)
+            shares = normalized_scores(scores, moe.moe_router_score_function)
             by_sequence = microbatch_context.compute_once(
                 (self, context.depth, "chosen"),
                 lambda: collectives.all_reduce(
@@ -205,7 +209,7 @@ class Router(nn.Module):
         count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
         microbatch_context.add_metric(name, loss, count)
         if self.moe.moe_per_layer_logging:
-            microbatch_context.add_metric(f"moe/{name}_layer_{self.layer + self.served(context)}", loss, count)
+            microbatch_context.add_metric(f"moe/{name}_layer_{self.layer + self.mtp_depth(context)}", loss, count)
         return microbatch_context.add_loss(weights, coefficient * loss)
 
     def _so_far(self, chosen: Tensor) -> Tensor:
@@ -213,7 +217,7 @@ class Router(nn.Module):
         return self.chosen_so_far.clone()
 
     def _count_routing(self, routing: Routing, context: ForwardContext) -> None:
-        own = self.tally[self.served(context)]
+        own = self.tally[self.mtp_depth(context)]
         own[:-1] += count_choices(routing.experts, self.num_experts)[0]
         if routing.kept is not None:
             own[-1] += (~routing.kept).sum()
@@ -227,13 +231,13 @@ class Router(nn.Module):
         sample = first + torch.arange(num_sequences, device=scores.device)
         token = (sample << 32) + collectives.local_chunk(places, tp)[:, None]
         bits = token[..., None] * self.num_experts + torch.arange(self.num_experts, device=scores.device)
-        bits = bits * _FIRST_FACTOR + derive_seed("routing", self.layer + self.served(context))
+        bits = bits * _FIRST_FACTOR + derive_seed("routing", self.layer + self.mtp_depth(context))
         bits = (bits ^ (bits >> 29)) * _SECOND_FACTOR
         random = ((bits ^ (bits >> 32)) & 0xFFFFFF).to(scores.dtype) / 2.0**24
         return random + (scores - scores.detach())
 
 
-def choose(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) -> Tensor:
+def choose_experts(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) -> Tensor:
     """The k experts of each token, int64 [t, k]. scores: [t, e]; expert_bias: [e], which counts here and in no weight."""
     if moe.moe_router_score_function != "softmax":
         scores = _positive_scores(scores, moe.moe_router_score_function)
@@ -256,7 +260,7 @@ def _best_group_mask(scores: Tensor, moe: MoEConfig) -> Tensor:
     return allowed[..., None].expand_as(groups).flatten(1)
 
 
-def weigh(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
+def expert_weights(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
     """How much of each chosen expert a token takes, [t, k]. scores: [t, e]; experts: [t, k]."""
     function, even = moe.moe_router_score_function, "sinkhorn" in moe.moe_router_load_balancing_type
     if even:
@@ -272,7 +276,7 @@ def weigh(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
     return weights if factor is None else weights * factor
 
 
-def affinities(scores: Tensor, function: str) -> Tensor:
+def normalized_scores(scores: Tensor, function: str) -> Tensor:
     """What balancing losses look at: each token's shares among all experts, which add up to 1. scores: [t, e]."""
     if function == "softmax":
         return scores.softmax(-1)
@@ -311,7 +315,7 @@ def drop(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing
     return replace(routing, weights=routing.weights * kept, kept=kept, capacity=limit)
 
 
-def recorded(stages: Iterable[nn.Module]) -> Choices:
+def recorded_choices(stages: Iterable[nn.Module]) -> Choices:
     """The choices of the last step of training, for `replay` (--moe-enable-routing-replay)."""
     return {spec_of(router.weight).name: dict(router.recorded) for router in routers_of(stages)}
 

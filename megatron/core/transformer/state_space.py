@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.heads import HeadExchange
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.kernels.scans import segments_of
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, parameter
 from megatron.core.transformer.build import Build
@@ -50,10 +50,10 @@ def log_uniform(low: float, high: float) -> Initial:
 def head_vector(build: Build, heads: int, initial: Initial) -> nn.Parameter:
     """One number for each head, cut as heads are, in fp32 whatever the format of the weights is: half precision would lose decays."""
     spec = ParamSpec((heads,), initial, "vector", (Shard(0, "tp", (FusedSegment(heads),)),))
-    return parameter(spec, build.mesh, wide(build.dtype))
+    return parameter(spec, build.mesh, accumulation_dtype(build.dtype))
 
 
-def borders(mask: MaskSpec) -> Tensor | None:
+def document_segments(mask: MaskSpec) -> Tensor | None:
     """The segments [b, s] of whole sequences, where documents are kept apart."""
     return None if mask.documents is None else segments_of(mask.documents)
 

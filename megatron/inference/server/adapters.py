@@ -41,7 +41,7 @@ def unload(body: bytes, serving: Serving) -> str:
         here = ", ".join(serving.adapters) or "none"
         raise Refused(f"there is no adapter {name[:100]!r} here; this server has {here}", 404)
     try:
-        serving.service.call(lambda: serving.service.engine.adapters.unload(name))
+        serving.service.run_between_steps(lambda: serving.service.engine.adapters.unload(name))
     except (ConfigError, Stopped) as error:
         raise error_response(error) from error
     return f"Success: LoRA adapter '{name}' removed successfully."

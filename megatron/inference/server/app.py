@@ -203,7 +203,7 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
 
     async def answer(request: Request, completion: openai.CompletionRequest) -> Response:
         call = PendingRequests(serving.service, completion.requests)
-        if completion.streams:
+        if completion.is_streaming:
             return EventStream(
                 call, with_keepalives(openai.chunks(completion, call, serving), serving.limits.silence_seconds)
             )

@@ -42,7 +42,9 @@ def read(fields: Sequence[Field], body: bytes, retired: Mapping[str, str] | None
     body_fields = parse(body)
     known = {field.name: field for field in fields}
     wrong = [message for name, message in (retired or {}).items() if name in body_fields]
-    wrong += [unknown(name, known) for name in body_fields if name not in known and name not in (retired or {})]
+    wrong += [
+        unknown_field_message(name, known) for name in body_fields if name not in known and name not in (retired or {})
+    ]
     values = {}
     for field in fields:
         value = body_fields.get(field.name)
@@ -80,7 +82,7 @@ def parse(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
+def unknown_field_message(name: str, known: Iterable[str]) -> str:
     """What to say of a field that there is not."""
     near = difflib.get_close_matches(name[:100], list(known), n=1)
     return f"{name[:100]!r} is not a field" + (f"; is {near[0]} meant?" if near else "")
@@ -106,12 +108,12 @@ def text(value: Any) -> str:
     return "" if isinstance(value, str) else "must be a string"
 
 
-def anything(_: Any) -> str:
+def any_value(_: Any) -> str:
     """The check of fields that say nothing to the network, or are checked where they are used."""
     return ""
 
 
-def only(*values: Any) -> Check:
+def only_value(*values: Any) -> Check:
     """A check for fields of which one value can be served."""
     return lambda value: (
         ""

@@ -21,12 +21,12 @@ from megatron.inference.server.chat import Chat, messages_of
 from megatron.inference.server.fields import (
     Field,
     Refused,
-    anything,
+    any_value,
     boolean,
     integer,
     is_integer,
     number,
-    only,
+    only_value,
     read,
     text,
 )
@@ -85,12 +85,12 @@ _COMMON = (
     Field("ignore_eos", boolean, False),
     Field("stream", boolean, False),
     Field("stream_options", _stream_options_problem),
-    Field("frequency_penalty", only(0, 0.0)),
-    Field("presence_penalty", only(0, 0.0)),
-    Field("logit_bias", only({})),
+    Field("frequency_penalty", only_value(0, 0.0)),
+    Field("presence_penalty", only_value(0, 0.0)),
+    Field("logit_bias", only_value({})),
     Field("user", text),
-    Field("metadata", anything),
-    Field("store", only(False)),
+    Field("metadata", any_value),
+    Field("store", only_value(False)),
 )
 COMPLETION = (
     *_COMMON,
@@ -99,19 +99,19 @@ COMPLETION = (
     Field("logprobs", integer(0, _MOST_TOP)),
     Field("echo", boolean, False),
     Field("best_of", integer(1, _MOST_CHOICES)),
-    Field("suffix", only("")),
+    Field("suffix", only_value("")),
 )
 CHAT = (
     *_COMMON,
-    Field("messages", anything, needed=True),
+    Field("messages", any_value, needed=True),
     Field("max_tokens", integer(1)),
     Field("max_completion_tokens", integer(1)),
     Field("logprobs", boolean, False),
     Field("top_logprobs", integer(0, _MOST_TOP)),
-    Field("tools", only([])),
-    Field("tool_choice", only("none")),
-    Field("response_format", only({"type": "text"})),
-    Field("modalities", only(["text"])),
+    Field("tools", only_value([])),
+    Field("tool_choice", only_value("none")),
+    Field("response_format", only_value({"type": "text"})),
+    Field("modalities", only_value(["text"])),
 )
 
 
@@ -130,7 +130,7 @@ class CompletionRequest:
         return self.requests[0].logprobs or self.requests[0].prompt_logprobs
 
     @property
-    def streams(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether the answer comes in pieces."""
         return self.fields["stream"]
 
@@ -237,7 +237,7 @@ def _requests_of(
     stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
     requests = []
     for ids in prompts:
-        serving.demand(_require_known_ids(ids, serving), count)
+        serving.check_limits(_require_known_ids(ids, serving), count)
         for number_of_choice in range(fields["n"]):
             seed = None if fields["seed"] is None else (fields["seed"] + number_of_choice) % 2**63
             requests.append(

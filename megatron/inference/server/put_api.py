@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
-from megatron.inference.generate import following, segments
+from megatron.inference.generate import decode_following, segments
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.server.fields import Field, Refused, boolean, integer, number, read, refuse
@@ -114,7 +114,7 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
         ids = begin + serving.read(prompt)
         if not ids:
             raise Refused("a prompt has no tokens; give some text, or add_BOS=true")
-        serving.demand(ids, count)
+        serving.check_limits(ids, count)
         requests.append(
             Request(
                 tuple(ids),
@@ -140,7 +140,8 @@ async def generate(body: bytes, serving: Serving, searches: BeamSearchPool) -> d
         beams = await searches.run(_beam_search_of(fields, requests[0], serving))
         return {
             "text": [
-                fields["prompts"][0] + following(serving.tokenizer, requests[0].prompt, beam.ids) for beam in beams
+                fields["prompts"][0] + decode_following(serving.tokenizer, requests[0].prompt, beam.ids)
+                for beam in beams
             ],
             "segments": [_reply_segments(serving, requests[0], beam.ids) for beam in beams],
             "scores": [beam.score for beam in beams],

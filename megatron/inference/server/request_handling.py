@@ -129,7 +129,7 @@ class BeamSearchPool:
         def ask(requests: Sequence[Request]) -> list[Reply]:
             if over.is_set():
                 raise ClientDisconnected
-            return self._service.ask(requests)
+            return self._service.submit_and_wait(requests)
 
         self._running += 1
         try:

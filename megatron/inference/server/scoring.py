@@ -27,7 +27,7 @@ from megatron.inference.requests import Busy, Ids
 from megatron.inference.score_service import ScoreService
 from megatron.inference.server.app import RequestFilter, add_health, json_answer, new_app, read_body
 from megatron.inference.server.chat import messages_of
-from megatron.inference.server.fields import Field, Refused, anything, boolean, only, read, text
+from megatron.inference.server.fields import Field, Refused, any_value, boolean, only_value, read, text
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
 from megatron.inference.server.request_handling import error_response, until_disconnected
 from megatron.inference.server.serving import Limits
@@ -46,8 +46,8 @@ _COMMON = (Field("model", text), Field("use_activation", boolean, False), Field(
 POOLING = (
     *_COMMON,
     Field("input", _texts_problem),
-    Field("messages", anything),
-    Field("encoding_format", only("float"), "float"),
+    Field("messages", any_value),
+    Field("encoding_format", only_value("float"), "float"),
 )
 SCORE = (*_COMMON, Field("text_1", _texts_problem, needed=True), Field("text_2", _texts_problem, needed=True))
 

@@ -94,7 +94,7 @@ class Serving:
         if self.open_adapter is None:
             raise ConfigError("this server reads no adapters")
         adapters = self.open_adapter(folder)
-        self.service.call(lambda: self.service.engine.adapters.load(name, adapters))
+        self.service.run_between_steps(lambda: self.service.engine.adapters.load(name, adapters))
 
     def adapter_named(self, model: str | None) -> str:
         """The adapter that a call's model means, "" for the network; `Refused` for a model that there is not."""
@@ -112,7 +112,7 @@ class Serving:
         except ValueError as error:
             raise Refused(f"the prompt cannot be read: {error}") from None
 
-    def demand(self, prompt: Sequence[int], num_tokens: int) -> None:
+    def check_limits(self, prompt: Sequence[int], num_tokens: int) -> None:
         """Raise `Refused` for a prompt, or a number of new tokens, beyond the limits."""
         most, longest = self.limits.new_tokens, self.limits.prompt_tokens
         if longest is not None and len(prompt) > longest:

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.base import Conversation, Environment, Problem
-from megatron.rl.environments.remote import MOST_BYTES, RemoteFailed, posted
+from megatron.rl.environments.remote import MOST_BYTES, RemoteFailed, post_json
 from megatron.rl.environments.threads import in_thread
 
 _END = "<|im_end|>"  # of a message of ChatML
@@ -57,7 +57,7 @@ class OpenAIAgent(Environment):
         base = f"http://127.0.0.1:{self._server.server_port}/{name}/v1"
         body = {"number": problem.facts["number"], "base_url": base, "model": "policy"}
         try:
-            reply = await in_thread(posted, self._url, body, self._seconds)
+            reply = await in_thread(post_json, self._url, body, self._seconds)
         finally:
             del self._rollouts[name]
         reward = reply.get("reward")

@@ -66,10 +66,10 @@ class Remote(Environment):
         raise RemoteFailed(f"{self._url} gave no reward in {self._turns} turns")
 
     async def _post_json(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await in_thread(posted, f"{self._url}/{what}", body, self._seconds)
+        return await in_thread(post_json, f"{self._url}/{what}", body, self._seconds)
 
 
-def posted(url: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def post_json(url: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The JSON object that a server answers. Raises `RemoteFailed`."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:

@@ -65,7 +65,7 @@ def import_adapters(args: argparse.Namespace) -> str:
     return _summary(adapters, str(path))
 
 
-def merged(args: argparse.Namespace) -> str:
+def merge_adapters(args: argparse.Namespace) -> str:
     """Write a base with adapters in its weights, or, of what was merged, the base again."""
     base = open_checkpoint(args.base, args.ckpt_step)
     taken_out = args.command == "unmerge"
@@ -108,8 +108,8 @@ def _summary(adapters: AdapterSet, target: str) -> str:
 COMMANDS = {
     "export": (export_adapters, "adapters of a run, as a folder that PEFT loads"),
     "import": (import_adapters, "a folder of PEFT's, as a checkpoint of a run with adapters"),
-    "merge": (merged, "a base with adapters in its weights"),
-    "unmerge": (merged, "the base of a network that was merged"),
+    "merge": (merge_adapters, "a base with adapters in its weights"),
+    "unmerge": (merge_adapters, "the base of a network that was merged"),
 }
 
 

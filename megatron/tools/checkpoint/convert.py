@@ -160,7 +160,7 @@ def num_bytes(source: Source, beginning: str = "") -> int:
     )
 
 
-def differences(source: Source, target: Source) -> Iterator[str]:
+def tensor_differences(source: Source, target: Source) -> Iterator[str]:
     """What the target holds otherwise than the source: tensors, a line each."""
     for name in source.formats:
         if name not in target.formats:
@@ -190,7 +190,7 @@ def verify(source: Source, path: Path, saver: str) -> None:
         path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]}
     )
     problems = target.verify() if isinstance(target, SavedCheckpoint) else []
-    problems += differences(source if saver == OWN else WeightsOnly(source), target)
+    problems += tensor_differences(source if saver == OWN else WeightsOnly(source), target)
     if problems:
         raise CheckpointError(f"{path} does not hold what {source.where} holds", problems)
 

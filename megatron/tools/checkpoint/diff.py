@@ -27,10 +27,10 @@ from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.checkpoints import Difference, Tolerance, compare_sources, settings_differences
-from megatron.trust.compare.contents import counted, matches_pattern
+from megatron.trust.compare.contents import count_with_unit, matches_pattern
 
 
-def opened(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, Source]:
+def open_sources(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, Source]:
     """Both. Where only one of them knows how many ids the tokenizer has, the other's padding is left out."""
     a, b = (open_checkpoint(path, step) for path, step in zip(paths, steps, strict=True))
     given = [
@@ -58,7 +58,7 @@ def as_json(difference: Difference) -> dict[str, Any]:
 def compare(args: argparse.Namespace) -> bool:
     """Print the differences. Returns whether there are any."""
     steps = args.ckpt_step or [None]
-    a, b = opened((args.a, args.b), (steps[0], steps[-1]))
+    a, b = open_sources((args.a, args.b), (steps[0], steps[-1]))
     names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if matches_pattern(name, args.match)]
     if not names:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
@@ -88,7 +88,7 @@ def compare(args: argparse.Namespace) -> bool:
         print(f"a: {a.where}\nb: {b.where}")
         for line in _difference_lines(differences, settings, args.most):
             print(line)
-        print(f"{counted(len(differences), 'difference')} in {counted(len(names), 'tensor')}")
+        print(f"{count_with_unit(len(differences), 'difference')} in {count_with_unit(len(names), 'tensor')}")
     return bool(differences)
 
 

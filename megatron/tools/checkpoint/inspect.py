@@ -24,7 +24,7 @@ from megatron.trust.compare.contents import (
     Contents,
     TensorEntry,
     as_json,
-    counted,
+    count_with_unit,
     matches_pattern,
     own_contents,
     own_step,
@@ -54,15 +54,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def show(contents: Contents, args: argparse.Namespace) -> None:
+def print_contents(contents: Contents, args: argparse.Namespace) -> None:
     """Print what was asked for."""
     if args.json:
         print(json.dumps(as_json(contents, args.match)))
         return
-    chosen = contents.matching(args.match)
+    chosen = contents.select(args.match)
     print("\n".join([*heading_text(contents), *other_contents(args.path, contents)]))
     if not args.summary:
-        print("\n".join(["", *table(chosen, boxes=args.boxes)]))
+        print("\n".join(["", *tensor_table(chosen, boxes=args.boxes)]))
     values = {name: value for name, value in contents.values.items() if matches_pattern(name, args.match)}
     print(
         "\n".join(["", *(f"{name} = {short_json(value)}" for name, value in values.items()), *group_totals(contents)])
@@ -78,9 +78,9 @@ def heading_text(contents: Contents) -> list[str]:
     facts = [
         f"of {contents.checkpoint_format}",
         *([f"iteration {contents.iteration}"] if contents.iteration is not None else []),
-        *([f"written by {counted(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
+        *([f"written by {count_with_unit(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
         *(
-            [f"{counted(len(contents.files), 'file')} of {size_words(sum(contents.files.values()))}"]
+            [f"{count_with_unit(len(contents.files), 'file')} of {size_words(sum(contents.files.values()))}"]
             if contents.files
             else []
         ),
@@ -100,7 +100,7 @@ def other_contents(path: str, contents: Contents) -> list[str]:
     return [f"iterations in {path}: {here}"] * bool(tree.steps) + [f"damaged: {text}" for _, text in tree.damaged]
 
 
-def table(tensors: Sequence[TensorEntry], *, boxes: bool) -> list[str]:
+def tensor_table(tensors: Sequence[TensorEntry], *, boxes: bool) -> list[str]:
     """A line for each tensor, and for each of its boxes."""
     width = max((len(one.name) for one in tensors), default=0)
     lines = []
@@ -137,7 +137,7 @@ def shown_without_torch(args: argparse.Namespace) -> bool:
     try:
         folder = own_step(args.path, args.ckpt_step)
         if folder is not None:
-            show(own_contents(folder), args)
+            print_contents(own_contents(folder), args)
     except (CheckpointError, OSError) as error:
         sys.exit(f"inspect.py: {error}")
     return folder is not None
@@ -152,6 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.trust.compare.foreign_contents import foreign_contents  # imports torch
 
     try:
-        show(foreign_contents(args.path, args.ckpt_step), args)
+        print_contents(foreign_contents(args.path, args.ckpt_step), args)
     except (CheckpointError, OSError) as error:
         sys.exit(f"inspect.py: {error}")

@@ -30,7 +30,7 @@ from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.compare.contents import counted, size_words
+from megatron.trust.compare.contents import count_with_unit, size_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
@@ -82,7 +82,7 @@ def reshard(args: argparse.Namespace) -> str:
     if unlike:
         raise CheckpointError(f"{path} does not hold what {source.where} holds; do not use it", unlike)
     return (
-        f"{source.where} -> {path}: {counted(len(made.formats), 'tensor')}, {size_words(made.size)} in {counted(len(made.manifest.files), 'file')}, "
+        f"{source.where} -> {path}: {count_with_unit(len(made.formats), 'tensor')}, {size_words(made.size)} in {count_with_unit(len(made.manifest.files), 'file')}, "
         f"verified, {time.perf_counter() - started:.1f} s\nno layout was chosen: every tensor-, pipeline- and data-parallel size loads "
         "it as it is"
     )

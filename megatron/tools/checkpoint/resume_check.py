@@ -35,7 +35,7 @@ from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import Comparison, compared
+from megatron.trust.state_inventory import Comparison, compare_checkpoints
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (
@@ -197,10 +197,10 @@ def folder_without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
     return plan.work / "without"
 
 
-def comparisons(a: Path, b: Path, iteration: int) -> list[Comparison]:
+def compare_folders(a: Path, b: Path, iteration: int) -> list[Comparison]:
     """How both runs' checkpoints of an iteration compare."""
     mine, theirs = (open_saved(iteration_folder(folder, iteration)) for folder in (a, b))
-    return list(compared(mine, theirs, world_size=mine.description.world_size))
+    return list(compare_checkpoints(mine, theirs, world_size=mine.description.world_size))
 
 
 def report(columns: dict[str, list[Comparison]]) -> list[str]:
@@ -233,12 +233,12 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
     killed = run_and_kill(plan)
     if lost:
         killed = folder_without(killed, plan, lost)
-    columns = {f"iteration {plan.steps}": comparisons(straight, killed, plan.steps)}
+    columns = {f"iteration {plan.steps}": compare_folders(straight, killed, plan.steps)}
     print(f"{plan.steps} steps from the checkpoint ...", flush=True)
     failure = ""
     try:
         resumed = run_resumed(plan, killed)
-        columns[f"iteration {2 * plan.steps}"] = comparisons(straight, resumed, 2 * plan.steps)
+        columns[f"iteration {2 * plan.steps}"] = compare_folders(straight, resumed, 2 * plan.steps)
     except RunFailed as error:
         failure = str(error)
     print("\n".join(report(columns)))

@@ -28,7 +28,7 @@ from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
-from megatron.trust.compare.contents import counted, size_words
+from megatron.trust.compare.contents import count_with_unit, size_words
 
 PART = 1 << 28  # bytes between two signs of life
 
@@ -96,7 +96,7 @@ def report(finding: Finding, seconds: float) -> str:
         else ""
     )
     lines = [
-        f"{finding.path}: {'sound' if not finding.problems else counted(len(finding.problems), 'problem')}, by {finding.how}{speed}"
+        f"{finding.path}: {'sound' if not finding.problems else count_with_unit(len(finding.problems), 'problem')}, by {finding.how}{speed}"
     ]
     return "\n".join(
         [*lines, *(f"  - {problem}" for problem in finding.problems), *(f"  ({remark})" for remark in finding.remarks)]

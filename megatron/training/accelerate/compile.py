@@ -44,7 +44,7 @@ _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
 
 
-def obstacles(layer: Layer) -> dict[str, str]:
+def graph_obstacles(layer: Layer) -> dict[str, str]:
     """For each half of a layer, by the name of its method, why it is no single graph; an empty string where it is."""
     build, model = layer.build, layer.build.model
     both = {
@@ -84,7 +84,7 @@ class Compiler:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._say, config = trainer.run.say, trainer.run.config.compilation
+        self._say, config = trainer.run.print_rank_0, trainer.run.config.compilation
         compile_, kinds = compile_as(config), Counter[tuple[tuple[str, str], ...]]()
         ops: dict[str, dict[Callable, Callable]] = {
             op: {call: compile_(call) for call in calls} for op, calls in _PLAIN.items()
@@ -99,7 +99,7 @@ class Compiler:
         self._first, self.again = True, 0
 
     @contextmanager
-    def watching(self, iteration: int) -> Iterator[None]:
+    def watch_step(self, iteration: int) -> Iterator[None]:
         """Around a training step: says what the first one compiled, and warns once when a later one compiles."""
         began, before, broken = time.time(), _num_graphs(), _graph_breaks()
         yield
@@ -139,7 +139,7 @@ def _compile_layer(
     layer: Layer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
 ) -> tuple[tuple[str, str], ...]:
     """Compile what can be of a layer. Returns its obstacles."""
-    why = obstacles(layer)
+    why = graph_obstacles(layer)
     whole = [name for name, reason in why.items() if not reason]
     if len(whole) == len(why) and not layer.recomputes_mlp:
         whole = ["forward"]

@@ -178,7 +178,7 @@ class CapturedGraphs:
     """
 
     def __init__(self, trainer: Trainer, record: Recorder | None = None) -> None:
-        self._say, self._config = trainer.run.say, trainer.run.config.graphs
+        self._say, self._config = trainer.run.print_rank_0, trainer.run.config.graphs
         self.record = record or devices.CudaGraphPool(trainer.run.mesh.device).capture
         self.lasts: set[tuple[int, int]] = set()
         self.on, self.count, self._steps = False, 0, 0
@@ -196,7 +196,7 @@ class CapturedGraphs:
         )
 
     @contextmanager
-    def watching(self, iteration: int) -> Iterator[None]:
+    def watch_step(self, iteration: int) -> Iterator[None]:
         """Around a training step: says what was recorded in it."""
         self._steps += 1
         self.on = self._steps > self._config.cuda_graph_warmup_steps

@@ -81,7 +81,7 @@ def own_save_folder(run: Run) -> Iterator[FolderLock | None]:
         return
     lock = FolderLock(options.save, job=launcher_place().launch)
     if note := decide_on_first_rank(run.mesh.world, lock.acquire):
-        run.say(f"WARNING: {note}")
+        run.print_rank_0(f"WARNING: {note}")
     try:
         yield lock
     finally:
@@ -574,7 +574,7 @@ class Checkpoint:
         return self._fingerprint
 
     def _log_info(self, text: str) -> None:
-        self.trainer.run.say(text)
+        self.trainer.run.print_rank_0(text)
 
     def _log_warning(self, text: str) -> None:
         if self.mesh.world.is_first:

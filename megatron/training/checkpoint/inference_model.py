@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron.core.config.flags import ConfigError, from_values, refuse
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.optim import PrecisionConfig
@@ -121,7 +121,7 @@ def load_network(
             "that belongs to this network"
         )
     device = device or pick_device()
-    mesh = Mesh.single(device) if alone else _join_mesh(config, device)
+    mesh = Mesh.single_process(device) if alone else _join_mesh(config, device)
     return InferenceModel(config, mesh, _build_stages(source, kind, config, mesh), made, source)
 
 
@@ -211,7 +211,7 @@ def _resolve_config(
         data=DataConfig(mock_data=True),
         tokenizer=tokenizer,
     ).resolve(size)
-    refuse(message for _, message in broken(config, size))
+    refuse(message for _, message in broken_rules(config, size))
     return dataclasses.replace(
         config, model=config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp)
     )
@@ -222,7 +222,7 @@ def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
     set_current_device(device)
     keep_freed_memory(device)
     if world_size() == 1:
-        return Mesh.single(device)
+        return Mesh.single_process(device)
     if not dist.is_initialized():
         join_ranks(
             backend_of(device, config.parallel.distributed_backend),

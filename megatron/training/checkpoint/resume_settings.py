@@ -40,7 +40,9 @@ class Differences:
     named: tuple[str, ...] = ()
 
 
-def compare(saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, complete: bool = True) -> Differences:
+def compare_settings(
+    saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, complete: bool = True
+) -> Differences:
     """Compare the settings of a checkpoint, by field name, with this run's.
 
     complete: of a network setting that the checkpoint lacks its default holds, as it did before there was that setting; else the

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign, own_steps
-from megatron.training.checkpoint.resume_settings import compare
+from megatron.training.checkpoint.resume_settings import compare_settings
 from megatron.training.checkpoint.upcycling import Upcycled, is_dense
 
 Result = TypeVar("Result")
@@ -214,7 +214,7 @@ def _on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
 def _checked_settings(opened: OpenedCheckpoint, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
     """Refuse another network, another update rule and other data. Returns what to tell of the settings that differ beside."""
     settings, where, options = opened.source.settings, opened.source.where, config.checkpoint
-    differences = compare(settings, config, weights_only=opened.weights_only, complete=complete)
+    differences = compare_settings(settings, config, weights_only=opened.weights_only, complete=complete)
     if differences.network:
         raise CheckpointError(
             f"{where} holds another network; --use-checkpoint-args takes its shape", differences.network

@@ -36,7 +36,7 @@ from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest_iteration, saved_values
 from megatron.training.cli.help import Help
-from megatron.training.cli.legacy_flags import nearest, translate
+from megatron.training.cli.legacy_flags import similar_flags, translate
 from megatron.training.launch.launch_info import end_in_a_line_when_interrupted, launcher_place
 
 # What a checkpoint says of images that speaks of how its run trained, not of its network.
@@ -166,7 +166,7 @@ def _unknown_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
     problems = []
     for word in words:
         if word.startswith("--"):
-            near = nearest(word.partition("=")[0], known)
+            near = similar_flags(word.partition("=")[0], known)
             advice = f"did you mean {' or '.join(near)}?" if near else "leave it out, or see --help"
             problems.append(f"{word} is not a flag; {advice}")
     return problems

@@ -61,7 +61,7 @@ def _missing_on_device(config: RunConfig, device: torch.device) -> list[str]:
         and (lack := missing_compiler(device))
     ):
         problems.append(f"--compile: {lack}, or leave --compile out")
-    return [*problems, *filter(None, [recipes.unfit(config.precision.low, device)])]
+    return [*problems, *filter(None, [recipes.unsupported_reason(config.precision.low, device)])]
 
 
 def kernel_need(config: RunConfig, device: torch.device) -> Need:
@@ -88,7 +88,7 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
         * (config.parallel.expert_tensor_parallel_size or 1)
         == 1,
         delays_wgrad=config.parallel.defers_weights,
-        preferred=config.model.kernels.preferred,
+        preferred=config.model.kernels.preferred_library,
         compiled=config.compilation.compile,
         recorded=config.graphs.cuda_graph_impl != "none",
     )

@@ -61,13 +61,17 @@ class Help(argparse.Action):
         """Print, and exit with 0; with 1 where nothing matches."""
         words = [word.lower() for word in values]
         text = (
-            first_screen(parser) if not words else parser.format_help() if words == ["all"] else matching(parser, words)
+            first_screen(parser)
+            if not words
+            else parser.format_help()
+            if words == ["all"]
+            else search_help(parser, words)
         )
         sys.stdout.write(text or f"nothing speaks of {' '.join(values)}\n\n{MORE}\n")
         parser.exit(0 if text else 1)
 
 
-def sections(parser: argparse.ArgumentParser) -> Iterator[Section]:
+def help_groups(parser: argparse.ArgumentParser) -> Iterator[Section]:
     """The groups of a parser, of flags that are listed."""
     for group in parser._action_groups:
         actions = [
@@ -79,7 +83,7 @@ def sections(parser: argparse.ArgumentParser) -> Iterator[Section]:
 
 def first_screen(parser: argparse.ArgumentParser) -> str:
     """One line of usage, the flags that most runs need, the groups, and how to see the rest."""
-    every = list(sections(parser))
+    every = list(help_groups(parser))
     common = {action.dest: action for _, _, actions in every for action in actions if action.dest in COMMON}
     titles = ", ".join(f"{title} ({len(actions)})" for title, _, actions in every)
     number = sum(len(actions) for _, _, actions in every)
@@ -91,14 +95,14 @@ def first_screen(parser: argparse.ArgumentParser) -> str:
     return f"usage: {parser.prog} [flags]\n\n{parser.description}\n\n{formatted}\n{listed.format_help()}\n{MORE}\n"
 
 
-def matching(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+def search_help(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
     """Groups whose title has all these words, whole; and of the others the flags whose spelling or help has them."""
 
     def holds(text: str) -> bool:
         return all(word in text.lower().replace("-", " ") or word in text.lower() for word in words)
 
     matches: list[Section] = []
-    for title, description, actions in sections(parser):
+    for title, description, actions in help_groups(parser):
         chosen = (
             actions if holds(title) else [one for one in actions if holds(f"{' '.join(one.option_strings)} {one.help}")]
         )

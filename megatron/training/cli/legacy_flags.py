@@ -3,7 +3,7 @@
 `translate` reads the command line before argparse does. Our own flags pass through untouched; for the rest
 `legacy_table.py` knows what becomes of them. What comes back is the command line that argparse will understand, a sentence
 for everything that was accepted in a way the user should know, and all errors at once. A flag that neither our configs
-nor the table know is left where it is, for argparse to find and for `nearest` to explain.
+nor the table know is left where it is, for argparse to find and for `similar_flags` to explain.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     while place < len(argv):
         token, place = argv[place], place + 1
         name, glued, value = token.partition("=")
-        row = None if name in known or not _is_flag(token) else find(name, known)
+        row = None if name in known or not _is_flag(token) else explain_flag(name, known)
         if row is None and name not in known:
             result.words.append(token)
             continue
@@ -160,7 +160,7 @@ def _gives_way(formatted: str, row: LegacyFlag, words: Sequence[str]) -> str:
     )
 
 
-def find(flag: str, known: Collection[str]) -> LegacyFlag | None:
+def explain_flag(flag: str, known: Collection[str]) -> LegacyFlag | None:
     """What becomes of a flag that is not one of ours; None if nobody knows it."""
     if flag in TABLE:
         return TABLE[flag]
@@ -180,7 +180,7 @@ def find(flag: str, known: Collection[str]) -> LegacyFlag | None:
     return LegacyFlag(flag, "ignored", f"what it switches off is never on; {switch.sentence}")
 
 
-def nearest(flag: str, known: Collection[str]) -> list[str]:
+def similar_flags(flag: str, known: Collection[str]) -> list[str]:
     """Up to three of our flags that are spelled much like this one, the most similar first."""
     return difflib.get_close_matches(flag.partition("=")[0].replace("_", "-"), list(known), n=3, cutoff=0.75)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -81,7 +81,7 @@ def preflight(
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
         config = dataclasses.replace(config, model=_with_tokenizer(config, tokenizer))
-        problems += broken(config, fit_to_ranks(given, world_size)[1])
+        problems += broken_rules(config, fit_to_ranks(given, world_size)[1])
     if not problems and _depends_on_the_machine(config):
         from megatron.training.cli.device_checks import machine_problems  # needs torch, which no other answer waits for
 
@@ -142,7 +142,7 @@ def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig,
             config = _with_last_batch_size(config, world_size)
         except ConfigError as error:
             problems += [("batch-over-time", message) for message in lines_of(error)]
-    problems += broken(config, world_size)
+    problems += broken_rules(config, world_size)
     if not problems:  # what these two work out needs sizes that are known to be sound
         problems += [
             ("batch-over-time", message)
@@ -172,7 +172,9 @@ def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
         seq_length=config.train.seq_length,
     )
     schedule.check()
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=schedule.full))
+    return dataclasses.replace(
+        config, train=dataclasses.replace(config.train, global_batch_size=schedule.final_batch_size)
+    )
 
 
 def _problems_of_attempt(attempt: Callable[[], object]) -> list[str]:

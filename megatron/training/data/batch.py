@@ -110,7 +110,7 @@ class Batch:
 
         def local(rows: Tensor) -> Tensor:
             whole = rows.dim() < 2 or rows.shape[-1] != cut.length
-            return rows if whole else cut.piece(rows, axis.rank, dim=-1)
+            return rows if whole else cut.shard(rows, axis.rank, dim=-1)
 
         def given(rows: Tensor | None) -> Tensor | None:
             return None if rows is None else local(rows)
@@ -137,7 +137,7 @@ class Batch:
         return None if self.labels is None else _masked_labels(self.labels, self.loss_mask)
 
     @property
-    def ahead(self) -> MTPInputs | None:
+    def future_labels(self) -> MTPInputs | None:
         """What the model is told of the tokens ahead, if anything is known of them: their labels as in `targets`."""
         ids, labels, masks = (self._rows_ahead(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
@@ -156,7 +156,7 @@ class PlannedBatches(Protocol):
 
     def __next__(self) -> Batch: ...
 
-    def figures(self) -> Mapping[str, tuple[float, float]]:
+    def batch_metrics(self) -> Mapping[str, tuple[float, float]]:
         """What is logged of the global batch: name -> (sum, count), this rank's share; the same names on every rank."""
 
 

@@ -26,7 +26,7 @@ from megatron.core.datasets.paths import SPLITS
 from megatron.core.datasets.samplers import FILL, digest
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.data.sample_order import in_turn, once, read, samples_needed
+from megatron.training.data.sample_order import in_turn, read, samples_needed, single_pass_samples
 
 WHOLE_TEXTS = (
     "text",
@@ -125,7 +125,7 @@ class Explanation:
         train = self.config.train
         if train.train_iters is not None:
             return train.train_iters
-        return self.schedule.iterations(train.train_samples) if train.train_samples is not None else 0
+        return self.schedule.num_whole_steps(train.train_samples) if train.train_samples is not None else 0
 
     def dataset(self, split: str) -> Any:
         """The samples of a split."""
@@ -137,7 +137,7 @@ class Explanation:
             raise DataError(f"the run has no {split} data, or asks for none of it")
         return self._opened[split]
 
-    def numbers(self, split: str, step: int) -> list[list[list[int]]]:
+    def sample_numbers(self, split: str, step: int) -> list[list[list[int]]]:
         """The sample numbers of a step's microbatches: `[data-parallel rank][microbatch][sample]`."""
         dataset = self.dataset(split)
         ranks = range(self.num_ranks)
@@ -145,10 +145,10 @@ class Explanation:
             self._evaluations_at(split, step)
             return [
                 list(
-                    once(
+                    single_pass_samples(
                         self.config,
                         len(dataset),
-                        full_batch=self.schedule.evaluated,
+                        full_batch=self.schedule.evaluation_batch_size,
                         rank=rank,
                         num_ranks=self.num_ranks,
                     )
@@ -168,13 +168,13 @@ class Explanation:
         """What a step reads, microbatch by microbatch; for training its number is the iteration of the log line, for
         validation that of the iteration after which it is done, and the test has the last.
         """
-        numbers = self.numbers(split, step)
+        numbers = self.sample_numbers(split, step)
         for place in range(max(map(len, numbers))):
             for rank in range(self.num_ranks) if ranks is None else ranks:
                 if place < len(numbers[rank]):
                     yield self._explain_microbatch(split, step, place, rank, numbers[rank][place])
 
-    def sightings(self, split: str, prefix: str, document: int) -> list[SampleUse]:
+    def occurrences(self, split: str, prefix: str, document: int) -> list[SampleUse]:
         """Every place where a document of a prefix is seen in the run, in the order of time."""
         samples = self._samples_with(split, prefix, document)
         if not samples:
@@ -182,7 +182,7 @@ class Explanation:
         if split == "train" and self.config.data.dataloader_type == "cyclic":
             steps = self._steps_with_numbers()
         else:
-            steps = ((step, self.numbers(split, step)) for step in self._steps_with(split, sorted(samples)))
+            steps = ((step, self.sample_numbers(split, step)) for step in self._steps_with(split, sorted(samples)))
         return [
             SampleUse(split, step, place, rank, sample)
             for step, numbers in steps
@@ -203,9 +203,11 @@ class Explanation:
                 f"{' '.join(dict.fromkeys(part.prefix for part in parts))}"
             )
         if not isinstance(dataset, BlendedDataset):
-            return set(parts[0].holding(document).tolist())
+            return set(parts[0].samples_with_document(document).tolist())
         return {
-            sample for number in numbers for sample in dataset.places(number, parts[number].holding(document)).tolist()
+            sample
+            for number in numbers
+            for sample in dataset.sample_places(number, parts[number].samples_with_document(document)).tolist()
         }
 
     def _steps_with_numbers(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
@@ -217,7 +219,7 @@ class Explanation:
                 for rank in range(self.num_ranks)
             ]
             for step in range(first, last):
-                now = self.schedule.at(consumed)
+                now = self.schedule.step_after(consumed)
                 yield step + 1, [list(islice(order, now.num_microbatches)) for order in orders]
                 consumed += now.global_batch_size
 
@@ -247,7 +249,7 @@ class Explanation:
         """(consumed samples before, microbatches on each rank) of what a step reads."""
         train = self.config.train
         if split != "train":
-            count = train.eval_iters * self.schedule.evaluated
+            count = train.eval_iters * self.schedule.evaluation_batch_size
             begin = self.start.valid_samples if split == "valid" and not train.skip_train else 0
             return [
                 (begin + number * count, count // self.schedule.unit) for number in self._evaluations_at(split, step)
@@ -256,7 +258,7 @@ class Explanation:
             raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.steps}")
         late = self.start if step > self.start.iteration else Start()
         before = late.train_samples + self.schedule.samples_of(step - 1 - late.iteration, late.train_samples)
-        return [(before, self.schedule.at(before).num_microbatches)]
+        return [(before, self.schedule.step_after(before).num_microbatches)]
 
     def _steps_with(self, split: str, samples: Sequence[int]) -> list[int]:
         """The steps that may read some of these samples, in order; just those in training, where they come in turn."""
@@ -266,7 +268,7 @@ class Explanation:
         steps = []
         for sample in samples:
             late = begin if sample >= begin.train_samples else Start()
-            steps.append(late.iteration + self.schedule.iterations(sample, late.train_samples) + 1)
+            steps.append(late.iteration + self.schedule.num_whole_steps(sample, late.train_samples) + 1)
         return sorted({step for step in steps if step <= self.steps})
 
     def _explain_microbatch(self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]) -> Microbatch:
@@ -281,7 +283,7 @@ class Explanation:
     def _span_text(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SpanText:
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
-        spans, ids = dataset.sources(real), sample.get("tokens", np.empty(0, np.int64))
+        spans, ids = dataset.token_sources(real), sample.get("tokens", np.empty(0, np.int64))
         if (
             len(ids) and spans and spans[-1].start + spans[-1].length > len(ids)
         ):  # a window's last label is a token of its own

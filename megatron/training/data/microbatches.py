@@ -63,7 +63,7 @@ class BatchSchedule:
             steps = ((0, size),)
         return cls(steps, unit, bool(train.decrease_batch_size_if_needed), train.eval_global_batch_size)
 
-    def at(self, consumed_samples: int) -> BatchSize:
+    def step_after(self, consumed_samples: int) -> BatchSize:
         """The step that comes after `consumed_samples` samples."""
         target = self.steps[bisect_right(self.steps, (consumed_samples, math.inf)) - 1][1]
         count, rest = divmod(target, self.unit)
@@ -71,14 +71,18 @@ class BatchSchedule:
         return BatchSize(count * self.unit, count)
 
     @property
-    def full(self) -> int:
+    def final_batch_size(self) -> int:
         """The global batch that the schedule ends with."""
-        return self.at(self.steps[-1][0]).global_batch_size
+        return self.step_after(self.steps[-1][0]).global_batch_size
 
     @property
-    def evaluated(self) -> int:
+    def evaluation_batch_size(self) -> int:
         """The global batch of an evaluation."""
-        return self.full if self.asked_of_evaluation is None else self.asked_of_evaluation // self.unit * self.unit
+        return (
+            self.final_batch_size
+            if self.asked_of_evaluation is None
+            else self.asked_of_evaluation // self.unit * self.unit
+        )
 
     def check(self, consumed_samples: int = 0) -> None:
         """Refuse, all at once, every size that this many ranks cannot cut evenly.
@@ -107,17 +111,17 @@ class BatchSchedule:
         """How many samples the next `steps` steps take in, when `consumed` samples came before."""
         begin = consumed
         for end in [start for start, _ in self.steps[1:]]:
-            size = self.at(consumed).global_batch_size
+            size = self.step_after(consumed).global_batch_size
             here = min(steps, max(0, -(-(end - consumed) // size)))
             consumed, steps = consumed + here * size, steps - here
-        return consumed + steps * self.at(consumed).global_batch_size - begin
+        return consumed + steps * self.step_after(consumed).global_batch_size - begin
 
-    def iterations(self, samples: int, consumed: int = 0) -> int:
+    def num_whole_steps(self, samples: int, consumed: int = 0) -> int:
         """How many whole steps lie between `consumed` and `samples` samples; a last partial batch is not run."""
         steps = 0
         ends = [start for start, _ in self.steps[1:]] + [samples]
         for end in ends:
-            size = self.at(consumed).global_batch_size
+            size = self.step_after(consumed).global_batch_size
             fit = max(0, (samples - consumed) // size)
             here = min(fit, max(0, -(-(end - consumed) // size)))
             consumed, steps = consumed + here * size, steps + here

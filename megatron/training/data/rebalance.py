@@ -48,7 +48,7 @@ class RebalancedBatches:
         assert self._waiting, "a global batch begins with begin()"
         return self._waiting.popleft()
 
-    def figures(self) -> dict[str, tuple[float, float]]:
+    def batch_metrics(self) -> dict[str, tuple[float, float]]:
         """How even the division of the last global batch is."""
         return {} if self.plan is None else {"context balance": (self.plan.balance, 1.0)}
 

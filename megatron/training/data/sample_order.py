@@ -42,7 +42,9 @@ def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int
     None for --full-validation: all that there are, once.
     """
     train = config.train
-    iterations = schedule.iterations(train.train_samples) if train.train_samples is not None else train.train_iters or 0
+    iterations = (
+        schedule.num_whole_steps(train.train_samples) if train.train_samples is not None else train.train_iters or 0
+    )
     training = train.train_samples if train.train_samples is not None else iterations * train.global_batch_size
     evaluation = train.eval_iters * (train.eval_global_batch_size or train.global_batch_size)
     valid = (iterations // train.eval_interval + 1) * evaluation
@@ -77,7 +79,9 @@ def in_turn(
     return cyclic_sampler(num_samples, **place, sharded=config.data.data_sharding)
 
 
-def once(config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int) -> Iterator[list[int]]:
+def single_pass_samples(
+    config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
     """The samples of one data-parallel rank's microbatches in an evaluation that sees every sample once."""
     unit = config.train.micro_batch_size * num_ranks
     return single_pass_sampler(

@@ -70,7 +70,7 @@ class StepHistory:
         self._losses: deque[float] = deque(maxlen=_KEPT)
         self._norms: deque[float] = deque(maxlen=_KEPT)
 
-    def problem(self, losses: Mapping[str, float], norm: float) -> str:
+    def find_problem(self, losses: Mapping[str, float], norm: float) -> str:
         """What is wrong with a step, in words; "" if nothing is, and it is remembered."""
         values = {**losses, "gradient norm": norm}
         problem = (
@@ -119,7 +119,7 @@ class StepValidator(StepHooks):
         counted once, and its failure dump exists.
         """
         means = mean_losses(losses, norm, work.trainer.run.mesh)
-        self.problem = self.memory.problem(means, float(norm))
+        self.problem = self.memory.find_problem(means, float(norm))
         if not self.problem:
             return True
         if again:
@@ -149,7 +149,7 @@ class StepValidator(StepHooks):
         more = f" and of {len(theirs) - _SHOWN} more" if len(theirs) > _SHOWN else ""
         return f"; first not finite in the {', the '.join(theirs[:_SHOWN])}{more}" if theirs else ""
 
-    def decide(self, iteration: int) -> str:
+    def decide_after_bad_step(self, iteration: int) -> str:
         """What becomes of the run after a bad step: raises `BadStep` or `RollBack`, or returns what to tell the user."""
         problem, self.problem = f"iteration {iteration} is bad: {self.problem}", ""
         policy = self.config.faults.on_bad_step or "stop"

@@ -59,7 +59,7 @@ def demand_no_leak(run: Run) -> None:
         return
     started = time.perf_counter()
     kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
-    layer_kinds = kinds(run.build, layer_rows(model))
+    layer_kinds = distinct_layers(run.build, layer_rows(model))
     leaks = [
         leak for kind in layer_kinds if (leak := find_leak(run.build, kind, probe_length(run, kind), separate=separate))
     ]
@@ -69,13 +69,13 @@ def demand_no_leak(run: Run) -> None:
         f"the attention kernel {kernel} lets tokens leak: {leak}; choose another --attention-backend"
         for leak in problems
     )
-    run.say(
+    run.print_rank_0(
         f"causality check: {kernel} attention keeps hidden tokens apart in {len(layer_kinds)} kinds of layers "
         f"({time.perf_counter() - started:.2f} s)"
     )
 
 
-def kinds(build: Build, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
+def distinct_layers(build: Build, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
     """The kinds of layers of a network, each once."""
     types = build.cp_comm_type
     rows: dict[tuple, AttentionKind] = {}
@@ -104,7 +104,7 @@ def find_leak(build: Build, kind: AttentionKind, length: int, *, separate: bool)
     ]  # borders that are no borders of ranks or blocks
     inputs = _random_inputs(build, length)
     before = _attention_outputs(build, kind, inputs, documents if separate else None)
-    local = Zigzag(length, build.mesh.cp.size).places(build.mesh.cp.rank, torch.device("cpu"))
+    local = Zigzag(length, build.mesh.cp.size).positions_of_rank(build.mesh.cp.rank, torch.device("cpu"))
     border, problem = int((documents == 1).nonzero()[0, 1]), ""
     for place in sorted({border - 1, border, length // 2, length - 2} & set(range(length))):
         changed = [x.clone() for x in inputs]
@@ -149,13 +149,13 @@ def _random_inputs(build: Build, length: int) -> list[Tensor]:
 def _attention_outputs(build: Build, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None) -> Tensor:
     """This rank's outputs, [s/cp, 1, n/tp * dv]."""
     cp, length = build.mesh.cp, len(inputs[0])
-    pieces = [Zigzag(length, cp.size).piece(x, cp.rank) for x in inputs]
+    pieces = [Zigzag(length, cp.size).shard(x, cp.rank) for x in inputs]
     mask = MaskSpec(causal=kind.causal, documents=None if documents is None else documents.to(build.mesh.device))
     if cp.group is not None:
         mask = MaskSpec(
-            causal=kind.causal, documents=mask.documents, query_places=build.places(len(pieces[0])), length=length
+            causal=kind.causal, documents=mask.documents, query_places=build.positions(len(pieces[0])), length=length
         )
     layer = build.over_context(kind.layer)
     sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
     q, k, v = pieces
-    return attend(layer, q, k, v, mask.within(kind.window), Scores(sink=sink), training=False)
+    return attend(layer, q, k, v, mask.with_window(kind.window), Scores(sink=sink), training=False)

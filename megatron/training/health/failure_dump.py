@@ -69,7 +69,10 @@ def write_failure_dump(
         target.mkdir(parents=True, exist_ok=True)
         torch.save(dict(streams), target / random_file(mesh.world.rank))
         if mesh.tp.is_first and mesh.pp.is_first:
-            read = {"rank": mesh.world.rank, "microbatches": [_batch_arrays(batch) for batch in work.seen]}
+            read = {
+                "rank": mesh.world.rank,
+                "microbatches": [_batch_arrays(batch) for batch in work.taken_microbatches],
+            }
             torch.save(read, target / data_file(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
             (target / STEP).write_text(

@@ -54,7 +54,7 @@ def error_text(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
-def stacks() -> str:
+def python_stacks() -> str:
     """The Python stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
@@ -77,7 +77,9 @@ def append_failure_file(folder: Path | None, rank: int, text: str) -> None:
 
 def last_collectives(flight_recorder: FlightRecorder, count: int = 16) -> str:
     """The last collectives, one a line."""
-    return "\n".join(["last collectives, the newest first:", *(f"  {words}" for words in flight_recorder.last(count))])
+    return "\n".join(
+        ["last collectives, the newest first:", *(f"  {words}" for words in flight_recorder.last_collectives(count))]
+    )
 
 
 @contextmanager

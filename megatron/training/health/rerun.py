@@ -225,7 +225,7 @@ class StepRerun(StepHooks):
             collectives.gather_objects(witness, self.mesh.world),
         )
         self._append_rejected(witness, iteration, "initial_run", reason)
-        self.trainer.run.say(f"WARNING: iteration {iteration} is bad: {reason}\nIt is run again in place")
+        self.trainer.run.print_rank_0(f"WARNING: iteration {iteration} is bad: {reason}\nIt is run again in place")
         step = self._repeat_step(before, batches)
         differs = self._largest_difference(first, self._own | self._whole)
         self._append_rejected(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
@@ -316,7 +316,7 @@ class StepRerun(StepHooks):
 
     def _say_and_record(self, diagnosis: Diagnosis, message: str) -> None:
         run = self.trainer.run
-        run.say(f"WARNING: {message}")
+        run.print_rank_0(f"WARNING: {message}")
         run.run_log.add(
             "rerun",
             iteration=diagnosis.iteration,

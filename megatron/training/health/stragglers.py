@@ -30,7 +30,7 @@ class Stragglers:
 
     def report(self, steps: int, *, count: int) -> str:
         """One line about the `steps` steps since the last; all ranks ask together. count: ranks to name at each end."""
-        seconds = collectives.gather_objects(self._stopwatch.take() / max(1, steps), self._mesh.world)
+        seconds = collectives.gather_objects(self._stopwatch.lap() / max(1, steps), self._mesh.world)
         return straggler_line(seconds, self._places, count=count)
 
 

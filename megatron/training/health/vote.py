@@ -14,10 +14,10 @@ class Vote:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._reduction = LateReduction(axis, device, "max", first=0)
 
-    def agree(self, vote: bool) -> bool:
+    def result(self, vote: bool) -> bool:
         """The answer to this question; waits for it."""
-        return bool(self._reduction.now(int(vote)))
+        return bool(self._reduction.result(int(vote)))
 
     def poll(self, vote: bool) -> bool:
         """The answer to the question of the call before, whose votes met while a step was computed; False in the first call."""
-        return bool(self._reduction.late(int(vote)))
+        return bool(self._reduction.previous_result(int(vote)))

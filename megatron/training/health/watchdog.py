@@ -31,7 +31,7 @@ from megatron.training.health.failures import (
     failure_folder,
     last_collectives,
     name_of_rank,
-    stacks,
+    python_stacks,
 )
 from megatron.training.launch.launch_info import LaunchInfo, launcher_place
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
@@ -156,7 +156,7 @@ class HangDetector:
     def _status_json(self) -> str:
         flight_recorder = self.flight_recorder
         counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
-        last, group = flight_recorder.last(), flight_recorder.last_group()
+        last, group = flight_recorder.last_collectives(), flight_recorder.last_group()
         return json.dumps(
             [
                 socket.gethostname(),
@@ -172,7 +172,7 @@ class HangDetector:
         """Answer the roll, and leave the stacks of this rank."""
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._status_json())
-        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{last_collectives(self.flight_recorder)}\n{stacks()}"
+        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{last_collectives(self.flight_recorder)}\n{python_stacks()}"
         append_failure_file(failure_folder(self.run.config), self.place.rank, text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

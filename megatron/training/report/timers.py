@@ -82,8 +82,8 @@ class Timer:
             self._total += time.perf_counter() - self._since
             self._since = None
 
-    def take(self) -> float:
-        """The seconds since the last `take`; a running timer keeps running."""
+    def elapsed(self) -> float:
+        """The seconds since the last `elapsed`; a running timer keeps running."""
         running = self._since is not None
         if running:
             self.stop()
@@ -148,7 +148,7 @@ class Timers:
 
         A collective: every rank calls it with the same names, whether or not it has such timers.
         """
-        row = [self._timers[name][0].take() if name in self._timers else 0.0 for name in names]
+        row = [self._timers[name][0].elapsed() if name in self._timers else 0.0 for name in names]
         rows = self._gather(row)
         table = {name: [ranks[index] / steps for ranks in rows] for index, name in enumerate(names)}
         return {name: seconds for name, seconds in table.items() if any(seconds)}

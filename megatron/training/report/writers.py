@@ -170,7 +170,7 @@ class Writers:
             values |= {f"{name} {word} ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)}
         self._write_values(values, iteration=iteration, samples=consumed_samples)
 
-    def scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
+    def write_scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
         """Record the scores of a task after an iteration of finetuning, as the caller measured them."""
         self._journal_event("task", iteration=iteration, task=task, scores=dict(scores))
         self._write_values({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
@@ -205,7 +205,7 @@ class Writers:
             iteration=iteration,
         )
 
-    def times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
+    def write_times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
         """Show a block of timers and record them."""
         self.text(text)
         if scalars:

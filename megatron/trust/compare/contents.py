@@ -79,7 +79,7 @@ class Contents:
             totals[tensor_group(one.name)] = count + 1, elements + one.elements, size + one.size
         return dict(sorted(totals.items()))
 
-    def matching(self, patterns: Sequence[str]) -> list[TensorEntry]:
+    def select(self, patterns: Sequence[str]) -> list[TensorEntry]:
         """The tensors whose names fit one of the patterns (`model.*.weight`); all where there are none."""
         return [one for one in self.tensors if matches_pattern(one.name, patterns)]
 
@@ -139,7 +139,7 @@ def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
                 {"file": place.file, "offset": list(place.offset), "shape": list(place.shape)} for place in one.places
             ],
         }
-        for one in contents.matching(patterns)
+        for one in contents.select(patterns)
     }
     return {
         "path": contents.path,
@@ -164,6 +164,6 @@ def size_words(size: float) -> str:
     return f"{size:.3g} {_UNITS[-1]}"
 
 
-def counted(number: int, word: str) -> str:
+def count_with_unit(number: int, word: str) -> str:
     """`1 file`, `2 files`, `no files`."""
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"

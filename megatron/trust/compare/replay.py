@@ -168,7 +168,7 @@ def replay(
     count = config.train.global_batch_size // config.train.micro_batch_size
     work = StepWork(trainer, _saved_microbatches(folder, facts, trainer, notes), count, training=True)
     walk(
-        trainer.script(count, training=True),
+        trainer.pipeline_script(count, training=True),
         work=work,
         axis=trainer.run.mesh.pp,
         backward_axis=trainer.run.mesh.pp_backward,
@@ -206,7 +206,7 @@ def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]
 
 
 def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProvider, ForwardStep]) -> Trainer:
-    mesh = Mesh.single(torch.device("cpu"))
+    mesh = Mesh.single_process(torch.device("cpu"))
     kernels = select(
         Need(
             device="cpu",

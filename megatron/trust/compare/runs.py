@@ -138,7 +138,7 @@ class History:
     steps: Mapping[int, Mapping[str, float]]
     end: str
 
-    def at(self, iteration: int) -> RunStart:
+    def start_in_force(self, iteration: int) -> RunStart:
         """The start that was in force in an iteration."""
         return next((start for start in reversed(self.starts) if start.iteration < iteration), self.starts[0])
 
@@ -200,7 +200,7 @@ def read_history(path: str | Path) -> History:
     return History(str(path), tuple(starts), steps, end)
 
 
-def difference(a: History, b: History, tolerance: float) -> Difference:
+def find_divergence(a: History, b: History, tolerance: float) -> Difference:
     """Where two runs part and what may be the cause. tolerance: of the relative difference of a loss or gradient norm."""
     common = tuple(sorted(a.steps.keys() & b.steps.keys()))
     apart = [_step_difference(iteration, a.steps[iteration], b.steps[iteration]) for iteration in common]
@@ -209,7 +209,7 @@ def difference(a: History, b: History, tolerance: float) -> Difference:
     parting = first.iteration if first else common[-1] if common else 1
     soon = max((one.size for one in apart if one.iteration < parting + _SOON), default=0.0)
     order = LAST_BITS if first and soon <= tolerance else BEYOND
-    known, idle = _sorted_input_differences(a.at(parting), b.at(parting), order)
+    known, idle = _sorted_input_differences(a.start_in_force(parting), b.start_in_force(parting), order)
     resumed = _resumed_before(parting, a) ^ _resumed_before(parting, b)
     return Difference(common, first, beyond, known, idle, tuple(sorted(resumed)))
 

@@ -176,11 +176,11 @@ class FlagEdit:
                 else f"{'add' if self.after else 'leave out'} {flag}"
             )
         if self.after is None or self.after == ():
-            return f"leave out {flag} {formatted(self.before)}"
+            return f"leave out {flag} {format_flag_value(self.before)}"
         change = (
-            f"add {flag} {formatted(self.after)}"
+            f"add {flag} {format_flag_value(self.after)}"
             if self.before in (None, ())
-            else f"{flag} {formatted(self.before)} -> {formatted(self.after)}"
+            else f"{flag} {format_flag_value(self.before)} -> {format_flag_value(self.after)}"
         )
         return change + ("  (for example)" if self.example else "")
 
@@ -229,15 +229,15 @@ class RequestedSetup:
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
         return dataclasses.replace(self, config=config, world_size=ranks)
 
-    def validated(self) -> Preflight:
+    def validate(self) -> Preflight:
         """What a run would find before it starts."""
         return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=self.reads_data)
 
-    def broken(self) -> tuple[BrokenRule, ...]:
+    def broken_rules(self) -> tuple[BrokenRule, ...]:
         """Every rule that is broken, a line each."""
         if self.world_size < 1:
             return (BrokenRule("world-size", f"{self.world_size} ranks: there must be at least 1"),)
-        problems = self.validated().problems if self.whole else resolve_and_examine(self.config, self.world_size)[1]
+        problems = self.validate().problems if self.whole else resolve_and_examine(self.config, self.world_size)[1]
         return tuple(BrokenRule(rule, line.strip()) for rule, message in problems for line in message.splitlines())
 
 
@@ -249,7 +249,7 @@ def smallest_repair(
     most: changes in one set. tries: configurations that are looked at, after which the best so far must do.
     """
     search = _Search(setting, frozenset(fixed), tries)
-    start = search.look({})
+    start = search.check_changes({})
     for count in range(search.at_least(start, {}), most + 1):
         search.descend({}, start, count, 0.0)
         if search.best is not None or search.late:
@@ -271,11 +271,11 @@ class _Search:
     late: bool = False
     seen: dict[frozenset[tuple[str, str]], tuple[BrokenRule, ...]] = field(default_factory=dict)
 
-    def look(self, done: Mapping[str, FlagEdit]) -> tuple[BrokenRule, ...]:
+    def check_changes(self, done: Mapping[str, FlagEdit]) -> tuple[BrokenRule, ...]:
         """What is broken after these changes."""
         key = frozenset((name, repr(edit.after)) for name, edit in done.items())
         if key not in self.seen:
-            self.seen[key] = self._setting_after(done).broken()
+            self.seen[key] = self._setting_after(done).broken_rules()
         return self.seen[key]
 
     def at_least(self, broken: tuple[BrokenRule, ...], done: Mapping[str, FlagEdit]) -> int:
@@ -308,7 +308,7 @@ class _Search:
             if cost + edit.far >= self.cost:
                 break
             longer = {**done, edit.name: edit}
-            self.descend(longer, self.look(longer), left - 1, cost + edit.far)
+            self.descend(longer, self.check_changes(longer), left - 1, cost + edit.far)
 
     def _setting_after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
         return self.setting.with_values({name: edit.after for name, edit in done.items()})
@@ -354,7 +354,7 @@ def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[Flag
     return sorted(edits, key=lambda edit: edit.far)[:MOST_VALUES]
 
 
-def formatted(value: Any) -> str:
+def format_flag_value(value: Any) -> str:
     """A value as on a command line."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(str, value))
@@ -428,7 +428,7 @@ def _minimal_edits(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tup
     explained = []
     for name, edit in best.items():
         others = {other: change.after for other, change in best.items() if other != name}
-        mends = tuple(dict.fromkeys(one.rule for one in setting.with_values(others).broken()))
+        mends = tuple(dict.fromkeys(one.rule for one in setting.with_values(others).broken_rules()))
         explained.append(dataclasses.replace(edit, mends=mends))
     return tuple(edit for edit in explained if edit.mends)
 

@@ -50,7 +50,7 @@ class Example:
             del base[place : place + 2]
         command = read_command([*base, *words], ranks=self.ranks, entry=self.entry)
         setting = command.setting and replace(command.setting, whole=self.whole, device="cpu", files=True)
-        return (*command.unread, *(setting.broken() if setting else ()))
+        return (*command.unread, *(setting.broken_rules() if setting else ()))
 
 
 _IMAGES = "--vision-model-type clip --img-h 32 --img-w 32"

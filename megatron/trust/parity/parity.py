@@ -83,7 +83,7 @@ class Parity:
         """Whether it is the same step."""
         return not self.problems
 
-    def largest(self, count: int = 3) -> list[Difference]:
+    def largest_differences(self, count: int = 3) -> list[Difference]:
         """The largest differences of each kind."""
         kinds = dict.fromkeys(one.kind for one in self.checked)
         return [
@@ -258,7 +258,7 @@ def _local_part(
     along = 1 if whole.dim() == 2 else 0
     if local.shape[along] != whole.shape[along]:
         if cp_size > 1:
-            whole = Zigzag(whole.shape[along], cp_size).piece(whole, cp, dim=along)
+            whole = Zigzag(whole.shape[along], cp_size).shard(whole, cp, dim=along)
         if local.shape[along] * tp_size == whole.shape[along] != local.shape[along]:
             whole = whole.chunk(tp_size, dim=along)[tp]
     across = {3: 2, 4: 2}.get(whole.dim())

@@ -28,7 +28,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.preference.settings import PreferenceConfig
-from megatron.trust.flags.repair import RequestedSetup, formatted
+from megatron.trust.flags.repair import RequestedSetup, format_flag_value
 
 VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work
 HEAD_SIZES = (8, 16, 32, 64)
@@ -48,7 +48,7 @@ class ConfigChange:
     def __str__(self) -> str:
         flag = self.name if self.name in ("ranks", "data-parallel size") else spelling(self.name)
         before, after = (
-            ("nothing" if value in (None, ()) else formatted(value)) for value in (self.before, self.after)
+            ("nothing" if value in (None, ()) else format_flag_value(value)) for value in (self.before, self.after)
         )
         return f"{flag} {before} -> {after}" + (f": {self.why}" if self.why else "")
 
@@ -117,7 +117,7 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
             )
             resolved = small.config.resolve(degrees.ranks)
             small = RequestedSetup(resolved, degrees.ranks)
-            broken = small.broken()
+            broken = small.broken_rules()
             if not broken:
                 model = resolved.model.with_vocabulary(VOCABULARY, degrees.tp)
                 return ProxyConfig(
@@ -329,7 +329,7 @@ def _proxy_pattern(config: RunConfig, rows: list[LayerPlan]) -> Values:
     """The pattern of these layers, with as many depths of multi-token prediction as are kept. Stages are those of the layout."""
     model = config.model
     symbols = {parts: symbol for symbol, parts in SYMBOLS.items()}
-    depths = model.hybrid.depths[:2]
+    depths = model.hybrid.mtp_patterns[:2]
     pattern = "/".join(("".join(symbols[row.mixer, row.mlp] for row in rows), *depths))
     return {"hybrid_layer_pattern": pattern, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}
 

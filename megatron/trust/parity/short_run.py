@@ -102,7 +102,7 @@ class ShortRun:
 def make_run(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
     """A run on this process's ranks (or alone). The config is resolved and has a vocabulary."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    mesh = Mesh.single(device) if alone else Mesh.build(config.parallel, device)
+    mesh = Mesh.single_process(device) if alone else Mesh.build(config.parallel, device)
     need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype))
     chosen = choose(config, need, device, gather=lambda rows: collectives.gather_objects(rows, mesh.world))
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
@@ -256,10 +256,10 @@ def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfi
     watch = _Watch(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
     step: ForwardStep = provider.forward_step if task is None else PreferenceStep(task)
-    trainer = build_trainer(run, watch.building(provider.model), watch.following(step))
+    trainer = build_trainer(run, watch.building(provider.model), watch.wrap_forward_step(step))
     answers = None if task is None else answer_batches(replace(trainer, forward_step=step), provider.model, task, steps)
     # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
-    hooks = [] if config.parallel.hybrid_context_parallel else watch.hooks(trainer.stages)
+    hooks = [] if config.parallel.hybrid_context_parallel else watch.add_hooks(trainer.stages)
     gradients = _Gradients(trainer)
     trainer.add_hook(gradients)
     done = [_one_step(trainer, watch, gradients, answers) for _ in range(steps)]
@@ -376,7 +376,7 @@ class _Watch:
 
         return build
 
-    def following(self, forward_step: ForwardStep) -> ForwardStep:
+    def wrap_forward_step(self, forward_step: ForwardStep) -> ForwardStep:
         """The forward step, which tells of itself."""
 
         def step(run: Run, batches: Iterator[Batch], stage: Network) -> tuple[Any, LossFunction]:
@@ -389,7 +389,7 @@ class _Watch:
 
         return step
 
-    def hooks(self, stages: Sequence[Network]) -> list[RemovableHandle]:
+    def add_hooks(self, stages: Sequence[Network]) -> list[RemovableHandle]:
         """Look at every module of these stages of which no other stage has a part."""
         modules = [
             (name, module)

@@ -47,7 +47,7 @@ def microbatches(config: RunConfig, world_size: int) -> int:
     return max(1, train.global_batch_size // (train.micro_batch_size * config.parallel.data_parallel_size(world_size)))
 
 
-def groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
+def rank0_groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
     """Return the group of rank 0 on each axis, in Megatron's order; as `axis_ranks`, without computing all other groups."""
     parallel = config.parallel
     tp, cp, pp, ep = parallel.tp, parallel.context_parallel_size, parallel.pp, parallel.expert_model_parallel_size
@@ -102,7 +102,7 @@ def _layer_seconds(
 ) -> tuple[float, float, dict[str, float]]:
     """Return seconds of an average layer for one microbatch: (forward and backward, recomputation, all of it by part)."""
     model, parallel, train = config.model, config.parallel, config.train
-    size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, groups(config, world_size)
+    size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, rank0_groups(config, world_size)
     cp, tp, h = parallel.context_parallel_size, parallel.tp, model.hidden_size
     tokens = train.micro_batch_size * train.seq_length / cp
     mats, met = (flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _layer_flops(config))
@@ -177,7 +177,7 @@ def _reduction_and_update_seconds(
     config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float
 ) -> tuple[float, float]:
     """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights). last: seconds of a backward pass."""
-    parallel, at = config.parallel, groups(config, world_size)["dp_cp"]
+    parallel, at = config.parallel, rank0_groups(config, world_size)["dp_cp"]
     gradients, weights = parameters * BYTES[config.precision.gradient_dtype], parameters * BYTES[config.precision.dtype]
     sharded = parallel.use_distributed_optimizer
     summed = collective_seconds("reduce_scatter" if sharded else "all_reduce", gradients, at, hardware)

@@ -99,7 +99,7 @@ class TimeSpent:
                 mine[name] += amount
 
     @property
-    def each(self) -> float:
+    def seconds_per_action(self) -> float:
         """Seconds of one action."""
         return self.seconds / len(self.begun)
 
@@ -116,7 +116,7 @@ class RankTime:
     gathers: tuple[float, ...]
 
 
-def cost(run: DryRun, hardware: Hardware) -> Cost:
+def step_cost(run: DryRun, hardware: Hardware) -> Cost:
     """Compute seconds, bytes and shares of a simulated step."""
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
     if run.config.parallel.hybrid_context_parallel:
@@ -144,7 +144,7 @@ def cost(run: DryRun, hardware: Hardware) -> Cost:
         for rank in ranks
     ]
     seconds = max(ends) + max(tails)
-    busiest = max(ranks, key=lambda rank: sum(spent.each for spent in rank.spent.values()))
+    busiest = max(ranks, key=lambda rank: sum(spent.seconds_per_action for spent in rank.spent.values()))
     parts = _step_seconds_by_category(busiest, run.whole_microbatches, seconds)
     traffic: dict[str, float] = {}
     for rank in ranks:
@@ -171,7 +171,7 @@ def _times_of_stages(ranks: Sequence[RankTime], stages: int) -> dict[str, list[f
     """Return operation -> seconds of one of them on each stage, by the stage's slowest rank."""
 
     def slowest(key: str) -> float:
-        return max((rank.spent[key].each for rank in ranks if key in rank.spent), default=0.0)
+        return max((rank.spent[key].seconds_per_action for rank in ranks if key in rank.spent), default=0.0)
 
     return {op: [slowest(f"{op}{stage}") for stage in range(stages)] for op in "FBW"}
 
@@ -208,7 +208,7 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
     for part in spans_of(trace.events):
         if part.again:
             place = spent.setdefault(_action_kind(part.action), TimeSpent())
-            place.add(meter.again(part), place.begun.setdefault(part.action, place.seconds))
+            place.add(meter.repeated_span_time(part), place.begun.setdefault(part.action, place.seconds))
             continue
         for event in part.events:
             if event.action != "setup" and event.kind != "action":
@@ -277,7 +277,7 @@ class _Meter:
         place.seconds += seconds
         place.parts[part] += seconds
 
-    def again(self, part: EventSpan) -> TimeSpent:
+    def repeated_span_time(self, part: EventSpan) -> TimeSpent:
         """Return the time of a span that repeats an earlier one."""
         key = id(part.events), part.action[:1]
         if key not in self._stretches:
@@ -422,7 +422,7 @@ def _exposed_gather(rank: RankTime) -> float:
     """
     if not rank.gathers:
         return 0.0
-    hides = sum(spent.each for key, spent in rank.spent.items() if key[0] == "F" and ACTION.match(key))
+    hides = sum(spent.seconds_per_action for key, spent in rank.spent.items() if key[0] == "F" and ACTION.match(key))
     return rank.gathers[0] + max(0.0, sum(rank.gathers[1:]) - hides)
 
 

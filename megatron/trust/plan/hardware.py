@@ -78,7 +78,7 @@ class Hardware:
         """Return the seconds of one attention kernel. flops: of the keys that are attended to."""
         return flops / (self.flops(dtype) * self.attention[backward])
 
-    def budget(self) -> float:
+    def usable_bytes(self) -> float:
         """Bytes available to tensors."""
         return self.memory * self.usable
 

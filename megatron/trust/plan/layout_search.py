@@ -152,7 +152,7 @@ class LayoutRanking:
     tried: int = 0
     complete: bool = True
 
-    def reasons(self) -> Counter[str]:
+    def rejections_by_rule(self) -> Counter[str]:
         """Count the rejected layouts by rule."""
         return Counter(rule for one in self.rejected for rule in one.rules)
 
@@ -197,7 +197,7 @@ def _expert_layouts(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[
     ]
 
 
-def search(
+def search_layouts(
     setting: RequestedSetup,
     hardware: Hardware,
     *,
@@ -253,7 +253,7 @@ def _estimate_layout(
             (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
             for variant, config in [_recompute_variants(layout, one, true_vocab_size)[0]]
         ]
-        if drawn[0][2].needs > hardware.budget():  # what keeps the least; a larger micro batch keeps more
+        if drawn[0][2].needs > hardware.usable_bytes():  # what keeps the least; a larger micro batch keeps more
             ranking.tried += 1
             reason = (
                 f"{_too_much(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
@@ -293,7 +293,7 @@ def _keep_pareto_variants(
     ranking.tried += len(drawn)
     fitting: list[FittingLayout] = []
     for layout, config, one in sorted(drawn, key=lambda row: (row[2].time.seconds, row[2].needs)):
-        if one.needs > hardware.budget():
+        if one.needs > hardware.usable_bytes():
             ranking.rejected.append(Rejected(layout, ("memory",), (_too_much(one.needs, hardware, one.position),)))
         elif fitting and one.needs >= min(other.needs for other in fitting):
             ranking.rejected.append(
@@ -346,7 +346,7 @@ def _dry_run_best(
         progress(fitting, plans, f"dry run {done + 1}: {one.layout}")
         peak, step = planner(one.config, world_size)
         done += 1
-        if peak > hardware.budget():
+        if peak > hardware.usable_bytes():
             ranking.fits.remove(one)
             ranking.rejected.append(
                 Rejected(one.layout, ("memory",), (_too_much(peak, hardware, None) + " by a dry run",))
@@ -360,4 +360,4 @@ def _dry_run_best(
 
 def _too_much(needs: float, hardware: Hardware, position: int | None) -> str:
     where = "" if position is None else f" on pipeline rank {position}"
-    return f"needs {bytes_text(needs)}{where} of {bytes_text(hardware.budget())}"
+    return f"needs {bytes_text(needs)}{where} of {bytes_text(hardware.usable_bytes())}"

@@ -15,7 +15,7 @@ from megatron.core.config.stages import stages_of
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import analytic_estimate, with_vocabulary
-from megatron.trust.plan.cost import Cost, cost
+from megatron.trust.plan.cost import Cost, step_cost
 from megatron.trust.plan.hardware import Hardware
 from megatron.trust.simulate.collective_matching import MatchReport
 from megatron.trust.simulate.trace import KINDS, DryRun, Trace
@@ -67,21 +67,21 @@ class RunPlan:
     matching: MatchReport | None = None
 
     @property
-    def ends(self) -> bool:
+    def terminates(self) -> bool:
         """Whether no rank would wait forever, as far as checked."""
         return self.matching is None or not self.matching.problems
 
     @property
     def fits(self) -> bool:
         """Whether every rank stays within its memory."""
-        return self.run.worst.peak <= self.hardware.budget()
+        return self.run.worst_trace.peak <= self.hardware.usable_bytes()
 
 
 def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner) -> RunPlan:
     """Plan a resolved config that has its vocabulary."""
     started = time.monotonic()
     run = dry_run(config, world_size)
-    return RunPlan(run, cost(run, hardware), hardware, time.monotonic() - started)
+    return RunPlan(run, step_cost(run, hardware), hardware, time.monotonic() - started)
 
 
 def with_advice(
@@ -95,7 +95,7 @@ def with_advice(
     saving: list[tuple[Advice, dict[str, Any]]] = []
     trial = _Trial(planned, setting, dry_run, true_vocab_size)
     for words, values in memory_savings(setting, planned.run.config):
-        one = trial.of(words, values) if time.monotonic() < until else None
+        one = trial.simulate(words, values) if time.monotonic() < until else None
         tried += one is not None
         if one is not None and one.saved > 0:
             advice.append(one)
@@ -109,7 +109,7 @@ def with_advice(
             if time.monotonic() > until or set(values) & set(together):
                 continue
             words, together = f"{words} {one.words}", together | values
-            both = trial.of(words, together)
+            both = trial.simulate(words, together)
             if both is not None:
                 advice.append(both)
                 if both.fits:
@@ -159,7 +159,7 @@ class _Trial:
     dry_run: DryRunner
     true_vocab_size: int
 
-    def of(self, words: str, values: Mapping[str, Any]) -> Advice | None:
+    def simulate(self, words: str, values: Mapping[str, Any]) -> Advice | None:
         """Simulate a change; None if rules forbid it."""
         ranks, before, hardware = self.setting.world_size, self.planned.run, self.planned.hardware
         config, problems = resolve_and_examine(self.setting.with_values(values).config, ranks)
@@ -174,13 +174,15 @@ class _Trial:
             getattr(before.config.parallel, size) == getattr(config.parallel, size)
             for size in ("tp", "pp", "context_parallel_size", "expert_model_parallel_size")
         )
-        peak = self.dry_run(config, ranks, [before.worst.rank] if same else None).worst.peak
-        return Advice(words, peak, before.worst.peak - peak, times[1] / times[0] - 1.0, peak <= hardware.budget())
+        peak = self.dry_run(config, ranks, [before.worst_trace.rank] if same else None).worst_trace.peak
+        return Advice(
+            words, peak, before.worst_trace.peak - peak, times[1] / times[0] - 1.0, peak <= hardware.usable_bytes()
+        )
 
 
 def explain_peak(run: DryRun) -> list[str]:
     """Explain why the fullest rank is the fullest: what it holds more of than the emptiest one, and which part of the layout causes that."""
-    worst, least = run.worst, min(run.traces, key=lambda trace: trace.peak)
+    worst, least = run.worst_trace, min(run.traces, key=lambda trace: trace.peak)
     if worst.peak - least.peak < 0.001 * worst.peak:
         return ["all ranks hold the same" + ("" if worst.peak == least.peak else ", but for less than a thousandth")]
     ahead = {kind: getattr(worst.at_peak, kind) - getattr(least.at_peak, kind) for kind in KINDS}

@@ -34,7 +34,7 @@ def text(planned: RunPlan) -> str:
     """Return the report as text of one screen."""
     run, time = planned.run, planned.cost.time
     lines = [conclusion(planned), "", headline(run), "", *_format_table(_memory_rows(planned))]
-    worst, summit = run.worst, run.worst.peak_record
+    worst, summit = run.worst_trace, run.worst_trace.peak_record
     lines += [
         "",
         f"peak of rank {worst.rank}: {summit.name} in {summit.action}"
@@ -64,12 +64,12 @@ def text(planned: RunPlan) -> str:
 
 def conclusion(planned: RunPlan) -> str:
     """Return one line: whether the run fits, its step time and throughput."""
-    time, worst, hardware = planned.cost.time, planned.run.worst, planned.hardware
+    time, worst, hardware = planned.cost.time, planned.run.worst_trace, planned.hardware
     fits = "FITS" if planned.fits else "DOES NOT FIT"
-    if not planned.ends:
+    if not planned.terminates:
         fits = f"NEVER ENDS (see below), and {fits}"
     return (
-        f"{fits}: the fullest rank needs {bytes_text(worst.peak)} of {bytes_text(hardware.budget())} on {hardware.name}; about "
+        f"{fits}: the fullest rank needs {bytes_text(worst.peak)} of {bytes_text(hardware.usable_bytes())} on {hardware.name}; about "
         f"{seconds_text(time.seconds)} a step, {count_text(time.tokens)} tokens/s, MFU {time.mfu:.1%} causal ({time.mfu_square:.1%} square)"
     )
 
@@ -116,9 +116,9 @@ def plain(planned: RunPlan) -> dict[str, Any]:
     return {
         "fits": planned.fits,
         "hardware": hardware.name,
-        "budget": hardware.budget(),
+        "budget": hardware.usable_bytes(),
         "world_size": run.world_size,
-        "worst_rank": run.worst.rank,
+        "worst_rank": run.worst_trace.rank,
         "why": explain_peak(run),
         "notes": notes(run),
         "ranks": ranks,
@@ -140,7 +140,7 @@ def page(planned: RunPlan, command: Sequence[str]) -> str:
     drawn = [fullest[0], *([fullest[-1]] if fullest[-1].peak < fullest[0].peak else [])]
     figures = "".join(
         f"<figure><figcaption>Rank {trace.rank}: {bytes_text(trace.peak)} at {html.escape(trace.peak_record.name)} in "
-        f"{html.escape(trace.peak_record.action)}</figcaption>{memory_picture(trace, planned.hardware.budget())}</figure>"
+        f"{html.escape(trace.peak_record.action)}</figcaption>{memory_picture(trace, planned.hardware.usable_bytes())}</figure>"
         for trace in drawn
         if trace.timeline
     )
@@ -199,10 +199,10 @@ def memory_picture(trace: Trace, budget: float) -> str:
     line = TALL * (1 - budget / top)
     limit = f'<line class="limit" x1="0" x2="{WIDE}" y1="{line:.1f}" y2="{line:.1f}"/><text x="4" y="{line - 4:.1f}">{bytes_text(budget)}</text>'
     unit, name = (GIB, "GiB") if trace.peak >= GIB else (2**20, "MiB")
-    sides = [(TALL * (1 - size * unit / top), f"{size:g} {name}") for size in ticks(top / unit)]
+    sides = [(TALL * (1 - size * unit / top), f"{size:g} {name}") for size in axis_ticks(top / unit)]
     return (
         f'<svg viewBox="{-LEFT} -14 {WIDE + LEFT + 30} {TALL + 14 + BELOW}" role="img" aria-label="memory over the step">'
-        f"{_svg_ticks(TALL, sides, [(WIDE * event / last, f'{event:,.0f}') for event in ticks(last)], 'operations of the step, in their order')}"
+        f"{_svg_ticks(TALL, sides, [(WIDE * event / last, f'{event:,.0f}') for event in axis_ticks(last)], 'operations of the step, in their order')}"
         f"{''.join(bands)}{limit if line >= 0 else ''}</svg>"
     )
 
@@ -230,14 +230,14 @@ def schedule_picture(planned: RunPlan) -> str:
             boxes.append(f'<text class="in" x="{x + width / 2:.1f}" y="{ROW * rank + 15}">{action.microbatch}</text>')
     note = "" if len(drawn) == len(actions) else f"<p>The first {len(drawn):,} of {len(actions):,} actions.</p>"
     sides = [(ROW * (rank + 0.5), f"pp {rank}") for rank in range(rows)]
-    below = [(WIDE * moment / span, seconds_text(moment) if moment else "0") for moment in ticks(span)]
+    below = [(WIDE * moment / span, seconds_text(moment) if moment else "0") for moment in axis_ticks(span)]
     return (
         f'<svg viewBox="{-LEFT} 0 {WIDE + LEFT + 30} {ROW * rows + BELOW}" role="img" aria-label="schedule">'
         f"{_svg_ticks(ROW * rows, sides, below, 'time since the step began')}{''.join(boxes)}</svg>{note}"
     )
 
 
-def ticks(top: float, about: int = 5) -> list[float]:
+def axis_ticks(top: float, about: int = 5) -> list[float]:
     """Return about so many round numbers from 0 to the top: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(top / about))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * about >= top * 0.999)
@@ -292,7 +292,7 @@ def found_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> 
     else:
         lines = [f"none of {ranking.tried:,} layouts fits"]
     lines += ["", f"{len(ranking.rejected):,} were rejected:"]
-    for rule, count in ranking.reasons().most_common():
+    for rule, count in ranking.rejections_by_rule().most_common():
         example = next(one for one in ranking.rejected if rule in one.rules)
         message = example.says[min(example.rules.index(rule), len(example.says) - 1)]
         lines.append(f"  {count:>6,} {rule:18} for example {example.layout}: {message}")
@@ -323,7 +323,7 @@ def found_plain(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
 def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     """Return table rows of peak memory by kind of rank: the fullest kinds, in order of ranks. Kinds of one stage with equal memory share a row."""
     run = planned.run
-    unit, name = (GIB, "GiB") if run.worst.peak >= GIB else (2**20, "MiB")
+    unit, name = (GIB, "GiB") if run.worst_trace.peak >= GIB else (2**20, "MiB")
     alike: dict[tuple[str, ...], tuple[Trace, int]] = {}
     for trace, ranks in zip(run.traces, run.stands_for, strict=True):
         key = (
@@ -358,7 +358,7 @@ def notes(run: DryRun) -> list[str]:
             "note: a dry run has no text, so documents were taken to be whole rows, halves, quarters and so on in turn; work that "
             "the real lengths divide less evenly takes longer"
         )
-    if any(event.name == "aten.bmm" and event.where.startswith(FUSED) for event in run.worst.events):
+    if any(event.name == "aten.bmm" and event.where.startswith(FUSED) for event in run.worst_trace.events):
         notes_of_run.append(
             "note: attention ran unfused here, as a CPU has no fused kernel with such masks; where the machine has one, less "
             "memory is needed"

@@ -63,7 +63,7 @@ class _NoStreams(RandomStreams):
         super().__init__(torch.device("cpu"), {"default": 0})
 
     @contextmanager
-    def use(self, name: str) -> Iterator[None]:
+    def fork(self, name: str) -> Iterator[None]:
         """Do nothing."""
         yield
 
@@ -167,7 +167,7 @@ def _label_memory(memory: StorageTracker, trainer: Trainer, params: Sequence[Ten
     memory.label((whole for bucket in buckets for whole in bucket.gathered), "weights")
     for param in params:
         if quantized_of(param) is not None:
-            memory.discount(param)
+            memory.count_as_zero(param)
     memory.label((held for param in params for held in _local_tensors(param)), "weights")
     memory.label((buffer for stage in trainer.stages for buffer in stage.buffers()), "weights")
     memory.label(trainer.optimizer.memory(), "optimizer")
@@ -285,7 +285,7 @@ def _microbatches(config: RunConfig, world_size: int) -> int:
     """Return the number of microbatches of a full step."""
     train, copies = config.train, config.parallel.data_parallel_size(world_size)
     schedule = BatchSchedule.build(train, data_parallel_size=copies, seq_length=train.seq_length)
-    return schedule.full // schedule.unit
+    return schedule.final_batch_size // schedule.unit
 
 
 def _microbatches_to_peak(config: RunConfig, count: int) -> int:
@@ -383,7 +383,7 @@ def _can_replay_microbatches(config: RunConfig) -> bool:
         and not parallel.hybrid_context_parallel
         and not parallel.overlap_moe_expert_parallel_comm
         and not parallel.use_torch_fsdp2
-        and not config.offload.offloads
+        and not config.offload.any_offload
     )
 
 

@@ -78,21 +78,21 @@ class _RecordedPass:
     flags: tuple[tuple[str, bool, bool], ...] = ()
 
     @property
-    def visible(self) -> frozenset[int]:
+    def visible_births(self) -> frozenset[int]:
         """Births of a forward pass that its caller can see: outputs and metrics."""
         return frozenset(
             shape.birth for shape in (*self.given, *(shape for _, shape in self.notes)) if shape is not None
         )
 
-    def held(self, gone: frozenset[int]) -> list[int]:
+    def freed_with_graph(self, gone: frozenset[int]) -> list[int]:
         """Return the births of a forward pass that are freed with its graph. gone: those that the backward pass itself frees."""
-        return sorted(set(range(len(self.trace.births))) - gone - self.visible - self.kept)
+        return sorted(set(range(len(self.trace.births))) - gone - self.visible_births - self.kept)
 
-    def like(self, other: _RecordedPass) -> bool:
+    def same_as(self, other: _RecordedPass) -> bool:
         """Whether both passes produced the same events and allocations."""
         named = ("last", "given", "ended", "before", "notes", "kept", "flags")
         return (
-            self.trace.like(other.trace)
+            self.trace.same_as(other.trace)
             and all(getattr(self, name) == getattr(other, name) for name in named)
             and [_comparable_event(event, self.live) for event in self.events]
             == [_comparable_event(event, other.live) for event in other.events]
@@ -118,7 +118,7 @@ class _StageRecord:
     def add_backward(self, number: int, recorded: _RecordedPass) -> None:
         """Record the backward pass of a microbatch, and compare the two that must be equal. Raises `TraceMismatch`."""
         if number == self.settled:
-            if (former := self.backwards.pop(number - 1, None)) is None or not former.like(recorded):
+            if (former := self.backwards.pop(number - 1, None)) is None or not former.same_as(recorded):
                 raise TraceMismatch("two backward passes of a stage are not alike")
             self.backward = recorded
         elif self.settled < 0:
@@ -228,12 +228,12 @@ class MicrobatchMemo:
 
     def _check_freed(self) -> None:
         """A new pass begins: check that what had to be freed with a graph has been, and note which inputs of the last pass are still allocated."""
-        if any(life.lasts for life in self._graph):
+        if any(life.is_allocated for life in self._graph):
             raise TraceMismatch("something that a backward pass left does not end with its graph")
         self._graph.clear()
         if self._former is not None:
             self._former.stage.lasting = frozenset(
-                place for place, life in enumerate(self._former.given) if life is not None and life.lasts
+                place for place, life in enumerate(self._former.given) if life is not None and life.is_allocated
             )
             self._former = None
 
@@ -270,9 +270,9 @@ class MicrobatchMemo:
         for which, tensor in enumerate(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._gradient_arrived, waiting, seen, which))
-        if stage.settled >= 0 and (stage.forward is None or not seen.like(stage.forward)):
+        if stage.settled >= 0 and (stage.forward is None or not seen.same_as(stage.forward)):
             raise TraceMismatch("the last forward pass of a stage is another than those before")
-        if stage.forward is not None and seen.like(stage.forward) and stage.settled < 0:
+        if stage.forward is not None and seen.same_as(stage.forward) and stage.settled < 0:
             stage.settled, stage.output = number, _without_tensors(output)
         stage.forward = seen
         return output
@@ -304,10 +304,10 @@ class MicrobatchMemo:
             raise TraceMismatch("a backward pass leaves something behind")
         names = waiting.roles_of_lives()
         ended = tuple(_lifetime_role(names, life, "a backward pass") for life in deaths)
-        if not _ended_births(ended).isdisjoint(forward.visible):
+        if not _ended_births(ended).isdisjoint(forward.visible_births):
             raise TraceMismatch("a backward pass ends what others see")
-        rest = [waiting.lives[birth] for birth in forward.held(_ended_births(ended))]
-        if not all(life.lasts for life in rest):
+        rest = [waiting.lives[birth] for birth in forward.freed_with_graph(_ended_births(ended))]
+        if not all(life.is_allocated for life in rest):
             raise TraceMismatch("what a forward pass left ends before its backward pass")
         self._graph += rest
         seen = replace(
@@ -421,7 +421,7 @@ class MicrobatchMemo:
         self._until_step_end += [waiting.lives[birth] for birth in forward.kept]
         return [
             self._tensor_in(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)
-            for birth in forward.held(_ended_births(seen.ended))
+            for birth in forward.freed_with_graph(_ended_births(seen.ended))
         ]
 
     def _replay_allocations(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:

@@ -46,7 +46,7 @@ class StorageLifetime:
     elsewhere: bool = False
 
     @property
-    def lasts(self) -> bool:
+    def is_allocated(self) -> bool:
         """Whether it is still allocated."""
         return self.died == _FOREVER
 
@@ -70,7 +70,7 @@ class AllocationTrace:
     live: int
     top: tuple[int, int, int]
 
-    def like(self, other: AllocationTrace) -> bool:
+    def same_as(self, other: AllocationTrace) -> bool:
         """Whether both traces have the same allocations and releases at the same ticks."""
         return (self.births, self.deaths, self.live, self.top) == (
             other.births,
@@ -135,7 +135,7 @@ class StorageTracker:
             life = self.lifetime_of(tensor)
             life.kind = life.kind or kind
 
-    def discount(self, tensor: Tensor) -> None:
+    def count_as_zero(self, tensor: Tensor) -> None:
         """Count the storage of a tensor (any shape) as 0 bytes from now on: of a parameter that is on the meta device."""
         life, storage = self.lifetime_of(tensor), tensor.untyped_storage()
         self._end_lifetime(life)
@@ -330,7 +330,7 @@ def forwards_waiting(trace: Trace) -> int:
 
 def why_worst(run: DryRun) -> str:
     """Explain in words what the rank with the highest peak holds more of than the rank with the lowest."""
-    worst, least = run.worst, min(run.traces, key=lambda trace: trace.peak)
+    worst, least = run.worst_trace, min(run.traces, key=lambda trace: trace.peak)
     name = f"rank {worst.rank} ({_place_text(worst)}) needs {worst.peak / 2**30:.2f} GiB"
     if worst.peak == least.peak:
         return f"{name}, as all others do"

@@ -75,12 +75,12 @@ class EventSpan:
     action: str = ""
     live: int = 0
 
-    def resolved(self, event: Event) -> Event:
+    def event_in_span(self, event: Event) -> Event:
         """Return an event of the span with the action and the allocated bytes that it has here."""
         return replace(event, action=self.action, live=event.live + self.live) if self.again else event
 
     def __iter__(self) -> Iterator[Event]:
-        return map(self.resolved, self.events) if self.again else iter(self.events)
+        return map(self.event_in_span, self.events) if self.again else iter(self.events)
 
 
 @dataclass(slots=True)
@@ -130,10 +130,10 @@ class EventList(Sequence[Event]):
             inside = (
                 (part, part.events[max(0, low - begin) : max(0, high - begin)]) for begin, part in parts if begin < high
             )
-            return tuple(part.resolved(event) for part, events in inside for event in events)
+            return tuple(part.event_in_span(event) for part, events in inside for event in events)
         place = range(self._count)[place]
         at = bisect_right(self.begins, place) - 1
-        return self.parts[at].resolved(self.parts[at].events[place - self.begins[at]])
+        return self.parts[at].event_in_span(self.parts[at].events[place - self.begins[at]])
 
 
 def spans_of(events: Sequence[Event]) -> Sequence[EventSpan]:
@@ -144,7 +144,7 @@ def spans_of(events: Sequence[Event]) -> Sequence[EventSpan]:
 def communication_of(events: Sequence[Event]) -> Iterator[Event]:
     """Yield collectives, messages and the starts of actions."""
     for part in spans_of(events):
-        yield from (part.resolved(event) for event in part.events if event.kind != "op")
+        yield from (part.event_in_span(event) for event in part.events if event.kind != "op")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class DryRun:
     whole_microbatches: int
 
     @property
-    def worst(self) -> Trace:
+    def worst_trace(self) -> Trace:
         """The trace with the highest peak; the first one of several."""
         return max(self.traces, key=lambda trace: trace.peak)
 

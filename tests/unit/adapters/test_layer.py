@@ -106,14 +106,14 @@ def test_a_merge_that_scales_twice_is_noticed() -> None:
 
 def masks(layout: dict[str, Any], defect: bool) -> dict[str, list[list[bool]]]:
     """Which elements of the input of each kind of layer are dropped on each rank; defect: all ranks draw from one stream."""
-    use = RandomStreams.use
+    use = RandomStreams.fork
 
     def shared(self: RandomStreams, stream: str) -> Any:
         return use(self, "default")
 
     result = {}
     trainer = build(lora_rank=4, lora_dropout=0.5, **layout)
-    with patch.object(RandomStreams, "use", shared if defect else use):
+    with patch.object(RandomStreams, "fork", shared if defect else use):
         for name, linear in layers_of(trainer).items():
             assert isinstance(linear, nn.Module) and linear.adapter is not None
             kept = linear.adapter._apply_dropout(torch.ones(64, dtype=torch.float64)) != 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.adapters import linear_layers
 from megatron.core.config.plan import layer_rows, partition
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.models.on_meta import network_on
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear import AdaptedLinear
@@ -24,7 +24,9 @@ NETWORKS = ("llama", "gpt", "moe-shared", "mla", "mla-q", "output-gate", "t5", "
 def test_the_list_of_linear_layers_is_that_of_the_network(name: str) -> None:
     model = tiny.config(**MODELS[name]).model
     (stage,) = partition(layer_rows(model), pp=1)
-    layers = [module for module in network_on(model, Mesh.single(), stage).modules() if isinstance(module, Layer)]
+    layers = [
+        module for module in network_on(model, Mesh.single_process(), stage).modules() if isinstance(module, Layer)
+    ]
     for layer in layers[: len(stage.layers)]:
         listed = {path: (shape.outputs, shape.inputs) for path, shape in linear_layers(model, layer.plan).items()}
         there = {
@@ -82,7 +84,7 @@ def test_targets_name_projections_matrices_and_patterns() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], rule: str, words: str) -> None:
-    found = dict(broken(tiny.config(**{**MODELS["llama"], "lora_rank": 4, **changes}), 1))
+    found = dict(broken_rules(tiny.config(**{**MODELS["llama"], "lora_rank": 4, **changes}), 1))
     assert words in found.get(rule, ""), found
 
 
@@ -90,4 +92,4 @@ def test_an_adapter_that_fits_breaks_no_rule() -> None:
     config = tiny.config(
         **{**MODELS["llama"], "lora_rank": 4, "lora_dropout": 0.1, "dora": True, "freeze": ("embedding.*",)}
     )
-    assert not [rule for rule, _ in broken(config, 1) if rule.startswith("adapter")]
+    assert not [rule for rule, _ in broken_rules(config, 1) if rule.startswith("adapter")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.kernels.low_precision.weight_blocks import (
@@ -241,5 +241,5 @@ def test_optimizer_memory_is_below_a_tenth_and_as_the_plan_says() -> None:
     [({"lora_base_quantization": "nf4"}, "give --lora-rank"), ({**QLORA, "fp8_format": "hybrid"}, "round them again")],
 )
 def test_a_quantized_base_that_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> None:
-    problems = dict(broken(tiny.config(1, **{**MODELS["llama"], **changes}), 1))
+    problems = dict(broken_rules(tiny.config(1, **{**MODELS["llama"], **changes}), 1))
     assert any(words in message for message in problems.values()), problems

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken
+from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken_rules
 from megatron.core.config.rules.rule import divisors
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.config.stages import stages_of
@@ -354,7 +354,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 def found(world_size: int, changes: dict[str, Any]) -> dict[str, str]:
-    return dict(broken(from_values(RequestedRun, {**GOOD, **changes}).resolve(world_size), world_size))
+    return dict(broken_rules(from_values(RequestedRun, {**GOOD, **changes}).resolve(world_size), world_size))
 
 
 @pytest.mark.parametrize("name, world_size, changes, words", BAD, ids=[f"{row[0]} {' '.join(map(str, row[2]))}" for row in BAD])

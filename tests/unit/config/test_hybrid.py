@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import layer_rows, mtp_rows
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import layer_parameters
 from megatron.core.models.flops import flops_per_token
@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {"num_layers": None, "mamba_head_dim": 8, "mamba_num_gro
 
 
 def problems(world_size: int = 1, **changes: Any) -> str:
-    return "; ".join(message for _, message in broken(tiny.config(world_size, **changes), world_size))
+    return "; ".join(message for _, message in broken_rules(tiny.config(world_size, **changes), world_size))
 
 
 def test_symbols_are_layers_of_one_half_each() -> None:

@@ -68,7 +68,7 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskSpec, Tensor]:
     documents = (torch.rand((case.batch, case.length), generator=random) < 0.25).cumsum(1)
     padding = torch.rand((case.batch, case.length), generator=random) < 0.7
     if case.hidden is not None:
-        padding[:, Zigzag(case.length, 4).places(case.hidden, CPU)] = False
+        padding[:, Zigzag(case.length, 4).positions_of_rank(case.hidden, CPU)] = False
     mask = MaskSpec(
         causal=case.causal,
         window=case.window,
@@ -98,11 +98,11 @@ def in_pieces(case: Case, kind: str, dropout: float = 0.0) -> list[Tensor]:
     axis = (mesh := mesh_of(torch.distributed.get_world_size(), case.inner)).cp
     tensors, mask, weight = inputs(case)
     cut = Zigzag(case.length, axis.size)
-    q, k, v = (cut.piece(x, axis.rank).clone().requires_grad_() for x in tensors[:3])
+    q, k, v = (cut.shard(x, axis.rank).clone().requires_grad_() for x in tensors[:3])
     sink = tensors[3].requires_grad_()
     attention = context_parallel_kernel(KERNELS[case.kernel], mesh, kind)
     output = attention(q, k, v, replace(mask, length=case.length), dropout, scores_of(case, sink))
-    (output * cut.piece(weight, axis.rank)).sum().backward()
+    (output * cut.shard(weight, axis.rank)).sum().backward()
     gradients = [joined(gradient_of(x), cut, axis) for x in (q, k, v)]
     return [joined(output.detach(), cut, axis), *gradients, collectives.all_reduce(gradient_of(sink).clone(), axis)]
 
@@ -116,7 +116,7 @@ def joined(piece: Tensor, cut: Zigzag, axis: Axis) -> Tensor:
     """The whole of every rank's piece, put in place by the places alone."""
     found = torch.full((cut.length, *piece.shape[1:]), float("nan"), dtype=piece.dtype)
     for rank, part in enumerate(collectives.gather_objects(piece, axis)):
-        found[cut.places(rank, CPU)] = part
+        found[cut.positions_of_rank(rank, CPU)] = part
     return found
 
 
@@ -128,7 +128,7 @@ def dropout_gap(case: Case, kind: str, share: float) -> tuple[float, float, floa
     axis = (mesh := mesh_of(torch.distributed.get_world_size(), case.inner)).cp
     tensors, mask, weight = inputs(case)
     cut = Zigzag(case.length, axis.size)
-    q, k, v, own = (cut.piece(x, axis.rank) for x in (*tensors[:3], weight))
+    q, k, v, own = (cut.shard(x, axis.rank) for x in (*tensors[:3], weight))
     mask, attention = replace(mask, length=case.length), context_parallel_kernel(KERNELS[case.kernel], mesh, kind)
     way = torch.randn(k.shape, dtype=k.dtype, generator=torch.Generator().manual_seed(axis.rank))
 

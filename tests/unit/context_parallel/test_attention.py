@@ -95,7 +95,7 @@ def test_a_rank_whose_queries_see_no_key_gives_zero_and_has_no_gradient(world: W
     case = Case(length=16, window=(0, 0), padding=True, sink=True, inner=2, hidden=hidden)
     compare(world, 4, case, kind)
     output, dq, *_ = world(4).run(ranks.in_pieces, case, kind)[0]
-    blind = Zigzag(16, 4).places(hidden, ranks.CPU)
+    blind = Zigzag(16, 4).positions_of_rank(hidden, ranks.CPU)
     assert not output[blind].any() and not dq[blind].any() and output.any()
 
 
@@ -126,8 +126,8 @@ def test_pairs_of_chunks_cover_what_the_mask_shows_and_never_twice(
     length: int, size: int, mask: MaskSpec, data: st.DataObject
 ) -> None:
     cut, rank, source = Zigzag(length, size), *(data.draw(st.integers(0, size - 1)) for _ in range(2))
-    queries, keys = cut.places(rank, ranks.CPU), cut.places(source, ranks.CPU)
-    seen = mask.visible(length, length, ranks.CPU)[0, 0][queries][:, keys]
+    queries, keys = cut.positions_of_rank(rank, ranks.CPU), cut.positions_of_rank(source, ranks.CPU)
+    seen = mask.as_bool(length, length, ranks.CPU)[0, 0][queries][:, keys]
     counted = torch.zeros_like(seen, dtype=torch.int64)
     for pair in chunk_pairs(cut.chunks(rank), cut.chunks(source), mask):
         part = seen[pair.queries, pair.keys]

@@ -33,7 +33,7 @@ def batches(run: Run, iteration: int, counting: list[int]) -> Iterator[Batch]:
     mask = torch.zeros(cut.length)
     mask[counting] = 1.0
     for batch in tiny.batches(run, iteration):
-        yield replace(batch, loss_mask=cut.piece(mask, axis.rank).expand_as(batch.loss_mask))
+        yield replace(batch, loss_mask=cut.shard(mask, axis.rank).expand_as(batch.loss_mask))
 
 
 def train_here(changes: dict[str, Any], counting: list[int]) -> tuple[list[float], list[float]]:
@@ -97,7 +97,7 @@ def test_the_data_of_context_ranks_are_pieces_of_one_sequence_but_for_its_docume
     changes = {"dataloader_inter_document_masking": True, "mtp_num_layers": 1}
     alone = seen_here(changes)
     for rank, found in enumerate(world(4).run(seen_here, {**changes, "context_parallel_size": 4})):
-        places = Zigzag(16, 4).places(rank, torch.device("cpu")).numpy()
+        places = Zigzag(16, 4).positions_of_rank(rank, torch.device("cpu")).numpy()
         for batch, whole in zip(found, alone, strict=True):
             assert batch.keys() == whole.keys() and "mtp_1_tokens" in batch
             for name, rows in whole.items():

@@ -187,7 +187,7 @@ def test_sources_say_where_every_token_came_from(tmp_path: Path, pairs: str | No
     for index in range(60):
         ids = unmasked(data[index])
         message = [None] * len(ids)
-        for span in data.sources(index):
+        for span in data.token_sources(index):
             message[span.start : span.start + span.length] = data.map.source.get(
                 span.sequence, span.offset, span.length
             ).tolist()

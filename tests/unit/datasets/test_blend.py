@@ -481,7 +481,7 @@ class PerDocument:
     def count(self, source):
         return len(source.document_indices) - 1
 
-    def fits(self, source, part):
+    def has_sample(self, source, part):
         return len(part) > 0
 
     def build(self, source, part, *, num_samples, split, cache):
@@ -574,7 +574,7 @@ def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
         sample = dataset[index]
         window = sample["tokens"].tolist() + sample["labels"].tolist()[-1:]
         rebuilt = []
-        for span in dataset.sources(index):
+        for span in dataset.token_sources(index):
             assert span.start == len(rebuilt) and span.length > 0 and span.prefix == str(prefix)
             part = source.get(span.sequence, span.offset, span.length).tolist()
             assert {home[token] for token in part} == {span.document}
@@ -582,7 +582,7 @@ def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
         assert rebuilt == window
         for token in window:
             seen[home[token]].add(index)
-    assert {document: dataset.holding(document).tolist() for document in seen} == {
+    assert {document: dataset.samples_with_document(document).tolist() for document in seen} == {
         document: sorted(indices) for document, indices in seen.items()
     }
     assert (dataset.tokens_per_epoch, dataset.samples_per_epoch) == (tokens, tokens / length)

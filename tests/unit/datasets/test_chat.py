@@ -309,7 +309,7 @@ def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path)
     filled = 0
     for index in range(len(data)):
         expected: list[tuple[int, int, float, int, int]] = []
-        spans = data.sources(index)
+        spans = data.token_sources(index)
         for document, span in enumerate(spans):
             ids = source.get(span.sequence).tolist()
             assert (span.start, span.offset, span.length, span.document) == (
@@ -345,10 +345,10 @@ def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path)
             "document_ids": "int64",
         }
         seen += [span.sequence for span in spans]
-        assert all(index in data.holding(span.document) for span in spans)
+        assert all(index in data.samples_with_document(span.document) for span in spans)
     assert sorted(seen) == list(range(5, 50)), "every conversation of the split once, and no other"
-    assert sum(len(data.holding(document)) for document in range(60)) == 45
-    assert data.fill == filled / (160 * len(data))
+    assert sum(len(data.samples_with_document(document)) for document in range(60)) == 45
+    assert data.fill_ratio == filled / (160 * len(data))
 
 
 def test_every_epoch_goes_through_all_samples_in_an_order_of_its_own(tokenizer: Any, tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_every_epoch_goes_through_all_samples_in_an_order_of_its_own(tokenizer: 
 
     def packs(samples: int | None) -> list[tuple[int, ...]]:
         data = ChatDataset(source, range(40), sequence_length=100, num_samples=samples, seed=1, split="train")
-        return [tuple(span.sequence for span in data.sources(index)) for index in range(len(data))]
+        return [tuple(span.sequence for span in data.token_sources(index)) for index in range(len(data))]
 
     once = packs(None)
     size = len(once)
@@ -371,8 +371,8 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_left_out(t
     silent = [{"role": "user", "content": "y" * 90}, ANSWER]
     source = read(write(tmp_path / "chat.jsonl", [long, silent, talk(1)]), tokenizer)
     data = ChatDataset(source, range(3), sequence_length=40, num_samples=None, seed=1, split="train")
-    assert sorted(span.sequence for index in range(len(data)) for span in data.sources(index)) == [0, 2]
-    (index,) = data.holding(0)
+    assert sorted(span.sequence for index in range(len(data)) for span in data.token_sources(index)) == [0, 2]
+    (index,) = data.samples_with_document(0)
     sample, ids = data[index], source.get(0)[:41]
     assert (
         sample["labels"].tolist() == np.where(ids < 0, ~ids, ids)[1:].tolist()
@@ -487,10 +487,12 @@ def test_a_run_mixes_files_by_weight_and_splits_them_by_lines(tokenizer: Any, tm
     train, valid, test = run(
         tokenizer, data_path=("3", paths[0], "1", paths[1]), split="80,20", data_cache_path=str(tmp_path / "cache")
     )
-    origins = [train.sources(index) for index in range(30)]
+    origins = [train.token_sources(index) for index in range(30)]
     assert abs(sum(spans[0].prefix == paths[0] for spans in origins) - 22.5) <= 1
     assert {span.document for spans in origins for span in spans} <= set(range(40))
-    assert {span.document for index in range(4) for span in valid.sources(index)} <= set(range(40, 50)) and test is None
+    assert {span.document for index in range(4) for span in valid.token_sources(index)} <= set(
+        range(40, 50)
+    ) and test is None
     again, _, _ = run(
         tokenizer, data_path=("3", paths[0], "1", paths[1]), split="80,20", data_cache_path=str(tmp_path / "cache")
     )

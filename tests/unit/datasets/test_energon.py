@@ -106,7 +106,7 @@ def test_samples_are_packed_by_their_lengths_with_images_and_hold_the_pixels_of_
     sample = data[0]
     for text, sent in zip(("####a cat", "####a striped dog"), made, strict=True):
         place = spans(sample).index(text)
-        expected = images.tiles(images.decode(sent["png"], data.options), data.options)
+        expected = images.tile_image(images.decode(sent["png"], data.options), data.options)
         assert np.array_equal(sample["images"][place : place + 1], expected)
     ((name, _),) = data.source.images(0)
     assert "s-0.tar@" in name and name.endswith("/0000.png")

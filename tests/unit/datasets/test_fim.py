@@ -17,7 +17,7 @@ from megatron.core.config.settings.data import DataConfig, FillConfig
 from megatron.core.datasets.blend import build_datasets
 from megatron.core.datasets.fim import FillInTheMiddle, fill_in_the_middle
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.datasets.marks import frame
+from megatron.core.datasets.marks import count_added_ids
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from tests.helpers.toytext import toy_tokenizer
 
@@ -191,10 +191,10 @@ def test_what_a_tokenizer_puts_around_text_is_found() -> None:
         def tokenize(self, text: str) -> list[int]:
             return [len(text), *text.encode()]
 
-    assert frame(ByteTokenizer()) == frame(NullTokenizer(50)) == (0, 0)
-    assert frame(Framed()) == (2, 1)
+    assert count_added_ids(ByteTokenizer()) == count_added_ids(NullTokenizer(50)) == (0, 0)
+    assert count_added_ids(Framed()) == (2, 1)
     with pytest.raises(ConfigError, match="cannot tokenize a text in pieces"):
-        frame(Strange())
+        count_added_ids(Strange())
 
 
 def build(tokenizer: Any, prefix: Path, length: int, **changes: Any) -> Any:
@@ -224,7 +224,7 @@ def test_samples_of_a_run_are_rearranged_windows_of_the_full_length(tokenizer: A
         sample = marked[index]
         assert sample["tokens"].tolist() == expected[:-1] and sample["labels"].tolist() == expected[1:]
         assert sample["loss_mask"].tolist() == [1.0] * 32
-    assert marked.sources(4) == plain.sources(4)
+    assert marked.token_sources(4) == plain.token_sources(4)
 
 
 def test_what_falls_short_is_padding_without_loss(tokenizer: Any, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def options(traits: Any = CLIP, side: int = 24, **changes: Any) -> ImageOptions:
 
 
 def ours(image: Image.Image, chosen: ImageOptions) -> np.ndarray:
-    return images.tiles(images.decode(content(image), chosen), chosen)
+    return images.tile_image(images.decode(content(image), chosen), chosen)
 
 
 def theirs(processor: Any, image: Image.Image) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_an_image_is_turned_as_its_exif_data_say(orientation: int) -> None:
     image = images.decode(file, chosen)
     assert image.size == ((40, 24) if orientation < 5 else (24, 40))
     assert images.upright_size(file, chosen) == image.size
-    assert images.count_tiles(file, chosen) == len(images.tiles(image, chosen))
+    assert images.count_tiles(file, chosen) == len(images.tile_image(image, chosen))
     turned = {3: np.rot90(np.asarray(picture(40, 24)), 2), 6: np.rot90(np.asarray(picture(40, 24)), -1)}
     if orientation in turned:
         assert np.array_equal(np.asarray(image), turned[orientation])

@@ -84,8 +84,8 @@ def test_an_image_takes_a_slot_for_each_of_its_rows(tmp_path: Path) -> None:
     assert spans(sample)[0] == "####cat"
     assert sample["image_slots"][:7].tolist() == [0, 1, 2, 3, -1, -1, -1]
     assert sample["images"].shape == (1, 3, 8, 8) and int(sample["image_rows"]) == ROWS
-    options = images.ImageOptions.of(tiny.config(**SETTINGS).model, tiny.config(**SETTINGS).data.multimodal)
-    expected = images.tiles(images.decode((tmp_path / "a").read_bytes(), options), options)
+    options = images.ImageOptions.from_config(tiny.config(**SETTINGS).model, tiny.config(**SETTINGS).data.multimodal)
+    expected = images.tile_image(images.decode((tmp_path / "a").read_bytes(), options), options)
     assert np.array_equal(sample["images"], expected)
 
 
@@ -187,8 +187,10 @@ def test_a_missing_file_is_left_out_and_named(tmp_path: Path, caplog: pytest.Log
 def test_the_order_depends_on_the_seed_alone_and_is_known_without_reading_images(tmp_path: Path) -> None:
     path = write(tmp_path, [row("a.png", answer="x" * (number + 1)) for number in range(9)], a=picture(20, 30))
     one, other = dataset(path), dataset(path, "nothing")
-    assert [one.sources(index) for index in range(len(one))] == [other.sources(index) for index in range(len(other))]
-    assert [one.sources(0)] != [dataset(path, seed=8).sources(0)] or len(one) == 1
+    assert [one.token_sources(index) for index in range(len(one))] == [
+        other.token_sources(index) for index in range(len(other))
+    ]
+    assert [one.token_sources(0)] != [dataset(path, seed=8).token_sources(0)] or len(one) == 1
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_a_folder_that_is_gone_or_images_damaged_one_after_the_other_end_the_run
     ):
         while True:
             index = next(samples)
-            if not data.source.images(data.sources(index)[0].sequence)[0][0].endswith(f"{MOST_IN_A_ROW}.png"):
+            if not data.source.images(data.token_sources(index)[0].sequence)[0][0].endswith(f"{MOST_IN_A_ROW}.png"):
                 data[index]
     shutil.rmtree(tmp_path / "pictures")
     with pytest.raises(DataError, match="pictures is gone, which held images when the data were indexed"):

@@ -190,7 +190,7 @@ def test_spans_and_samples_of_a_document_agree(tmp_path: Path) -> None:
             for index in range(len(result))
             if any(span.document == document for span in result.spans(*result.row(index)[:2], 0, 10**6, 0))
         ]
-        assert result.holding(document).tolist() == of_rows
+        assert result.samples_with_document(document).tolist() == of_rows
     for index in range(len(result)):
         first, last, _ = result.row(index)
         tokens = result.ids(first, last)

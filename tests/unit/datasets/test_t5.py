@@ -97,7 +97,7 @@ def test_sources_say_where_the_text_came_from(tmp_path: Path) -> None:
         text = filled(data[index])
         message = [
             token
-            for span in data.sources(index)
+            for span in data.token_sources(index)
             for token in data.map.source.get(span.sequence, span.offset, span.length).tolist()
         ]
         assert message == text

@@ -21,7 +21,7 @@ from tests.unit.datasets.test_multimodal import (
     test_the_last_slot_predicts_what_follows_and_no_slot_is_learnt as slots_right,
 )
 
-_decode, _tiles, _write, _sample = images.decode, images.tiles, SlotWriter.write, ImageChatDataset.__getitem__
+_decode, _tiles, _write, _sample = images.decode, images.tile_image, SlotWriter.write, ImageChatDataset.__getitem__
 
 
 def _blue_first(content: bytes, options: Any) -> Image.Image:
@@ -56,7 +56,7 @@ def _later_positions(self: ImageChatDataset, index: int) -> dict[str, np.ndarray
 DEFECTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], Callable[[Path], None]]] = {
     "blue first": ((images, "decode", _blue_first), lambda path: pixels_equal((40, 28))),
     "pixels are not normalized": ((images, "normalized", _as_they_are), lambda path: pixels_equal((40, 28))),
-    "the thumbnail comes first": ((images, "tiles", _thumbnail_first), lambda path: tiles_equal((96, 24), 6)),
+    "the thumbnail comes first": ((images, "tile_image", _thumbnail_first), lambda path: tiles_equal((96, 24), 6)),
     "slots of images are learnt": ((SlotWriter, "write", _learnt_slots), slots_right),
     "the label behind an image's last slot is masked": (
         (ImageChatDataset, "__getitem__", _last_slot_masked),

@@ -111,7 +111,7 @@ class Bag(nn.Module):
 def mesh_of(layout: Layout) -> Mesh:
     """The mesh of this process's world."""
     if not torch.distributed.is_initialized():
-        return Mesh.single()
+        return Mesh.single_process()
     return Mesh.build(
         ParallelConfig(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp),
         torch.device("cpu"),

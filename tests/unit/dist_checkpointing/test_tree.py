@@ -33,7 +33,7 @@ class Flat:
 
 
 def mesh_at(tp: int, rank: int) -> Mesh:
-    return replace(Mesh.single(), tp=Axis("tp", tp, rank, tuple(range(tp))))
+    return replace(Mesh.single_process(), tp=Axis("tp", tp, rank, tuple(range(tp))))
 
 
 def spread(placed: ShardedTensor) -> Tensor:
@@ -88,7 +88,9 @@ def test_parameters_are_placed_without_their_padding() -> None:
 def test_pieces_are_views_that_a_load_can_write_into() -> None:
     spec = specs(0, 1)[0]
     tensor = torch.zeros(math.prod(spec.shape))
-    for _, view in sharded_optimizer_state(Flat(spec, spec.shape, 0, tensor.numel()), tensor, Mesh.single()).pieces:
+    for _, view in sharded_optimizer_state(
+        Flat(spec, spec.shape, 0, tensor.numel()), tensor, Mesh.single_process()
+    ).pieces:
         view.fill_(2.0)
     assert torch.equal(tensor, torch.full_like(tensor, 2.0))
     scalar = torch.tensor(1.0)

@@ -95,5 +95,5 @@ def finalize_here(changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]
 
 def alone(ranks: int = 1, rank: int = 0) -> Mesh:
     """A mesh with this place on the data axis, without processes."""
-    axis = replace(Mesh.single().dp_cp, size=ranks, rank=rank, ranks=tuple(range(ranks)))
-    return replace(Mesh.single(), dp_cp=axis)
+    axis = replace(Mesh.single_process().dp_cp, size=ranks, rank=rank, ranks=tuple(range(ranks)))
+    return replace(Mesh.single_process(), dp_cp=axis)

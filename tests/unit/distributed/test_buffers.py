@@ -53,11 +53,11 @@ def test_without_sharding_every_rank_owns_everything() -> None:
 def test_parameters_and_owned_ranges_start_at_aligned_places(ranks: int) -> None:
     for rank in range(ranks):
         for bucket in buckets(ranks, rank, sharded=True):
-            low, high = bucket.owned()
+            low, high = bucket.owned_range()
             assert all(start % 64 == 0 for start in bucket.starts)
             assert bucket.data.numel() % ranks == 0 and high - low == bucket.data.numel() // ranks
             assert bucket.data.numel() == bucket.grad.numel()
-    assert all(bucket.owned()[0] % 64 == 0 for bucket in buckets(4, 3, sharded=True))
+    assert all(bucket.owned_range()[0] % 64 == 0 for bucket in buckets(4, 3, sharded=True))
 
 
 def test_parameters_become_views_and_keep_their_values() -> None:

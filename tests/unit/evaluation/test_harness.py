@@ -26,7 +26,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from megatron.core.datasets.marks import frame  # noqa: E402
+from megatron.core.datasets.marks import count_added_ids  # noqa: E402
 from megatron.evaluation.harness import MegatronLM, parse_gen_kwargs  # noqa: E402
 
 TEXT = (
@@ -112,7 +112,7 @@ def test_ids_are_those_of_the_hugging_face_backend(pair: tuple[str, HFLM]) -> No
             assert ours.tok_encode(text, add_special_tokens=special) == pair[1].tok_encode(
                 text, add_special_tokens=special
             ), (text, special)
-    assert bool(frame(ours.ids)[0]) == (pair[1].tokenizer.bos_token == "<s>")
+    assert bool(count_added_ids(ours.ids)[0]) == (pair[1].tokenizer.bos_token == "<s>")
 
 
 def test_a_conversation_is_written_by_the_tokenizers_template(pair: tuple[str, HFLM]) -> None:

@@ -38,7 +38,7 @@ def config(folder: Path, **changes: Any) -> str:
 
 def opened(path: str, positions: int = 96, save: str | None = None) -> Any:
     stages = stages_on(1, 257, **SIZES)
-    written = ImagePrompts.of(stages[0].build.model, ByteTokenizer(), {"sft_tokenizer_prompt_format": "chatml"})
+    written = ImagePrompts.from_model(stages[0].build.model, ByteTokenizer(), {"sft_tokenizer_prompt_format": "chatml"})
     return stages, online_evaluation(path, written, ByteTokenizer(), positions=positions, seed=1, save=save)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
-from megatron.core.families.registry import differences, family_of, fitting_family, model_of
+from megatron.core.families.registry import family_of, fitting_family, lost_settings, model_of
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
-from megatron.training.checkpoint.resume_settings import compare
+from megatron.training.checkpoint.resume_settings import compare_settings
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.test_hf import edit, rewrite
@@ -169,7 +169,7 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     assert {key: value for key, value in back.items() if key != "tie_word_embeddings"} == config and back[
         "tie_word_embeddings"
     ] is True
-    assert differences(model, family) == []
+    assert lost_settings(model, family) == []
 
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:
@@ -355,7 +355,7 @@ def test_a_folder_of_another_kind_of_network_is_told_from_the_runs(folder: Path)
     run = tiny.config(architecture="t5", num_layers=2, decoder_seq_length=8)
     assert (
         "kind of network: bert in the checkpoint, t5 in this run"
-        in compare(hf.open_folder(folder).settings, run, weights_only=True).network
+        in compare_settings(hf.open_folder(folder).settings, run, weights_only=True).network
     )
 
 

@@ -50,7 +50,10 @@ def test_balancing_may_be_one_or_many() -> None:
     many = model(
         num_experts=4, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.1, 0.2]
     ).moe
-    assert (one.balances, many.balances) == ((("seq_aux_loss", 0.1),), (("aux_loss", 0.1), ("seq_aux_loss", 0.2)))
+    assert (one.balancing_losses, many.balancing_losses) == (
+        (("seq_aux_loss", 0.1),),
+        (("aux_loss", 0.1), ("seq_aux_loss", 0.2)),
+    )
 
 
 def test_windows_and_layers_without_rotations_are_read_from_tuples_and_lists() -> None:

@@ -15,8 +15,8 @@ from megatron.core.families.rules import (
     Row,
     concat,
     expanded,
-    faults,
     interleaved,
+    mapping_errors,
     per_expert,
     same,
     their_shapes,
@@ -214,7 +214,7 @@ def test_every_element_is_used_exactly_once_in_both_directions(
             "untie_embeddings_and_output_weights": untied,
         }
     )
-    assert faults(expanded(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
+    assert mapping_errors(expanded(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_ops_make_the_shapes_of_theirs_and_come_back(
     names = tuple(f"part{place}" for place in range(len(theirs)))
     rows = [Row("weight", names, op)]
     assert list(their_shapes(rows, {"weight": shape}).values()) == theirs
-    assert faults(rows, {"weight": shape}) == []
+    assert mapping_errors(rows, {"weight": shape}) == []
 
 
 def test_interleaved_rows_stand_key_head_by_key_head() -> None:
@@ -287,5 +287,5 @@ WHOLE = [Row("a", ("x", "y"), concat(1, 3)), Row("b", ("z",), same)]
     ],
 )
 def test_rows_that_lose_double_or_move_elements_are_found(rows: list[Row], complaint: str) -> None:
-    assert any(complaint in fault for fault in faults(rows, SHAPES)), faults(rows, SHAPES)
-    assert faults(WHOLE, SHAPES) == []
+    assert any(complaint in fault for fault in mapping_errors(rows, SHAPES)), mapping_errors(rows, SHAPES)
+    assert mapping_errors(WHOLE, SHAPES) == []

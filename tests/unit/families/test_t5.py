@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
-from megatron.core.families.registry import FAMILIES, differences, family_of, fitting_family, model_of
+from megatron.core.families.registry import FAMILIES, family_of, fitting_family, lost_settings, model_of
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.boxes import whole_box
@@ -128,7 +128,7 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     back = {**FAMILIES["t5"].config_out(model, config), "model_type": "t5"}
     assert back.pop("tie_word_embeddings") is config.pop("tie_word_embeddings", True)
     assert back == config
-    assert differences(model, FAMILIES["t5"]) == []
+    assert lost_settings(model, FAMILIES["t5"]) == []
 
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:

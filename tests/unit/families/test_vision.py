@@ -141,7 +141,7 @@ def with_random_weights(model: transformers.PreTrainedModel) -> transformers.Pre
 def network(source: Source, **changes: Any) -> nn.Module:
     """Our network with the weights of a source. changes: of its settings."""
     model = model_of({**source.settings, **changes})
-    model, mesh = replace(model, padded_vocab_size=model.true_vocab_size), Mesh.single()
+    model, mesh = replace(model, padded_vocab_size=model.true_vocab_size), Mesh.single_process()
     (stage,) = partition(layer_rows(model), pp=1)
     kernels = select(Need(device="cpu", dtype=torch.float32), {})
     build = Build(model=model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 1))

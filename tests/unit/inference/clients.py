@@ -99,7 +99,7 @@ class Running:
 
     def settle(self) -> None:
         """Wait until the engine has nothing to do."""
-        until(lambda: self.service.engine.idle)
+        until(lambda: self.service.engine.is_idle)
 
 
 def until(true: Any, seconds: float = 300.0) -> None:

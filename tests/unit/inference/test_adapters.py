@@ -166,7 +166,7 @@ def test_an_adapter_goes_when_its_last_request_ends() -> None:
         engine.submit(greedy(text, 6, adapter="all"), events.append)
     with pytest.raises(CheckpointError, match="--max-loras is 3"):
         engine.adapters.load("all", adapter_of(engine.model, ADAPTERS["all"]))
-    while not engine.idle:
+    while not engine.is_idle:
         engine.step()
     assert events[-1].reply is not None and events[-1].reply.ids == expected.ids
     engine.step()

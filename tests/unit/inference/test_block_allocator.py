@@ -32,19 +32,19 @@ class Texts(RuleBasedStateMachine):
         for place, block in enumerate(shared):
             assert self.stored[block] == tuple(ids[: (place + 1) * SIZE]), "a block of another text was shared"
         table = list(shared)
-        run = self.blocks.reserve(self.blocks.needed(len(ids) + more) - len(shared), shared)
+        run = self.blocks.reserve(self.blocks.blocks_needed(len(ids) + more) - len(shared), shared)
         others = {block for *_, other in self.tables for block in other}
         assert (
             not others & set(run)
             and not set(run) & {block for table, *_ in self.tables for block in table}
             and 0 not in run
         )
-        while len(table) < self.blocks.needed(len(ids)):
+        while len(table) < self.blocks.blocks_needed(len(ids)):
             if not self.blocks.available:
                 self.blocks.release(table, run)
                 return
             wish = table[-1] + 1 if table else run.start
-            table.append(self.blocks.take(wish) if wish in run else self.blocks.take())
+            table.append(self.blocks.allocate(wish) if wish in run else self.blocks.allocate())
             assert table[-1] == wish or wish not in run, "nobody has used it, and it was promised"
             self.stored[table[-1]] = tuple(ids[: len(table) * SIZE])
         self.blocks.publish(table, ids, known=0, content=b"")
@@ -82,11 +82,11 @@ def test_the_longest_unused_beginning_is_forgotten_first_and_its_end_before_its_
     blocks = BlockAllocator(5, SIZE)
     first, second = [1, 1, 2, 2, 3], [4, 4, 5]
     for ids in (first, second):
-        table = [blocks.take() for _ in range(len(ids) // SIZE)]
+        table = [blocks.allocate() for _ in range(len(ids) // SIZE)]
         blocks.publish(table, ids, known=0, content=b"")
         blocks.release(table)
     assert (blocks.cached, blocks.available) == (3, 4)
-    taken = [blocks.take(), blocks.take()]  # the free one, then the second block of the first text
+    taken = [blocks.allocate(), blocks.allocate()]  # the free one, then the second block of the first text
     assert blocks.cached == 2
     blocks.release(taken)
     shared = blocks.cached_prefix(first)
@@ -95,7 +95,7 @@ def test_the_longest_unused_beginning_is_forgotten_first_and_its_end_before_its_
 
 def test_blocks_are_published_as_they_fill() -> None:
     blocks = BlockAllocator(6, SIZE)
-    table, ids = [blocks.take() for _ in range(3)], [1, 2, 3, 4, 5, 6]
+    table, ids = [blocks.allocate() for _ in range(3)], [1, 2, 3, 4, 5, 6]
     content = blocks.publish(table, ids[:3], known=0, content=b"")
     assert blocks.cached_prefix([*ids, 7]) == table[:1]
     blocks.publish(table, ids, known=1, content=content)
@@ -104,12 +104,12 @@ def test_blocks_are_published_as_they_fill() -> None:
 
 @pytest.mark.parametrize("tokens, count", [(0, 0), (1, 1), (2, 1), (3, 2)])
 def test_so_many_blocks_hold_so_many_tokens(tokens: int, count: int) -> None:
-    assert BlockAllocator(4, SIZE).needed(tokens) == count
+    assert BlockAllocator(4, SIZE).blocks_needed(tokens) == count
 
 
 def test_nothing_is_shared_when_that_is_not_wanted() -> None:
     blocks = BlockAllocator(6, SIZE, sharing=False)
-    table = [blocks.take(), blocks.take()]
+    table = [blocks.allocate(), blocks.allocate()]
     blocks.publish(table, [1, 2, 3, 4], known=0, content=b"")
     assert blocks.cached_prefix([1, 2, 3, 4, 5]) == []
     blocks.release(table)
@@ -120,10 +120,10 @@ def test_texts_are_promised_neighbours_and_stay_out_of_what_others_are_promised(
     blocks = BlockAllocator(12, SIZE)
     first, second = blocks.reserve(4), blocks.reserve(4)
     assert (first, second, blocks.reserve(4)) == (range(1, 5), range(5, 9), range(0))
-    taken = [blocks.take(place) for place in (1, 2, 5)]
-    others = [blocks.take() for _ in range(3)]
+    taken = [blocks.allocate(place) for place in (1, 2, 5)]
+    others = [blocks.allocate() for _ in range(3)]
     assert taken == [1, 2, 5] and others == [9, 10, 11], "what nobody was promised goes first"
-    assert blocks.take() == 3, "then what nobody has used"
+    assert blocks.allocate() == 3, "then what nobody has used"
     blocks.release(taken[:2], first)
     assert blocks.reserve(2) == range(1, 3) and blocks.reserve(1) == range(4, 5)
 
@@ -131,7 +131,7 @@ def test_texts_are_promised_neighbours_and_stay_out_of_what_others_are_promised(
 def test_a_text_goes_on_behind_the_beginning_that_it_shares() -> None:
     blocks = BlockAllocator(12, SIZE)
     run, ids = blocks.reserve(3), [1, 1, 2, 2, 3]
-    table = [blocks.take(place) for place in run]
+    table = [blocks.allocate(place) for place in run]
     blocks.publish(table, ids, known=0, content=b"")
     blocks.release(table, run)
     shared = blocks.cached_prefix([*ids[:4], 4, 5])
@@ -141,8 +141,8 @@ def test_a_text_goes_on_behind_the_beginning_that_it_shares() -> None:
 
 def test_runs_of_free_blocks_go_before_runs_that_know_something() -> None:
     blocks = BlockAllocator(9, SIZE)
-    table = [blocks.take(place) for place in blocks.reserve(4)]
+    table = [blocks.allocate(place) for place in blocks.reserve(4)]
     blocks.publish(table, [1, 1, 2, 2, 3, 3, 4, 4], known=0, content=b"")
     blocks.release(table, range(1, 5))
     assert blocks.reserve(4) == range(5, 9) and blocks.reserve(3) == range(1, 4) and blocks.cached == 4
-    assert blocks.take(2) == 2 and blocks.cached == 3 and blocks.cached_prefix([1, 1, 2, 2, 3]) == [1]
+    assert blocks.allocate(2) == 2 and blocks.cached == 3 and blocks.cached_prefix([1, 1, 2, 2, 3]) == [1]

@@ -30,7 +30,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         old(self, shape)
 
     monkeypatch.setattr(cuda_graphs.CapturedGraphs, "capture", noting)
-    monkeypatch.setattr(cuda_graphs, "unfit", lambda _: "")
+    monkeypatch.setattr(cuda_graphs, "unsupported_reason", lambda _: "")
     monkeypatch.setattr(cuda_graphs, "_FEWEST_KEYS", 16)
     return shapes
 
@@ -113,18 +113,18 @@ def test_no_request_waits_for_a_capture(recorded: list[tuple[int, int]]) -> None
     with service:
         for _ in texts:
             assert ended.acquire(timeout=60)
-        first = service.ask([greedy(text, 6) for text in texts])
-        while service.engine.runner.uncaptured():
+        first = service.submit_and_wait([greedy(text, 6) for text in texts])
+        while service.engine.runner.num_uncaptured():
             time.sleep(0.01)
         captured = len(recorded)
-        again = service.ask([greedy(text, 6) for text in texts])
+        again = service.submit_and_wait([greedy(text, 6) for text in texts])
     assert max(during) == 0 < captured, "captured when nobody waits"
     for replies in (first, again):
         assert [list(reply.ids) for reply in replies] == [slowly(network(), text, 6)[0] for text in texts]
 
 
 def test_steps_over_pipeline_stages_or_without_a_gpu_are_not_recorded() -> None:
-    assert cuda_graphs.unfit([network()]) == "there is no GPU"
+    assert cuda_graphs.unsupported_reason([network()]) == "there is no GPU"
     with pytest.raises(
         ConfigError, match="--inference-dynamic-batching-num-cuda-graphs 4 cannot be had: there is no GPU; leave it out"
     ):

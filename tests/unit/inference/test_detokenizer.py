@@ -10,7 +10,7 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.detokenizer import Detokenizer
-from megatron.inference.generate import following, segments
+from megatron.inference.generate import decode_following, segments
 from tests.helpers.architecture import ROOT
 
 DATA = ROOT / "examples" / "data"
@@ -36,7 +36,7 @@ def test_pieces_are_the_text_of_all_ids_whatever_the_ids(name: str, data: st.Dat
     prompt, new = data.draw(numbers.filter(bool)), data.draw(numbers)
     text = Detokenizer(tokenizer, prompt)
     pieces = [text.add([token]) for token in new]
-    assert "".join(pieces) + text.finish() == text.whole == following(tokenizer, prompt[-8:], new)
+    assert "".join(pieces) + text.finish() == text.whole == decode_following(tokenizer, prompt[-8:], new)
 
 
 @pytest.mark.parametrize("words", WORDS)

@@ -251,7 +251,7 @@ def test_a_cancelled_request_says_what_it_has_and_frees_its_blocks(steps: int) -
     assert others[-1].reply is not None and list(others[-1].reply.ids) == slowly(network(), (3, 1, 4), 12)[0]
     assert (
         engine.metrics().blocks_used == 0
-        and engine.idle
+        and engine.is_idle
         and engine.metrics().finished == {"stop": 0, "length": 1, "cancelled": 1, "error": 0}
     )
 
@@ -341,7 +341,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(request_: Callable[[],
     engine = engine_of(network())
     with pytest.raises(ConfigError) as caught:
         engine.submit(request_(), lambda _: None)
-    assert words in str(caught.value) and engine.idle
+    assert words in str(caught.value) and engine.is_idle
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_closing_answers_all_that_is_still_asked() -> None:
     engine.step()
     engine.close()
     assert all(events[-1].reply is not None and events[-1].reply.reason == "cancelled" for events in told)
-    assert engine.metrics().blocks_used == 0 and engine.idle
+    assert engine.metrics().blocks_used == 0 and engine.is_idle
 
 
 def test_metrics_count_what_happened() -> None:
@@ -476,7 +476,7 @@ def test_top_p_shrinks_after_every_token_down_to_its_bound() -> None:
     sampling = Sampling(temperature=3.0, top_p=0.9, top_p_decay=0.5, top_p_bound=0.1)
     reply = reply_of(model, Request((3, 1), 12, sampling, seed=4, ignore_eod=True))
     limits = [max(0.9 * 0.5**number, 0.1) for number in range(12)]
-    assert [sampling.at(number).top_p for number in range(12)] == pytest.approx(limits)
+    assert [sampling.for_token(number).top_p for number in range(12)] == pytest.approx(limits)
     for number, token in enumerate(reply.ids):
         shares = (scores(model, (3, 1, *reply.ids[:number]))[-1] / 3.0).softmax(-1)
         assert float(shares[shares > shares[token]].sum()) < limits[number], (

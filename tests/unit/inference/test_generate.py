@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.generate import continuation, generate_texts
+from megatron.inference.generate import generate_continuation, generate_texts
 from megatron.inference.sampling import Sampling
 from tests.helpers import tiny
 from tests.unit.inference.serving import GREEDY, engine_of, network, stages_on
@@ -44,7 +44,7 @@ def recomputed(network: GPTModel, ids: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "none"])
 def test_a_greedy_continuation_is_the_step_by_step_recomputation(positions: str) -> None:
     ids = [3, 1, 4, 1, 5]
-    assert continuation(engine(positions), ids, num_tokens=10, sampling=GREEDY, ends=False) == recomputed(
+    assert generate_continuation(engine(positions), ids, num_tokens=10, sampling=GREEDY, ends=False) == recomputed(
         model(positions), ids, 10
     )
 
@@ -52,23 +52,25 @@ def test_a_greedy_continuation_is_the_step_by_step_recomputation(positions: str)
 @pytest.mark.parametrize("length", [1, 12, 16, 30])
 def test_a_text_longer_than_the_positions_slides(length: int) -> None:
     ids = [number * 7 % 50 for number in range(length)]
-    assert continuation(engine(), ids, num_tokens=20, sampling=GREEDY, ends=False) == recomputed(model(), ids, 20)
+    assert generate_continuation(engine(), ids, num_tokens=20, sampling=GREEDY, ends=False) == recomputed(
+        model(), ids, 20
+    )
 
 
 def test_a_text_that_slides_draws_on_with_its_seed() -> None:
     warm = Sampling(temperature=0.8)
-    found = continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
-    assert found[:14] == continuation(engine(), [3, 1, 4], num_tokens=14, sampling=warm, ends=False, seed=4)
-    assert found == continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
-    assert found != continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=5)
+    found = generate_continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
+    assert found[:14] == generate_continuation(engine(), [3, 1, 4], num_tokens=14, sampling=warm, ends=False, seed=4)
+    assert found == generate_continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
+    assert found != generate_continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=5)
 
 
 def test_it_stops_at_the_end_of_document_and_does_not_give_it() -> None:
-    free = continuation(engine(), [3, 1, 4], num_tokens=30, sampling=GREEDY, ends=False)
+    free = generate_continuation(engine(), [3, 1, 4], num_tokens=30, sampling=GREEDY, ends=False)
     for stop in (free[6], free[20]):
         tokenizer = NullTokenizer(tiny.VOCABULARY)
         tokenizer.eod = stop
-        found = continuation(engine_of(model(), tokenizer), [3, 1, 4], num_tokens=30, sampling=GREEDY)
+        found = generate_continuation(engine_of(model(), tokenizer), [3, 1, 4], num_tokens=30, sampling=GREEDY)
         assert found == free[: free.index(stop)]
 
 
@@ -84,7 +86,7 @@ def test_a_text_is_continued_as_text(name: str, count: int) -> None:
     tokenizer, prompt = TOKENIZERS[name]
     asked = engine_of(model("rope", 257), tokenizer)
     ids = tokenizer.tokenize(prompt)
-    new = continuation(asked, ids, num_tokens=count, sampling=GREEDY)
+    new = generate_continuation(asked, ids, num_tokens=count, sampling=GREEDY)
     assert generate_texts(asked, [prompt], num_tokens=count, sampling=GREEDY)[0] == tokenizer.detokenize(ids + new)
 
 
@@ -99,5 +101,5 @@ def test_texts_decoded_together_are_those_decoded_alone() -> None:
 def test_an_empty_prompt_begins_a_document() -> None:
     tokenizer = ByteTokenizer()
     asked = engine_of(model("rope", 257), tokenizer)
-    new = continuation(asked, [tokenizer.eod], num_tokens=6, sampling=GREEDY)
+    new = generate_continuation(asked, [tokenizer.eod], num_tokens=6, sampling=GREEDY)
     assert generate_texts(asked, [""], num_tokens=6, sampling=GREEDY)[0] == tokenizer.detokenize(new)

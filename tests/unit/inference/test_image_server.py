@@ -49,7 +49,7 @@ def server() -> Iterator[Running]:
     """A server of a network that reads images."""
     model = network()
     engine = engine_of(model, ByteTokenizer())
-    prompts = ImagePrompts.of(model.build.model, engine.tokenizer, {"sft_tokenizer_prompt_format": "chatml"})
+    prompts = ImagePrompts.from_model(model.build.model, engine.tokenizer, {"sft_tokenizer_prompt_format": "chatml"})
     engine.image_prompts = replace(prompts, options=replace(prompts.options, max_pixels=10_000, max_bytes=90_000))
     with serving(engine, limits=Limits(body_bytes=400_000, images=2)) as running:
         yield running

@@ -108,11 +108,11 @@ def test_a_network_that_reads_no_images_refuses_them(both: tuple[Any, Any]) -> N
 def test_a_prompt_is_written_as_conversations_are_in_training(both: tuple[Any, Any]) -> None:
     model = both[1].build.model
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
-    prompts = ImagePrompts.of(model, tokenizer, {"sft_tokenizer_prompt_format": "plain"}, "llama2")
+    prompts = ImagePrompts.from_model(model, tokenizer, {"sft_tokenizer_prompt_format": "plain"}, "llama2")
     messages = [{"role": "user", "content": "<image>What?"}]
     with pytest.raises(DataError, match="says <image> 1 times, and there are 0 images"):
         prompts.write(messages, [])
-    chat = ImagePrompts.of(model, tokenizer, {"sft_tokenizer_prompt_format": "llama2"})
+    chat = ImagePrompts.from_model(model, tokenizer, {"sft_tokenizer_prompt_format": "llama2"})
     ids, images = chat.write(messages, [content(picture(20, 30))])
     text = "".join(
         "#" if slot >= 0 else tokenizer.detokenize([token]) for token, slot in zip(ids, images.slots, strict=True)
@@ -172,7 +172,7 @@ def test_answers_about_images_do_not_depend_on_the_layout(world: Worlds, layout:
 def test_answers_during_training_are_counted(tmp_path: Path) -> None:
     stages = stages_on(1, 257, **{**SEEING, "max_position_embeddings": 64, "seq_length": 64})
     tokenizer = ByteTokenizer()
-    written = ImagePrompts.of(stages[0].build.model, tokenizer, {"sft_tokenizer_prompt_format": "plain"})
+    written = ImagePrompts.from_model(stages[0].build.model, tokenizer, {"sft_tokenizer_prompt_format": "plain"})
     (tmp_path / "a.png").write_bytes(content(picture(20, 30)))
     row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png"]}
     limits: dict[str, Any] = {"num_tokens": 4, "positions": 64, "temperature": 0.0, "seed": 1}
@@ -183,7 +183,7 @@ def test_answers_during_training_are_counted(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     questions = read_questions(str(path), written, None, **limits)
     answers = continuations(stages, tokenizer, questions)
-    assert answers == [answer] * 3 and questions.accuracy(answers) == (1, 2)
+    assert answers == [answer] * 3 and questions.count_correct(answers) == (1, 2)
     for wrong, reason in (({**row, "images": ["b.png"]}, "cannot be opened"), ({"prompt": "x"}, "messages")):
         path.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=f"line 1 is no question about images.*{reason}"):

@@ -97,9 +97,9 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
     engine.heartbeat()
     replies = engine.run(requests())
     assert engine.metrics().blocks_used == 0
-    if engine.mesh.device.type == "cuda" and not cuda_graphs.unfit(stages):
+    if engine.mesh.device.type == "cuda" and not cuda_graphs.unsupported_reason(stages):
         graphs = engine.runner.networks[0].captured_graphs
-        assert graphs is not None and (graphs.captured or guesses), "steps are captured wherever they can be"
+        assert graphs is not None and (graphs.num_captured or guesses), "steps are captured wherever they can be"
     engine.close()
     return replies
 
@@ -147,7 +147,7 @@ def captured(changes: dict[str, Any]) -> tuple[list[Reply] | None, int]:
         old(self, shape)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "unfit", lambda stages: "")
+        patch.setattr(cuda_graphs, "unsupported_reason", lambda stages: "")
         patch.setattr(cuda_graphs.CapturedGraphs, "capture", noting)
         patch.setattr(cuda_graphs, "_FEWEST_KEYS", 64)
         return answered(changes), len(shapes)

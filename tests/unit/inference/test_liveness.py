@@ -46,7 +46,7 @@ def wait_for(service: Service) -> str:
 
 def test_a_service_without_work_ends_when_a_rank_is_lost() -> None:
     with watched() as (liveness, rank), Service(engine_of(network()), liveness) as service:
-        assert service.ask([greedy((3, 1, 4), 2)])[0].reason == "length" and service.failure == ""
+        assert service.submit_and_wait([greedy((3, 1, 4), 2)])[0].reason == "length" and service.failure == ""
         rank.close()
         assert wait_for(service) == f"{NAME} has ended"
         with pytest.raises(Stopped, match="has ended"):

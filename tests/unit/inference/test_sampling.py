@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.inference.sampling import Sampling, draw, penalized, pick, probabilities, uniform
+from megatron.inference.sampling import Sampling, apply_repetition_penalty, draw, probabilities, sample_at, uniform
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0])
@@ -54,7 +54,9 @@ def chi_squared(counts: list[int], shares: list[float]) -> tuple[float, int]:
 def picked(sampling: Sampling, seed: int = 1) -> list[int]:
     """How often each token came, by a request's own numbers."""
     numbers = [uniform(seed, number) for number in range(DRAWS)]
-    return torch.bincount(pick(LOGITS.expand(DRAWS, -1), [sampling] * DRAWS, numbers), minlength=len(LOGITS)).tolist()
+    return torch.bincount(
+        sample_at(LOGITS.expand(DRAWS, -1), [sampling] * DRAWS, numbers), minlength=len(LOGITS)
+    ).tolist()
 
 
 def drawn(sampling: Sampling, seed: int = 1) -> list[int]:
@@ -163,7 +165,7 @@ def test_neighbouring_numbers_of_a_text_and_of_seeds_are_independent() -> None:
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_a_token_is_where_the_number_falls_in_the_running_sum(sampling: Sampling, number: float) -> None:
     shares = reserved(sampling)
-    token = int(pick(LOGITS[None].double(), [sampling], [number]))
+    token = int(sample_at(LOGITS[None].double(), [sampling], [number]))
     assert shares[token] > 0 and sum(shares[:token]) <= number + 1e-12 and number < sum(shares[: token + 1]) + 1e-12
 
 
@@ -171,7 +173,7 @@ def test_a_token_is_where_the_number_falls_in_the_running_sum(sampling: Sampling
 @pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.3), Sampling(min_p=0.9)], ids=str)
 def test_no_number_falls_on_a_token_that_is_left_out(sampling: Sampling, number: float) -> None:
     rows = torch.tensor([[0.0, 0.0, 5.0, 5.1, 0.0, 0.0]])
-    assert probabilities(rows, sampling)[0, int(pick(rows, [sampling], [number]))] > 0
+    assert probabilities(rows, sampling)[0, int(sample_at(rows, [sampling], [number]))] > 0
 
 
 def test_rows_are_picked_each_with_its_own_settings() -> None:
@@ -179,28 +181,28 @@ def test_rows_are_picked_each_with_its_own_settings() -> None:
     rows = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
     numbers = [uniform(1, place) for place in range(5)]
     alone = [
-        int(pick(rows[place : place + 1], settings[place : place + 1], numbers[place : place + 1]))
+        int(sample_at(rows[place : place + 1], settings[place : place + 1], numbers[place : place + 1]))
         for place in range(5)
     ]
-    assert pick(rows, settings, numbers).tolist() == alone
+    assert sample_at(rows, settings, numbers).tolist() == alone
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_rows_that_are_no_numbers_have_no_token_and_spoil_no_other(bad: float) -> None:
     rows = torch.stack((LOGITS, LOGITS.index_fill(0, torch.tensor([2]), bad), LOGITS))
     for sampling in (Sampling(0.0), Sampling(), Sampling(top_k=3, top_p=0.9)):
-        first, none, last = pick(rows, [sampling] * 3, [0.5] * 3).tolist()
+        first, none, last = sample_at(rows, [sampling] * 3, [0.5] * 3).tolist()
         assert none == -1 and first == last >= 0
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-10])
 def test_the_coldest_draw_is_the_likeliest_token(temperature: float) -> None:
     logits = torch.randn(2, 257, dtype=torch.float64)
-    assert pick(logits, [Sampling(temperature)] * 2, [0.0, 0.999]).tolist() == logits.argmax(dim=-1).tolist()
+    assert sample_at(logits, [Sampling(temperature)] * 2, [0.0, 0.999]).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def test_the_penalty_moves_logits_of_seen_tokens_down() -> None:
-    found = penalized(LOGITS, torch.tensor([0, 1, 5]), 2.0)
+    found = apply_repetition_penalty(LOGITS, torch.tensor([0, 1, 5]), 2.0)
     assert found.tolist() == [1.0, -2.0, 0.5, 1.5, -3.0, 0.0, 1.0]
 
 

@@ -83,7 +83,7 @@ def test_mixed_batches_say_the_same(ahead: dict[str, int], kind: str, settings: 
     same(found, expected)
     assert {reply.reason for reply in found} == {"stop", "length"}
     assert ahead["ahead"] > 5 and ahead["waited"] > 0
-    assert engine.idle and engine.metrics().blocks_used == 0
+    assert engine.is_idle and engine.metrics().blocks_used == 0
 
 
 def test_blocks_that_run_short_make_the_last_wait_all_the_same(ahead: dict[str, int]) -> None:
@@ -135,7 +135,7 @@ def test_who_is_cancelled_while_a_step_is_computed_says_what_it_has(ahead: dict[
     assert events[-1].reply is not None and events[-1].reply.reason == "cancelled"
     assert steps <= len(events[-1].reply.tokens) <= steps + 1
     assert others[-1].reply is not None and len(others[-1].reply.tokens) == 12
-    assert engine.metrics().blocks_used == 0 and engine.idle
+    assert engine.metrics().blocks_used == 0 and engine.is_idle
 
 
 def test_logits_that_are_no_numbers_end_a_text_and_no_other(

@@ -118,7 +118,7 @@ def test_a_failure_is_told_to_everyone_who_waits_and_to_everyone_who_comes() -> 
 def test_beams_are_searched_beside_other_requests() -> None:
     with Service(engine_of(network(), block=4)) as service:
         other = service.submit(greedy((3, 1, 4), 40))
-        beams = beam_search(service.ask, (3, 1, 4), width=3, num_tokens=5, ends=())
+        beams = beam_search(service.submit_and_wait, (3, 1, 4), width=3, num_tokens=5, ends=())
         assert list(other.reply().ids) == slowly(network(), (3, 1, 4), 40)[0]
     alone = beam_search(engine_of(network()).run, (3, 1, 4), width=3, num_tokens=5, ends=())
     assert [beam.ids for beam in beams] == [beam.ids for beam in alone]
@@ -134,7 +134,7 @@ def served(changes: dict[str, Any]) -> list[Reply] | None:
         streams = [service.submit(greedy(text, 8)) for text in prompts(6)]
         streams[1].cancel()
         time.sleep(0.05)
-        return [stream.reply() for stream in streams] + service.ask([Request((3, 1), 4, seed=1)])
+        return [stream.reply() for stream in streams] + service.submit_and_wait([Request((3, 1), 4, seed=1)])
 
 
 def test_a_service_leads_the_other_ranks_and_lets_them_go(world: Worlds) -> None:

@@ -131,9 +131,9 @@ def test_layers_of_multi_token_prediction_guess_what_training_would_have_them_pr
         engine_of(model, guesses=2, block=4, tokens=12, together=3),
         list[tuple[tuple[int, ...], tuple[int, ...]]](),
     )
-    row = SequenceState.row
+    row = SequenceState.next_input
     monkeypatch.setattr(
-        SequenceState, "row", lambda one, *how: seen.append((tuple(one.ids), one.drafts)) or row(one, *how)
+        SequenceState, "next_input", lambda one, *how: seen.append((tuple(one.ids), one.drafts)) or row(one, *how)
     )
     texts = prompts(3, shortest=3, longest=20)
     replies = engine.run([greedy(text, 9) for text in texts])

@@ -180,7 +180,9 @@ def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(
 
 def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def why(name: str, **changes: object) -> str:
-        return next(candidate.unfit for candidate in CANDIDATES if candidate.name == name)(replace(GPU, **changes))
+        return next(candidate.unsupported_reason for candidate in CANDIDATES if candidate.name == name)(
+            replace(GPU, **changes)
+        )
 
     for name in ("flash_attn_2", "flash_attn_3"):
         assert why(name, documents=True, window=True, softcap=True) == ""
@@ -250,11 +252,13 @@ def test_flex_attention_is_told_what_the_reference_computes(
     one = {**MASKS, **more}[mask]
     inputs = heads(3 if mask == "places" else S) + ([found.sink] if scores == "sinks" else [])
     expected = with_gradients(lambda q, k, v, *_: reference.attention(q, k, v, one, 0.0, found), *inputs)
-    monkeypatch.setattr(flex, "compiled", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask))
+    monkeypatch.setattr(
+        flex, "compiled_attention", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask)
+    )
     check(with_gradients(lambda q, k, v, *_: flex.attention(q, k, v, one, 0.0, found), *inputs), expected, 1e-12)
     if (mask, scores) not in (("window of documents", "both"), ("places", "sinks"), ("padding", "bias")):
         return  # torch's own is slow when it is not compiled, and has no gradients on a CPU
     with torch.no_grad():
-        monkeypatch.setattr(flex, "compiled", lambda: (flex_attention, create_block_mask))
+        monkeypatch.setattr(flex, "compiled_attention", lambda: (flex_attention, create_block_mask))
         q, k, v = (each.detach() for each in inputs[:3])
         torch.testing.assert_close(flex.attention(q, k, v, one, 0.0, found), expected[0], rtol=1e-6, atol=1e-6)

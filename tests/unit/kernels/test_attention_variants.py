@@ -20,7 +20,7 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 
 ATTENTIONS = {
     candidate.name: candidate.call
     for candidate in CANDIDATES
-    if candidate.op == "attention" and candidate.name != "flash" and not candidate.unfit(Need())
+    if candidate.op == "attention" and candidate.name != "flash" and not candidate.unsupported_reason(Need())
 }
 
 

@@ -76,7 +76,9 @@ def test_torchs_kernel_and_plain_torch_agree_on_a_causal_block(dtype: torch.dtyp
         results.append((output, lse, *blockwise_attention.backward(gradient, q, k, v, output.to(dtype), lse, block)))
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 5e-2)
     for a, b in zip(*results, strict=True):
-        assert a.dtype == b.dtype == reference.wide(dtype) and torch.allclose(a, b, rtol=0, atol=tolerance)
+        assert a.dtype == b.dtype == reference.accumulation_dtype(dtype) and torch.allclose(
+            a, b, rtol=0, atol=tolerance
+        )
 
 
 def test_a_query_that_sees_nothing_has_no_weight_in_a_merge() -> None:

@@ -101,7 +101,7 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
     with monkeypatch.context() as patch:
         patch.setattr(chunked_attention._ChunkedCall, "kept", noted)
         output = chunked_attention.attention(*given, MASKS[mask], 0.25)
-    seen = MASKS[mask].visible(S, S, torch.device("cpu")).expand(B, N, -1, -1)
+    seen = MASKS[mask].as_bool(S, S, torch.device("cpu")).expand(B, N, -1, -1)
     assert drawn[seen].mean() == pytest.approx(0.75, abs=0.01)
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda shares, share: shares * drawn / 0.75)
     found = with_gradients(output, given)

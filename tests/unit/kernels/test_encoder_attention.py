@@ -13,7 +13,9 @@ from megatron.core.kernels.table import CANDIDATES, Need, select
 
 B, N, D = 2, 4, 6
 PADDING = torch.tensor([[True] * 5, [True, True, False, True, False]])
-ATTENTIONS = [candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unfit(Need())]
+ATTENTIONS = [
+    candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unsupported_reason(Need())
+]
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: MaskSpec, scale: float) -> Tensor:

@@ -57,7 +57,9 @@ def heads(length: int) -> list[Tensor]:
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_query_that_sees_no_key_gives_zero_and_no_nan(mask: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "compiled", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask))
+    monkeypatch.setattr(
+        flex, "compiled_attention", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask)
+    )
     length, spec, blind = MASKS[mask]
     call, dropout, scores = ATTENTIONS[name]
     if scores.bias is not None:
@@ -111,13 +113,13 @@ def test_one_block_mask_serves_all_layers_of_a_microbatch(monkeypatch: pytest.Mo
         built.append(1)
         return flex_stand_in.create_block_mask(*given, **how)
 
-    monkeypatch.setattr(flex, "compiled", lambda: (flex_stand_in.flex_attention, build))
+    monkeypatch.setattr(flex, "compiled_attention", lambda: (flex_stand_in.flex_attention, build))
     inputs = heads(12)
     for microbatch in range(1, 4):
         documents = (torch.arange(12)[None].expand(B, -1) // (microbatch + 2)).contiguous()
         mask = MaskSpec(documents=documents)
         for layer in range(4):
-            own = mask.within((3, 0) if layer % 2 else None)  # every second layer has a window
+            own = mask.with_window((3, 0) if layer % 2 else None)  # every second layer has a window
             output = flex.attention(*inputs, own)
             torch.testing.assert_close(output, reference.attention(*inputs, own), rtol=1e-10, atol=1e-10)
         assert len(built) == 2 * microbatch, "one for each kind of layer"
@@ -135,14 +137,14 @@ def test_one_block_mask_serves_all_layers_of_a_microbatch(monkeypatch: pytest.Mo
 def test_block_masks_of_new_documents_are_compiled_once() -> None:
     pytest.importorskip("torch._inductor")
     torch._dynamo.reset()
-    flex.compiled.cache_clear()
+    flex.compiled_attention.cache_clear()
     counters = torch._dynamo.utils.counters
     counters.clear()
     for microbatch in range(1, 5):
         documents = (torch.arange(256)[None].expand(B, -1) // (30 * microbatch)).contiguous()
         flex.block_mask(MaskSpec(documents=documents), 256, 256, B, torch.device("cpu"))
     assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
-    flex.compiled.cache_clear()
+    flex.compiled_attention.cache_clear()
     torch._dynamo.reset()
 
 

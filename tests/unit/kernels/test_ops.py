@@ -15,7 +15,9 @@ from megatron.core.kernels.table import CANDIDATES, Need
 S, B, N, D = 7, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
 MASKS = {"causal": MaskSpec(), "bidirectional": MaskSpec(causal=False), "documents": MaskSpec(documents=DOCUMENTS)}
-ATTENTIONS = [candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unfit(Need())]
+ATTENTIONS = [
+    candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unsupported_reason(Need())
+]
 
 
 def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
@@ -71,7 +73,7 @@ def test_reference_attention_is_the_formula(mask: str, groups: int) -> None:
 @pytest.mark.parametrize("candidate", ATTENTIONS, ids=lambda candidate: candidate.name)
 def test_every_attention_that_fits_equals_the_reference(candidate, mask: str, groups: int) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        if candidate.unfit(Need(dtype=dtype, documents=MASKS[mask].documents is not None)):
+        if candidate.unsupported_reason(Need(dtype=dtype, documents=MASKS[mask].documents is not None)):
             assert (candidate.name, mask) == ("flash", "documents")
             continue
         inputs = heads(groups, dtype)
@@ -102,7 +104,7 @@ def test_attention_dropout_zeroes_weights_and_keeps_their_mean(candidate) -> Non
 
 
 def test_a_mask_shows_a_query_what_it_may_see() -> None:
-    seen = MASKS["documents"].visible(S, S, torch.device("cpu"))
+    seen = MASKS["documents"].as_bool(S, S, torch.device("cpu"))
     for b in range(B):
         for i in range(S):
             assert [bool(x) for x in seen[b, 0, i]] == [

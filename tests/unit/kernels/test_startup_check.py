@@ -51,7 +51,9 @@ def offers(**kernels: Callable[..., Any]) -> tuple[Candidate, ...]:
     """The table of a machine where every default of Triton fits; it computes the formulas, or what is given."""
     sound = {op: getattr(reference, op) for op in OPS}
     return tuple(
-        replace(one, kernel={**sound, **kernels}.get(one.op), unfit=lambda need: "", unasked=lambda need: "")
+        replace(
+            one, kernel={**sound, **kernels}.get(one.op), unsupported_reason=lambda need: "", unasked=lambda need: ""
+        )
         if one.checked and one.op in {**sound, **kernels}
         else one
         for one in CANDIDATES
@@ -116,7 +118,7 @@ def test_a_run_and_the_doctor_tell_of_the_same_failure(
     monkeypatch.setattr(initialize, "choose", lambda *given, **how: broken)
     monkeypatch.setattr(doctor, "choose", lambda *given, **how: broken)
     config = tiny.config(**LLAMA)
-    found, rows = doctor.kernels_of(config, Need(), Mesh.single(CPU))
+    found, rows = doctor.kernels_of(config, Need(), Mesh.single_process(CPU))
     assert found is broken and [(row.check, row.status, row.finding) for row in rows] == [
         ("kernels", "WARN", broken.failures[0])
     ]

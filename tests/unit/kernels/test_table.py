@@ -56,8 +56,8 @@ def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
 
 
 def test_flash_fits_half_precision_on_a_gpu() -> None:
-    unfit = next(candidate.unfit for candidate in CANDIDATES if candidate.name == "flash")
-    assert unfit(Need(device="cuda", dtype=torch.bfloat16, attention_dropout=0.1)) == ""
+    unsupported_reason = next(candidate.unsupported_reason for candidate in CANDIDATES if candidate.name == "flash")
+    assert unsupported_reason(Need(device="cuda", dtype=torch.bfloat16, attention_dropout=0.1)) == ""
 
 
 def test_the_report_says_why_better_candidates_were_not_taken() -> None:

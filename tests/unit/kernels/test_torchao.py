@@ -35,7 +35,7 @@ def drawn(*shape: int) -> Tensor:
 def test_a_layer_of_8_bits_with_one_scale_a_tensor_is_that_of_torchao(rows: int, inputs: int, outputs: int) -> None:
     float8 = pytest.importorskip("torchao.float8")
     weight, x, pull = drawn(outputs, inputs), 3 * drawn(rows, inputs), drawn(rows, outputs)
-    mesh = Mesh.single(CPU)
+    mesh = Mesh.single_process(CPU)
     recipe = recipe_of(LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise"), CPU)
     scaling = Scaling(LowPrecision(recipe, mesh, RandomStreams.build(mesh, 1)), shared=mesh.tp, cut=mesh.tp)
     ours = [weight.clone().requires_grad_(), x.clone().requires_grad_()]

@@ -283,14 +283,15 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     eight_bits = replace(GPU, low=LowPrecisionConfig(fp8_format="hybrid"))
     for candidate in ours:
         assert (
-            candidate.unfit(Need()) == "it needs a CUDA device"
-            and candidate.unfit(eight_bits) == "the package triton is not installed"
+            candidate.unsupported_reason(Need()) == "it needs a CUDA device"
+            and candidate.unsupported_reason(eight_bits) == "the package triton is not installed"
         )
     monkeypatch.setattr(table, "find_spec", lambda name: object())
     for candidate in ours:
         assert (
-            candidate.unfit(eight_bits) == ""
-            and candidate.unfit(replace(eight_bits, dtype=torch.float64)) == "it computes in fp32, not in fp64"
+            candidate.unsupported_reason(eight_bits) == ""
+            and candidate.unsupported_reason(replace(eight_bits, dtype=torch.float64))
+            == "it computes in fp32, not in fp64"
         )
     assert (
         select(GPU, {"rms_norm": "triton"}).rms_norm is not Kernels().rms_norm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import documents, flex, fused, reference, varlen
+from megatron.core.kernels import documents, flex, fused, reference, table, varlen
 from megatron.core.kernels.documents import DocumentStarts, remember_starts, remembered_starts, starts_of
 from megatron.core.kernels.mask import MaskSpec, Scores
 from megatron.core.kernels.startup_check import choose
@@ -55,7 +55,7 @@ def test_it_is_the_masked_formula_forward_and_backward_without_a_mask(
     library: list[dict[str, Any]], mask: str, scores: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, scores), *heads())
-    monkeypatch.setattr(MaskSpec, "visible", no_mask)
+    monkeypatch.setattr(MaskSpec, "as_bool", no_mask)
     check(with_gradients(lambda *qkv: varlen.attention(*qkv, MASKS[mask], 0.0, scores), *heads()), expected, 1e-12)
     (call,) = library
     assert call["key"].shape[1] == 2 and call["query"].shape[1] == 4, "keys of groups are not repeated"
@@ -150,8 +150,7 @@ def test_why_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_an_older_torch_has_no_windows_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert varlen.is_there()
-    monkeypatch.setattr(varlen, "_LIBRARY", None)
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torch has it with windows and groups from 2.11 on"):
         select(PACKED, {"attention": "varlen"})
 
@@ -159,7 +158,7 @@ def test_an_older_torch_has_no_windows_and_groups(monkeypatch: pytest.MonkeyPatc
 def test_it_is_the_default_of_documents_and_windows_once_it_passed_its_trial(
     library: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = tuple(replace(one, unfit=lambda _: "") if one.name == "varlen" else one for one in CANDIDATES)
+    here = tuple(replace(one, unsupported_reason=lambda _: "") if one.name == "varlen" else one for one in CANDIDATES)
     for changes, name in (
         ({}, "fused"),
         ({"reset_attention_mask": True}, "varlen"),
@@ -186,8 +185,8 @@ def test_capped_scores_are_left_to_flex_attention_once_it_passed_its_trial(
     sound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = flex_stand_in.flex_attention if sound else lambda q, *_, **__: 1.1 * q
-    monkeypatch.setattr(flex, "compiled", lambda: (kept, flex_stand_in.create_block_mask))
-    here = tuple(replace(one, unfit=lambda _: "") if one.name == "flex" else one for one in CANDIDATES)
+    monkeypatch.setattr(flex, "compiled_attention", lambda: (kept, flex_stand_in.create_block_mask))
+    here = tuple(replace(one, unsupported_reason=lambda _: "") if one.name == "flex" else one for one in CANDIDATES)
     config = tiny.config(attention_logit_softcap=2.0)
     chosen = choose(config, kernel_need(config, CPU), CPU, candidates=here)
     assert (

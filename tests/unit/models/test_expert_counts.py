@@ -63,7 +63,9 @@ def test_a_ranks_parameters_are_those_of_a_built_rank(name: str, tp: int, ep: in
     mesh = dataclasses.replace(build.mesh, tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     (stage,) = stages_of(settings)
     network = GPTModel(stage, dataclasses.replace(build, mesh=mesh))
-    assert rank_parameters(settings.model, [stage], ShardCounts.of(settings.parallel)).total == elements(network)
+    assert rank_parameters(settings.model, [stage], ShardCounts.from_parallel(settings.parallel)).total == elements(
+        network
+    )
 
 
 @pytest.mark.parametrize("name", ["moe", "moe-bias", "moe-shared", "moe-no-aux"])

@@ -216,7 +216,7 @@ def test_a_line_of_stages_is_the_whole_network(kind: str, split: str) -> None:
     expected, message = through(whole, batch, LABELS), None
     for part in parts:
         if message is not None:
-            told = part.receives(
+            told = part.input_specs(
                 tiny.config(5, architecture="t5", decoder_seq_length=8, micro_batch_size=3, global_batch_size=15).train
             )
             assert tuple((tuple(tensor.shape), tensor.dtype) for tensor in message) == told

@@ -49,7 +49,7 @@ def ours(dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> tup
     name_all(module)
     parallel = DataParallel(
         module,
-        Mesh.single(),
+        Mesh.single_process(),
         grad_dtype=dtype,
         sharded=True,
         bucket_size=100,
@@ -59,7 +59,7 @@ def ours(dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> tup
     )
     optimizer = Optimizer(
         [parallel],
-        Mesh.single(),
+        Mesh.single_process(),
         OptimizerConfig(optimizer="adafactor", clip_grad=0.0, **settings),
         PrecisionConfig(fp64=dtype == torch.float64),
         sharded=True,

@@ -67,7 +67,7 @@ def test_norms_and_zeros_count_every_element_once_in_every_layout(world: Worlds,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_norms_are_exact_to_fp32_whatever_the_format_and_the_size(dtype: torch.dtype) -> None:
-    mesh, size = Mesh.single(), 3_000_000
+    mesh, size = Mesh.single_process(), 3_000_000
     random = torch.Generator().manual_seed(0)
     gradient = (30000 * (1 + torch.rand(size, generator=random))).to(
         dtype

@@ -35,7 +35,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
     name_all(module)
     parallel = DataParallel(
         module,
-        Mesh.single(),
+        Mesh.single_process(),
         grad_dtype=torch.float32,
         sharded=False,
         bucket_size=None,
@@ -43,7 +43,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
         overlap_gather=False,
         average=False,
     )
-    optimizer = Optimizer([parallel], Mesh.single(), config.optimizer, config.precision, sharded=False)
+    optimizer = Optimizer([parallel], Mesh.single_process(), config.optimizer, config.precision, sharded=False)
     held = sum(tensor.nbytes for tensor in optimizer.memory()) / param.numel()
     assert held == owned_state_bytes(config) and f"{held:.3g}" == said
 

@@ -68,7 +68,7 @@ def test_nothing_stays_nothing() -> None:
 def optimizer_of(
     params: dict[str, torch.nn.Parameter], dtype: torch.dtype = torch.float64, **settings: Any
 ) -> Optimizer:
-    mesh = Mesh.single()
+    mesh = Mesh.single_process()
     module = torch.nn.ParameterDict(params)
     name_all(module)
     wide = dtype == torch.float64
@@ -89,7 +89,7 @@ def optimizer_of(
 def made(spec: ParamSpec, dtype: torch.dtype = torch.float64, *, like: Tensor) -> torch.nn.Parameter:
     found = torch.nn.Parameter(like.to(dtype).clone())
     found.spec = spec  # type: ignore[attr-defined]
-    assert parameter(spec, Mesh.single(), dtype).shape == found.shape
+    assert parameter(spec, Mesh.single_process(), dtype).shape == found.shape
     return found
 
 

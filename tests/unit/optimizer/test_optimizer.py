@@ -31,7 +31,7 @@ def optimizer_of(
     kernel: AdamKernel = adamw_by_torch,
     **settings: Any,
 ) -> tuple[Any, Optimizer]:
-    mesh = Mesh.single()
+    mesh = Mesh.single_process()
     module = small_module(mesh, dtype)
     parallel = DataParallel(
         module,
@@ -199,7 +199,7 @@ def test_rates_reach_their_groups() -> None:
 
 
 def test_a_rank_that_owns_nothing_steps_all_the_same() -> None:
-    optimizer = Optimizer([], Mesh.single(), OptimizerConfig(), PrecisionConfig(), sharded=True)
+    optimizer = Optimizer([], Mesh.single_process(), OptimizerConfig(), PrecisionConfig(), sharded=True)
     optimizer.set_rates(RATE, DECAY)
     result = optimizer.step(multiplier=torch.tensor(0.5), count_zero_elements=True)
     assert result.stepped and float(result.norm) == 0.0 and int(result.zeros) == 0 and optimizer.num_steps == 0

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def test_where_a_rank_is_in_words() -> None:
     flight_recorder = FlightRecorder()
-    assert flight_recorder.where() == "start-up" and flight_recorder.last() == []
+    assert flight_recorder.where() == "start-up" and flight_recorder.last_collectives() == []
     flight_recorder.begin("training", 3)
     flight_recorder.enter(Action("B", 1, 4))
     assert flight_recorder.where() == "training, iteration 3, backward of stage 1, microbatch 4"
@@ -33,8 +33,8 @@ def test_the_last_notes_are_kept_and_all_are_counted() -> None:
         flight_recorder.note("all_reduce", "tp", (0, 1), number)
     flight_recorder.note("barrier", "world", (0, 1, 2), 0)
     assert flight_recorder.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and flight_recorder.num_events == 41
-    assert flight_recorder.last_group() == ("world", (0, 1, 2)) and len(flight_recorder.last(100)) == 16
-    assert flight_recorder.last(2)[1].startswith(
+    assert flight_recorder.last_group() == ("world", (0, 1, 2)) and len(flight_recorder.last_collectives(100)) == 16
+    assert flight_recorder.last_collectives(2)[1].startswith(
         "all_reduce over tp (ranks 0, 1) of 39 bytes at unit/parallel/test_flight_recorder.py:"
     )
 
@@ -47,8 +47,8 @@ def noted() -> tuple[list[str], str]:
     collectives.all_reduce(torch.ones(1024), Axis("alone"))
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, pipeline_model_parallel_size=2, num_layers=2)))
     train_on(trainer, 1)
-    messages = [words for words in trainer.run.mesh.flight_recorder.last(16) if words.startswith("message")]
-    return mesh.flight_recorder.last(2), messages[-1] if messages else ""
+    messages = [words for words in trainer.run.mesh.flight_recorder.last_collectives(16) if words.startswith("message")]
+    return mesh.flight_recorder.last_collectives(2), messages[-1] if messages else ""
 
 
 def test_collectives_and_messages_note_who_asked_for_them(world: Worlds) -> None:
@@ -67,7 +67,7 @@ def test_a_stopwatch_counts_work_and_leaves_waits_out() -> None:
     flight_recorder.pause()
     flight_recorder.resume()
     time.sleep(0.05)
-    assert flight_recorder.stopwatch.take() == 0.0, "nothing was started"
+    assert flight_recorder.stopwatch.lap() == 0.0, "nothing was started"
     flight_recorder.start()
     time.sleep(0.05)
     flight_recorder.pause()
@@ -75,4 +75,4 @@ def test_a_stopwatch_counts_work_and_leaves_waits_out() -> None:
     flight_recorder.resume()
     time.sleep(0.05)
     flight_recorder.stop()
-    assert 0.1 <= flight_recorder.stopwatch.take() < 0.2
+    assert 0.1 <= flight_recorder.stopwatch.lap() < 0.2

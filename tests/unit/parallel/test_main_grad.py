@@ -52,12 +52,12 @@ class Twice(nn.Module):
         super().__init__()
         self.region = region
         self.first, self.second = (
-            parameter(ParamSpec(shape, normal(1.0), "matrix"), Mesh.single(), torch.float64)
+            parameter(ParamSpec(shape, normal(1.0), "matrix"), Mesh.single_process(), torch.float64)
             for shape in ((4, 4), (2, 4))
         )
-        self.bias = parameter(ParamSpec((2,), normal(1.0), "vector"), Mesh.single(), torch.float64)
+        self.bias = parameter(ParamSpec((2,), normal(1.0), "vector"), Mesh.single_process(), torch.float64)
         name_all(self)
-        materialize(self, Mesh.single(), seed=1)
+        materialize(self, Mesh.single_process(), seed=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(multiply(x, self.first, None, self.region))
@@ -73,7 +73,7 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
     module, counted = Twice(region), []
     parallel = DataParallel(
         module,
-        Mesh.single(),
+        Mesh.single_process(),
         grad_dtype=torch.float64,
         sharded=False,
         bucket_size=None,
@@ -91,7 +91,7 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
         module(drawn(3, 4, seed=4)).backward()
     else:
         loss = module(drawn(3, 4, seed=4))
-        with region.wgrad_store.collecting((0, 0)):
+        with region.wgrad_store.delayed((0, 0)):
             loss.backward()
         assert not counted
         region.wgrad_store.pop((0, 0))
@@ -120,7 +120,7 @@ def test_outside_of_a_step_a_gradient_belongs_to_whoever_asks() -> None:
     module = Twice(Region(Axis("tp"), sums=True))
     parallel = DataParallel(
         module,
-        Mesh.single(),
+        Mesh.single_process(),
         grad_dtype=torch.float64,
         sharded=False,
         bucket_size=None,

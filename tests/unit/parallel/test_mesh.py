@@ -12,7 +12,7 @@ from tests.unit.parallel import ranks
 
 
 def test_the_mesh_of_one_process_has_only_axes_of_one_and_no_groups() -> None:
-    mesh = Mesh.single()
+    mesh = Mesh.single_process()
     axes = [mesh.axis(field.name) for field in fields(Mesh) if field.name not in ("device", "hybrid_cp")]
     assert all((axis.size, axis.rank, axis.ranks, axis.group) == (1, 0, (0,), None) for axis in axes)
     assert mesh.device == torch.device("cpu") and mesh.tp.is_first and mesh.tp.is_last

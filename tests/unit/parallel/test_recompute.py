@@ -65,7 +65,7 @@ def test_recomputation_replays_dropout_of_every_stream_and_disturbs_no_later_dra
         own = streams()
 
         def function(a: Tensor) -> Tensor:
-            with own.use("cut"):
+            with own.fork("cut"):
                 inside = F.dropout(a, 0.5)
             return F.dropout(module(inside), 0.3)
 
@@ -73,7 +73,7 @@ def test_recomputation_replays_dropout_of_every_stream_and_disturbs_no_later_dra
             return wrap(function, own)(wrap(function, own)(a))
 
         found = gradients(two, module, x)
-        with own.use("cut"):
+        with own.fork("cut"):
             return found, torch.cat((torch.rand(3), torch.rand(3)))
 
     plain, after_plain = twice(lambda function, own: function)

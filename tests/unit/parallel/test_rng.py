@@ -23,7 +23,7 @@ def test_each_stream_continues_where_it_stopped_whatever_the_other_does() -> Non
     own, default, cut = streams(), [], []
     for turn in range(3):
         default.append(torch.rand(2))
-        with own.use("cut"):
+        with own.fork("cut"):
             cut.append(torch.rand(3))
     assert torch.equal(torch.cat(default), drawn_from(1, 6))
     assert torch.equal(torch.cat(cut), drawn_from(2, 9))
@@ -31,14 +31,14 @@ def test_each_stream_continues_where_it_stopped_whatever_the_other_does() -> Non
 
 def test_the_default_stream_is_the_devices_own_generator() -> None:
     own = streams()
-    with own.use("default"):
+    with own.fork("default"):
         first = torch.rand(2)
     assert torch.equal(torch.cat((first, torch.rand(2))), drawn_from(1, 4))
 
 
 def test_an_error_inside_a_stream_gives_the_default_stream_back() -> None:
     own = streams()
-    with pytest.raises(ValueError), own.use("cut"):
+    with pytest.raises(ValueError), own.fork("cut"):
         torch.rand(5)
         raise ValueError
     assert torch.equal(torch.rand(2), drawn_from(1, 2))
@@ -49,7 +49,7 @@ def test_a_loaded_state_draws_the_same_again() -> None:
     torch.rand(3)
 
     def draw() -> list[torch.Tensor]:
-        with own.use("cut"):
+        with own.fork("cut"):
             inside = torch.rand(4)
         return [torch.rand(4), inside]
 
@@ -63,12 +63,12 @@ def test_a_loaded_state_draws_the_same_again() -> None:
 
 
 def at(**places: int) -> Mesh:
-    return replace(Mesh.single(), **{name: Axis(name, 4, rank, (0, 1, 2, 3)) for name, rank in places.items()})
+    return replace(Mesh.single_process(), **{name: Axis(name, 4, rank, (0, 1, 2, 3)) for name, rank in places.items()})
 
 
 def first_draws(mesh: Mesh, **keywords: bool) -> tuple[float, float]:
     own = RandomStreams.build(mesh, 5, **keywords)
-    with own.use("cut"):
+    with own.fork("cut"):
         inside = float(torch.rand(()))
     return float(torch.rand(())), inside
 

@@ -26,7 +26,7 @@ from megatron.core.parallel.spec import (
 
 def mesh_of(tp: int, rank: int) -> Mesh:
     """The mesh of one tensor rank, without processes: enough for arithmetic."""
-    return replace(Mesh.single(), tp=Axis("tp", tp, rank, tuple(range(tp))))
+    return replace(Mesh.single_process(), tp=Axis("tp", tp, rank, tuple(range(tp))))
 
 
 def qkv(tp: int, heads: int = 8, groups: int = 2, size: int = 3) -> Shard:
@@ -107,8 +107,10 @@ def test_initial_values_are_the_same_whole_tensor_under_every_cut(kind: str) -> 
 def test_initial_values_follow_the_name_and_the_seed() -> None:
     def draw(name: str, seed: int) -> torch.Tensor:
         module = nn.Module()
-        module.weight = parameter(ParamSpec((50,), normal(1.0), "vector", name=name), Mesh.single(), torch.float32)
-        materialize(module, Mesh.single(), seed)
+        module.weight = parameter(
+            ParamSpec((50,), normal(1.0), "vector", name=name), Mesh.single_process(), torch.float32
+        )
+        materialize(module, Mesh.single_process(), seed)
         return module.weight.detach()
 
     assert torch.equal(draw("a", 1), draw("a", 1))
@@ -128,8 +130,8 @@ def test_initial_distributions_are_what_they_are_called() -> None:
 def test_names_are_module_paths_and_a_given_name_stays() -> None:
     outer = nn.Module()
     outer.inner = nn.Module()
-    outer.inner.weight = parameter(SPECS["whole"](1), Mesh.single(), torch.float32)
-    outer.tied = parameter(replace(SPECS["whole"](1), name="embedding"), Mesh.single(), torch.float32)
+    outer.inner.weight = parameter(SPECS["whole"](1), Mesh.single_process(), torch.float32)
+    outer.tied = parameter(replace(SPECS["whole"](1), name="embedding"), Mesh.single_process(), torch.float32)
     name_all(outer)
     assert spec_of(outer.inner.weight).name == "inner.weight" and spec_of(outer.tied).name == "embedding"
     assert is_shared_over_tensor(SPECS["whole"](4)) and not is_shared_over_tensor(SPECS["row"](4))

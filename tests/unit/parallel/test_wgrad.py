@@ -37,7 +37,7 @@ def test_a_backward_pass_and_its_weights_together_give_what_one_pass_gives(bias:
     wgrad_store = WeightGradStore()
     for microbatch in (0, 1):  # two passes wait, and are worked off in order
         loss = output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store))
-        with wgrad_store.collecting((0, microbatch)):
+        with wgrad_store.delayed((0, microbatch)):
             loss.backward()
     torch.testing.assert_close(mine.grad, 2 * x.grad)
     assert all(parameter.grad is None for parameter in own), "weights wait"
@@ -58,7 +58,7 @@ def test_a_weight_that_was_saved_under_hooks_gets_its_gradient_when_its_graph_is
         lambda tensor: tensor, lambda tensor: tensor
     ):  # as recomputation of parts has them
         loss = output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store))
-    with wgrad_store.collecting((0, 0)):
+    with wgrad_store.delayed((0, 0)):
         loss.backward()
     del loss
     wgrad_store.pop((0, 0))
@@ -75,7 +75,7 @@ def test_outside_of_a_collecting_pass_and_for_frozen_weights_nothing_waits() -> 
     for parameter, true in zip((mine, *own), (x, *parameters), strict=True):
         torch.testing.assert_close(parameter.grad, true.grad)
     own = [parameter.detach() for parameter in own]
-    with wgrad_store.collecting((0, 0)):
+    with wgrad_store.delayed((0, 0)):
         output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store)).backward()
     wgrad_store.pop((0, 0))
     assert all(parameter.grad is None for parameter in own)

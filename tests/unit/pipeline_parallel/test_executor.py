@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.schedules import (
     zero_bubble_v,
 )
 from megatron.core.pipeline_parallel.timeline import simulate_plan
-from megatron.core.pipeline_parallel.transfers import script
+from megatron.core.pipeline_parallel.transfers import rank_script
 from megatron.core.tensor_parallel.linear import multiply
 from megatron.core.tensor_parallel.region import Region
 
@@ -64,7 +64,7 @@ class TinyWork:
         trained = [stage not in self.frozen for stage in range(self.stages)]
         self.weights = [draw(stage, WIDTH, WIDTH).requires_grad_(trains) for stage, trains in enumerate(trained)]
 
-    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         rows = ROWS + microbatch % 2
         one = ((rows, WIDTH), torch.float64)
         return (one, one, ((1,), torch.int64)) if self.memory else (one,)
@@ -130,7 +130,7 @@ def walk(plan: Plan, overlap: bool, options: dict, dual_batch_overlap: bool = Fa
     overlap = Overlap(work.wgrad_store)
     axis, backward_axis = (Axis(name, size, rank, ranks, group, overlap=overlap) for name, group in groups.items())
     run(
-        script(plan, rank, overlap=overlap, dual_batch_overlap=dual_batch_overlap),
+        rank_script(plan, rank, overlap=overlap, dual_batch_overlap=dual_batch_overlap),
         work=work,
         axis=axis,
         backward_axis=backward_axis,
@@ -250,7 +250,7 @@ def test_outputs_go_once_sent_and_inputs_once_their_backward_is_done(world, plan
 
 def test_a_script_for_another_rank_is_refused() -> None:
     with pytest.raises(AssertionError, match="the script is for rank 1 of 2, this is rank 0 of 1"):
-        run(script(one_f_one_b(2, 2), 1), work=TinyWork(2, 2), axis=Axis("pp"), backward_axis=Axis("pp_backward"))
+        run(rank_script(one_f_one_b(2, 2), 1), work=TinyWork(2, 2), axis=Axis("pp"), backward_axis=Axis("pp_backward"))
 
 
 class Waits(torch.autograd.Function):
@@ -294,7 +294,7 @@ def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_no
     for each in (work, plain):
         each.weights = [draw(stage, WIDTH, WIDTH).requires_grad_() for stage in range(2)]
     axis = replace(work.axis, name="pp")
-    run(script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, delays=delays)
+    run(rank_script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, delays=delays)
     assert work.came == came, "in the wait of each pass"
     assert [last for what, _, last in work.events if what == "B"] == [False, False, True]
     serial(plain)

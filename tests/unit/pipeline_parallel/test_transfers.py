@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import (
     with_reduction,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.transfers import Script, Transfer, script, transfers
+from megatron.core.pipeline_parallel.transfers import Script, Transfer, rank_script, transfers
 
 PLANS = {
     **{f"1f1b {pp} {m}": one_f_one_b(pp, m) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 5, 16)},
@@ -73,7 +73,7 @@ def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: st
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_never_wait_in_a_circle_even_if_every_message_blocks(name: str, overlap: bool) -> None:
     plan = PLANS[name]
-    scripts = [script(plan, rank, overlap=overlap) for rank in range(len(plan))]
+    scripts = [rank_script(plan, rank, overlap=overlap) for rank in range(len(plan))]
     assert last_blocked(scripts) == []
 
 
@@ -81,7 +81,7 @@ def test_ranks_never_wait_in_a_circle_even_if_every_message_blocks(name: str, ov
 @pytest.mark.parametrize("pp, m", [(2, 1), (2, 5), (3, 7), (4, 16), (8, 9)])
 def test_passes_that_are_together_stand_side_by_side_and_never_wait_in_a_circle(pp: int, m: int, overlap: bool) -> None:
     plan = with_reduction(one_f_one_b_dual_batch(pp, m))
-    scripts = [script(plan, rank, overlap=overlap, dual_batch_overlap=True) for rank in range(pp)]
+    scripts = [rank_script(plan, rank, overlap=overlap, dual_batch_overlap=True) for rank in range(pp)]
     for own, row in zip(scripts, plan, strict=True):
         assert tuple(step for step in own.steps if isinstance(step, Action)) == row
         pairs = [part for part in own.instructions() if not isinstance(part, Transfer) and len(part) == 2]
@@ -101,7 +101,7 @@ def test_the_walk_finds_a_circle_where_there_is_one() -> None:
 def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, overlap: bool) -> None:
     plan, order = PLANS[name], transfers(PLANS[name])
     for rank, row in enumerate(plan):
-        steps = script(plan, rank, overlap=overlap).steps
+        steps = rank_script(plan, rank, overlap=overlap).steps
         assert tuple(step for step in steps if isinstance(step, Action)) == row
         own = [transfer for transfer in order if rank in (transfer.src, transfer.dst)]
         assert [step for step in steps if isinstance(step, Transfer)] == own
@@ -115,7 +115,7 @@ def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, ove
 
 def test_overlapping_receives_travel_during_the_action_before() -> None:
     plan, message, meanwhile = one_f_one_b(2, 3), Transfer(0, 1, "F", 0, 1), Action("B", 1, 0)
-    in_turn, early = script(plan, 1, overlap=False).steps, script(plan, 1).steps
+    in_turn, early = rank_script(plan, 1, overlap=False).steps, rank_script(plan, 1).steps
     assert in_turn.index(message) == in_turn.index(meanwhile) + 1
     assert early.index(message) == early.index(meanwhile) - 1
 

@@ -134,7 +134,7 @@ def places_of(number: int) -> list[list[int]]:
         seed=1,
         split="train",
     )
-    return [[span.sequence for span in made.sources(index)[::2]] for index in range(number)]
+    return [[span.sequence for span in made.token_sources(index)[::2]] for index in range(number)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

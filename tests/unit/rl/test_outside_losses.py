@@ -63,7 +63,7 @@ def ours(given: dict[str, torch.Tensor], algorithm: str, **changes: Any) -> tupl
     rows = rows_of(trained, 12, average=ALGORITHMS[algorithm].average, limit=LIMIT, padding=0, packed=False, multiple=1)
     logprobs = given["logprobs"].clone().requires_grad_()
     placed = torch.nn.functional.pad(logprobs, (PROMPT - 1, 12 - LIMIT - PROMPT + 1))
-    loss = PolicyLoss(rl, Mesh.single().cp, has_old=True, has_reference=rl.grpo_kl_beta != 0)
+    loss = PolicyLoss(rl, Mesh.single_process().cp, has_old=True, has_reference=rl.grpo_kl_beta != 0)
     batch = Batch.from_arrays({name: np.asarray(rows[name]) for name in rows}, torch.device("cpu"), positions=False)
     total, count, _ = loss(-placed, batch)
     assert float(count) == sum(LENGTHS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.parallel.spec import spec_of
-from megatron.rl.advantages import generalized_advantages, whitened
+from megatron.rl.advantages import generalized_advantages, whiten
 from megatron.rl.losses import value_loss
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.evaluate import evaluation_mode
@@ -55,7 +55,7 @@ def test_texts_of_the_environment_are_stepped_over_by_advantages() -> None:
 def test_advantages_of_a_round_are_whitened_over_its_tokens() -> None:
     values = torch.tensor([[1.0, 2.0, 50.0], [4.0, 50.0, 50.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    result = whitened(values, mask)
+    result = whiten(values, mask)
     chosen = result[mask.bool()]
     assert float(chosen.mean()) == pytest.approx(0, abs=1e-12) and float(chosen.var()) == pytest.approx(1, abs=1e-6)
     assert not result[~mask.bool()].any()

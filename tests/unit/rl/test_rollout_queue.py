@@ -18,7 +18,7 @@ import torch
 from megatron.core.datasets.indexed import DataError
 from megatron.rl.bank import read_lines, remove_expired
 from megatron.rl.environments.base import Conversation, Problem
-from megatron.rl.memory import offloaded
+from megatron.rl.memory import offload_to_host
 from megatron.rl.policy_data import PolicyData
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.step import train_step
@@ -47,7 +47,7 @@ def versions_of_rounds(trainer: Trainer, data: PolicyData, rounds: int) -> list[
 def test_a_lag_of_two_rounds_trains_on_rollouts_of_the_weights_two_rounds_before() -> None:
     trainer, data = trainer_of(dataclasses.replace(RL, **AHEAD), **LLAMA)
     assert versions_of_rounds(trainer, data, 5) == [{0}, {0}, {0}, {1}, {2}]
-    assert data.figures()["policy lag"][0] / data.figures()["policy lag"][1] == 2.0
+    assert data.batch_metrics()["policy lag"][0] / data.batch_metrics()["policy lag"][1] == 2.0
 
 
 def test_parts_of_a_rollout_have_the_log_probabilities_of_the_weights_that_sampled_them() -> None:
@@ -245,6 +245,6 @@ def test_a_run_killed_while_it_generates_loses_nothing_that_was_saved(tmp_path: 
 def test_storages_that_are_offloaded_come_back_as_they_were() -> None:
     whole = torch.randn(8)
     parts, expected = [whole[:3], whole[3:], torch.zeros(0)], whole.clone()
-    with offloaded(parts) as size:
+    with offload_to_host(parts) as size:
         assert size == 32 and whole.untyped_storage().nbytes() == 0
     assert torch.equal(whole, expected)

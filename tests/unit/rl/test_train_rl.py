@@ -150,7 +150,7 @@ def test_what_the_run_refuses_the_checker_refuses_in_the_same_words(
 def test_a_job_cannot_be_split_against_a_rule(words: str, message: str) -> None:
     flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--grpo-kl-beta", "0", *words.split()]
     command = read_command(["train_rl.py", *flags, "--langrl-env-config", "x"], ranks=3)
-    said = [one.says for one in (*command.unread, *(command.setting.broken() if command.setting else ()))]
+    said = [one.says for one in (*command.unread, *(command.setting.broken_rules() if command.setting else ()))]
     assert any(message in line for line in said), said
 
 

@@ -300,9 +300,9 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     validator, said = StepValidator(trainer.run.config), list[str]()
     if answer:
         trainer.add_hook(validator)
-    monkeypatch.setattr(Run, "say", lambda run, text: said.append(text))
+    monkeypatch.setattr(Run, "print_rank_0", lambda run, text: said.append(text))
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
-    epochs = Epochs(trainer.run, samples("MNLI"), full=trainer.batches.full, keep_last=False)
+    epochs = Epochs(trainer.run, samples("MNLI"), full=trainer.batches.final_batch_size, keep_last=False)
     with pytest.raises(error, match="nan") if error else nullcontext():
         finetune.train_epoch(trainer, epochs, 0, validator, writers_of(trainer.run))
     assert any("the run goes on with the next data" in line for line in said) == (answer == "skip"), said

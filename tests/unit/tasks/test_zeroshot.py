@@ -21,9 +21,9 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import bare_ids
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
-from megatron.evaluation.likelihood import Request, likeliest
+from megatron.evaluation.likelihood import Request, argmax_ids
 from megatron.tasks import zeroshot
-from megatron.tasks.detokenize import detokenized
+from megatron.tasks.detokenize import detokenize_text
 from megatron.tasks.zeroshot import Text, TokenWindows, read_passages, read_text
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
@@ -128,7 +128,7 @@ def test_a_right_word_counts() -> None:
         passages.append(Request(tuple(beginning), tuple(word)))
     answers = zeroshot.last_words(trainer, passages)
     assert [answer.greedy for answer in answers] == [number % 3 == 0 for number in range(9)]
-    found = zeroshot.accuracy(answers)
+    found = zeroshot.last_word_metrics(answers)
     assert found == {
         "number correct": 3,
         "total examples": 9,
@@ -177,15 +177,15 @@ def test_the_likeliest_id_is_never_one_of_the_padding() -> None:
     logits = torch.zeros(2, 3, 8)
     logits[..., 6:] = 5.0
     logits[0, 1, 4] = 1.0
-    found = likeliest(logits, Axis("tp"), 6)
+    found = argmax_ids(logits, Axis("tp"), 6)
     assert found.tolist() == [[0, 4, 0], [0, 0, 0]]
 
 
 def test_published_text_is_written_as_people_write_it() -> None:
     text = ' = Robert = \n He had a guest @-@ starring role , in the 1 @,@ 000 m ( 3 @.@ 5 ft ) race ; " so " he \'s told . \n'
     expected = ' = Robert =\nHe had a guest-starring role, in the 1,000 m (3.5 ft) race; "so" he\'s told.\n'
-    assert detokenized(text, "data/wiki.test.tokens") == expected
-    assert detokenized(text, "data/other.txt") == text
+    assert detokenize_text(text, "data/wiki.test.tokens") == expected
+    assert detokenize_text(text, "data/other.txt") == text
 
 
 def test_wikitext_is_rewritten_one_step_after_the_other_as_megatron_does() -> None:
@@ -209,11 +209,11 @@ def test_wikitext_is_rewritten_one_step_after_the_other_as_megatron_does() -> No
     )
     for _ in range(3000):
         text = "".join(random.choice(pieces, random.randint(1, 25)))
-        assert detokenized(text, "wiki") == one_by_one(text), repr(text)
-    assert detokenized("1 , 000 . ; b . c", "wiki") == "1, 000 .; b. c", (
+        assert detokenize_text(text, "wiki") == one_by_one(text), repr(text)
+    assert detokenize_text("1 , 000 . ; b . c", "wiki") == "1, 000 .; b. c", (
         "a space that one step took is not there for the next"
     )
-    assert detokenized("it 's $ N of N points \n they do n't", "ptb") == "it's $1 of1 points\nthey don't"
+    assert detokenize_text("it 's $ N of N points \n they do n't", "ptb") == "it's $1 of1 points\nthey don't"
 
 
 def one_by_one(text: str) -> str:

@@ -31,7 +31,7 @@ S, B, H, F_SIZE, V = 8, 3, 6, 16, 21
 def here(tp: int) -> Mesh:
     """The mesh of this process: alone without torch.distributed, or one tensor group."""
     if not dist.is_initialized():
-        return Mesh.single()
+        return Mesh.single_process()
     return Mesh.build(ParallelConfig(tensor_model_parallel_size=tp), torch.device("cpu"))
 
 

@@ -43,7 +43,7 @@ def made(**settings: Any) -> tuple[Recipe, Scaling]:
     recipe = recipe_of(LowPrecisionConfig(**settings), CPU)
     assert recipe is not None
     recipe = replace(recipe, block=min(recipe.block, 16))
-    mesh = Mesh.single(CPU)
+    mesh = Mesh.single_process(CPU)
     low = LowPrecision(recipe, mesh, RandomStreams.build(mesh, 3))
     return recipe, Scaling(low, shared=mesh.tp_cp, cut=mesh.tp)
 
@@ -129,7 +129,7 @@ def test_a_weights_gradient_that_waits_is_the_same(name: str, monkeypatch: pytes
         if way.wgrad_store is None:
             output.backward(gradient)
         else:
-            with wgrad_store.collecting((0, 0)):
+            with wgrad_store.delayed((0, 0)):
                 output.backward(gradient)
             assert weight.grad is None
             wgrad_store.pop((0, 0))
@@ -178,20 +178,20 @@ def test_delayed_scales_come_from_the_largest_values_of_earlier_steps() -> None:
     seen: list[float] = []
     for size in (2.0, 8.0, 1.0, 0.0):
         x = torch.full((4, 16), size)
-        known = scaling.largest("input", x)
+        known = scaling.largest_value("input", x)
         assert float(known) == (seen[-1] if seen else size), "the first step scales by itself"
-        scaling.largest("input", x / 2)  # another microbatch
+        scaling.largest_value("input", x / 2)  # another microbatch
         Scaling.after_step([scaling], stepped=True)
         seen.append(size or seen[-1])  # a step that says nothing is as the one before
         assert scaling.history[0].tolist() == [*reversed(seen[-2:]), 0.0][:2]
     scaling.recipe = replace(recipe, by_largest=True)
     scaling.load(torch.tensor([[1.0, 5.0, 9.0]] * 3))
-    assert float(scaling.largest("input", torch.ones(1, 16))) == 5.0, "of the two steps that are kept"
-    scaling.largest("gradient", torch.full((1, 16), float("inf")))
+    assert float(scaling.largest_value("input", torch.ones(1, 16))) == 5.0, "of the two steps that are kept"
+    scaling.largest_value("gradient", torch.full((1, 16), float("inf")))
     Scaling.after_step([scaling], stepped=True)
     assert scaling.history[2].tolist() == [1.0, 1.0], "what is not finite is no largest value"
     before = scaling.history.clone()
-    scaling.largest("gradient", torch.full((1, 16), 1e30))
+    scaling.largest_value("gradient", torch.full((1, 16), 1e30))
     Scaling.after_step([scaling], stepped=False)
     assert torch.equal(scaling.history, before) and not scaling.seen.any(), "a step that is not used leaves no trace"
     too_large = recipe.quantise("input", torch.full((1, 16), 100.0), torch.tensor(5.0))
@@ -203,7 +203,7 @@ def test_delayed_scales_come_from_the_largest_values_of_earlier_steps() -> None:
 def test_evaluation_leaves_no_trace_in_delayed_scales() -> None:
     _, scaling = made(fp8_format="e4m3", fp8_recipe="delayed")
     scaling.eval()
-    scaling.largest("input", torch.ones(1, 16))
+    scaling.largest_value("input", torch.ones(1, 16))
     assert not scaling.seen.any()
 
 
@@ -244,7 +244,7 @@ def test_what_is_largest_in_an_input_and_in_a_weight_goes_round_in_one_collectiv
         return x
 
     monkeypatch.setattr("megatron.core.parallel.collectives.all_reduce", largest_anywhere)
-    made_of, alone = made(**RECIPES[recipe])[0], Mesh.single(CPU)
+    made_of, alone = made(**RECIPES[recipe])[0], Mesh.single_process(CPU)
     tensor = Axis("tp", 2, ranks=(0, 1), group=object())  # type: ignore[arg-type] - only asked whether there is one
     shared = Axis("tp_cp", 2 * context_ranks, ranks=tuple(range(2 * context_ranks)), group=object())  # type: ignore[arg-type]
     scaling = Scaling(LowPrecision(made_of, alone, RandomStreams.build(alone, 3)), shared=shared, cut=tensor)

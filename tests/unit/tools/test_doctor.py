@@ -159,7 +159,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_broken_kernel_fails(planted: str) -> None:
-    rows = doctor.numbers(subject(EVERYTHING, Mesh.single(), **PLANTED[planted]))
+    rows = doctor.check_kernel_results(subject(EVERYTHING, Mesh.single_process(), **PLANTED[planted]))
     failed = [row for row in rows if row.status == "FAIL"]
     (op,) = PLANTED[planted]
     assert len(failed) == 1 and failed[0].finding.startswith(op) and "rank 0 (machine0)" in failed[0].finding, rows
@@ -195,7 +195,7 @@ def test_a_scan_that_goes_on_into_the_next_document_fails(op: str) -> None:
 
     found = {}
     for name, planted in (("sound", {}), ("blind", {op: blind})):
-        rows = doctor.numbers(subject(STATES, Mesh.single(), **planted))
+        rows = doctor.check_kernel_results(subject(STATES, Mesh.single_process(), **planted))
         found[name] = [row.finding.split()[0] for row in rows if row.status == "FAIL"]
     assert found == {"sound": [], "blind": [op]}
 
@@ -209,14 +209,14 @@ def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
         {"architecture": "bert"},
         {"window_size": "4,0", "group_query_attention": True, "num_query_groups": 1},
     ):
-        one = subject({**changes, **({dtype: True} if dtype != "fp32" else {})}, Mesh.single())
+        one = subject({**changes, **({dtype: True} if dtype != "fp32" else {})}, Mesh.single_process())
         found = errors(one.kernels, one.config, one.need, CPU)
         assert all(error < TOLERANCE[one.need.dtype] / 4 for error in found.values()), found
 
 
 def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = replace(subject(EVERYTHING, Mesh.single()), all_kernels=True)
-    tried = {row.finding.split(" in ")[0] for row in doctor.numbers(one)}
+    one = replace(subject(EVERYTHING, Mesh.single_process()), all_kernels=True)
+    tried = {row.finding.split(" in ")[0] for row in doctor.check_kernel_results(one)}
     assert tried == {
         "attention by fused",
         "attention by unfused",
@@ -236,7 +236,7 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
         replace(each, kernel=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES
     )
     monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
-    (failed,) = (row for row in doctor.numbers(one) if row.status == "FAIL")
+    (failed,) = (row for row in doctor.check_kernel_results(one) if row.status == "FAIL")
     assert (
         failed.finding.startswith("attention by unfused")
         and "choose another than --attention-backend unfused" in failed.mend
@@ -244,7 +244,7 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
 
 
 def test_every_trial_is_of_an_op_that_the_table_knows() -> None:
-    one = subject(EVERYTHING, Mesh.single())
+    one = subject(EVERYTHING, Mesh.single_process())
     assert {trial.op for trial in kernel_trials(one.config, one.need)} <= {
         field.name for field in dataclasses.fields(Kernels)
     }
@@ -264,13 +264,13 @@ def examine_apart(folder: str, broken: bool) -> list[CheckResult]:
             here = replace(here, kernels=replace(here.kernels, layer_norm=PLANTED["backward"]["rms_norm"]))
         checks = (
             doctor.devices,
-            doctor.numbers,
-            doctor.links,
-            doctor.clocks,
-            doctor.limits,
+            doctor.check_kernel_results,
+            doctor.check_links,
+            doctor.check_clocks,
+            doctor.check_limits,
             doctor.data,
             doctor.checkpoints,
-            doctor.disk,
+            doctor.check_disk,
         )
         return [row for check in checks for row in check(here)]
     finally:

@@ -244,7 +244,7 @@ def test_a_document_is_seen_where_the_log_has_its_samples(data: list[str], chang
     for split in ("train", "valid", "test"):
         for prefix in data[2:5:2]:
             for document in range(len(IndexedDataset(prefix))):
-                found = explanation.sightings(split, prefix, document)
+                found = explanation.occurrences(split, prefix, document)
                 assert [(one.step, one.microbatch, one.data_rank, one.sample) for one in found] == shown.get(
                     (split, prefix, document), []
                 ), (split, prefix, document)
@@ -274,7 +274,7 @@ def test_the_tool_prints_documents_loss_and_text(data: list[str], capsys: pytest
         assert f"{piece.prefix} document {piece.document}, " in out and json.dumps(piece.text) in out
     main([*FLAGS, *data, "--document", f"{data[2]}:3"])
     out = capsys.readouterr().out.splitlines()
-    found = explanation_of([*FLAGS, *data], 1).sightings("train", data[2], 3)
+    found = explanation_of([*FLAGS, *data], 1).occurrences("train", data[2], 3)
     assert (
         out[0] == f"{data[2]}:3 is seen {len(found)} times in the train data of this run" and len(out) == len(found) + 1
     )
@@ -318,7 +318,7 @@ def test_questions_that_make_no_sense_are_answered_so(
 
 def test_a_document_that_is_not_there_is_refused(data: list[str]) -> None:
     with pytest.raises(DataError, match="has no document 99; it has documents 0 to 59"):
-        explanation_of([*FLAGS, *data], 1).sightings("train", data[2], 99)
+        explanation_of([*FLAGS, *data], 1).occurrences("train", data[2], 99)
 
 
 def test_evaluations_of_a_run_without_training_begin_at_the_beginning(

@@ -49,7 +49,7 @@ def answer(config: Mapping[str, Any]) -> list[str]:
     command = read_command(["torchrun", f"--nproc_per_node={config['gpus']}", script, *words(config["args"])])
     problems = list(command.unread)
     if command.setting:
-        problems += dataclasses.replace(command.setting, whole=True, device="cuda").broken()
+        problems += dataclasses.replace(command.setting, whole=True, device="cuda").broken_rules()
     return [problem.says for problem in problems]
 
 

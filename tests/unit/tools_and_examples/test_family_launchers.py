@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.config.adapters import is_trained
 from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.families.registry import FAMILIES, differences
+from megatron.core.families.registry import FAMILIES, lost_settings
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import whole_box
 from megatron.trust.flags.command import read_command
@@ -76,7 +76,7 @@ def test_a_large_launcher_fits_its_machines_and_describes_the_published_network(
     assert sum(whole_box(shape).size for shape in parameter_shapes(model).values()) / 1e9 == pytest.approx(
         billions, rel=0.006
     )
-    assert differences(model, FAMILIES[family]) == []
+    assert lost_settings(model, FAMILIES[family]) == []
 
 
 @pytest.mark.parametrize("name", LORA)
@@ -89,7 +89,7 @@ def test_a_launcher_with_adapters_trains_them_beside_the_published_network(name:
     model = config.model.with_vocabulary(128256, 1)
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if is_trained(name, model.adapter)}
     assert sum(whole_box(shape).size for shape in shapes.values()) / 1e6 == pytest.approx(millions, rel=0.01)
-    assert differences(replace(model, adapter=AdapterConfig()), FAMILIES[family]) == []
+    assert lost_settings(replace(model, adapter=AdapterConfig()), FAMILIES[family]) == []
     done = bash([str(ROOT / "examples" / name)], tmp_path)
     assert done.returncode == 2 and f"bash examples/{name} CHECKPOINTS" in done.stderr and "LAUNCH=echo" in done.stderr
 
@@ -104,7 +104,7 @@ def test_the_launcher_of_preferences_trains_the_published_network_beside_its_ref
     assert (command.finetuning.finetune_task, config.checkpoint.save_best) == ("dpo", "loss")
     assert config.checkpoint.pretrained_checkpoint == config.tokenizer.tokenizer_model == PATHS[2]
     config = replace(config, model=config.model.with_vocabulary(128256, 2))
-    assert differences(config.model, FAMILIES["llama"]) == []
+    assert lost_settings(config.model, FAMILIES["llama"]) == []
     reference = command.beside(config, 8)["reference"]  # half of the matrices, and all norms, in 16 bits
     assert reference == pytest.approx(8.03e9, rel=0.01)
     done = bash([str(ROOT / name)], tmp_path)
@@ -138,7 +138,7 @@ def test_a_small_run_needs_nothing_but_the_repository_and_can_be_published(path:
     assert config.train.seed == 7 and Path(config.tokenizer.tokenizer_model).is_file()
     assert config.model.num_layers <= 4 and config.model.hidden_size <= 128 and config.train.train_iters <= 200
     model = config.model.with_vocabulary(8000, 1)
-    assert any(differences(model, family) == [] for family in FAMILIES.values())
+    assert any(lost_settings(model, family) == [] for family in FAMILIES.values())
 
 
 @pytest.mark.parametrize("scale, layers, billions", [("800M", "24 MLPs", 0.448), ("8B", "28 MLPs", 8.66)])

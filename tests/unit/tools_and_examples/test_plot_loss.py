@@ -64,7 +64,7 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_error(tmp_path: Path) -> 
 
 
 def test_the_running_mean_is_over_the_last_points() -> None:
-    assert plot_loss.smooth([(1, 4.0), (2, 2.0), (3, 6.0)], 2) == [(1, 4.0), (2, 3.0), (3, 4.0)]
+    assert plot_loss.moving_average([(1, 4.0), (2, 2.0), (3, 6.0)], 2) == [(1, 4.0), (2, 3.0), (3, 4.0)]
 
 
 def test_the_picture_holds_every_curve_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

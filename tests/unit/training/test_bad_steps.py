@@ -129,13 +129,13 @@ def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
     random = torch.Generator().manual_seed(1)
     for step in range(60):
         noise = float(torch.randn((), generator=random))
-        assert memory.problem({"lm loss": 3.0 - 0.005 * step + 0.02 * noise}, 1.0 + 0.2 * noise) == ""
-    assert "the loss is 4" in memory.problem({"lm loss": 4.0}, 1.0)
-    assert "the gradient norm is 40" in memory.problem({"lm loss": 2.7}, 40.0)
-    assert "lm loss is nan" in memory.problem({"lm loss": math.nan}, 1.0)
-    assert "gradient norm is inf" in memory.problem({"lm loss": 2.7}, math.inf)
-    assert memory.problem({"lm loss": 2.7}, 1.2) == "", "what was bad is not remembered"
-    assert StepHistory(AnomalyLimits(True, True, True)).problem({"lm loss": 4.0}, 40.0) == "", (
+        assert memory.find_problem({"lm loss": 3.0 - 0.005 * step + 0.02 * noise}, 1.0 + 0.2 * noise) == ""
+    assert "the loss is 4" in memory.find_problem({"lm loss": 4.0}, 1.0)
+    assert "the gradient norm is 40" in memory.find_problem({"lm loss": 2.7}, 40.0)
+    assert "lm loss is nan" in memory.find_problem({"lm loss": math.nan}, 1.0)
+    assert "gradient norm is inf" in memory.find_problem({"lm loss": 2.7}, math.inf)
+    assert memory.find_problem({"lm loss": 2.7}, 1.2) == "", "what was bad is not remembered"
+    assert StepHistory(AnomalyLimits(True, True, True)).find_problem({"lm loss": 4.0}, 40.0) == "", (
         "at the start, nothing is unusual"
     )
 
@@ -166,7 +166,7 @@ def judged(
         if mesh.world.rank == 1:
             param.register_hook(lambda gradient: gradient * math.inf)
     else:
-        validator.memory.problem = lambda losses, norm: "planted"  # type: ignore[method-assign]
+        validator.memory.find_problem = lambda losses, norm: "planted"  # type: ignore[method-assign]
     before = [value.clone() for _, _, _, value in held_weights(trainer)]
     step = train_step(trainer, tiny.batches(trainer.run, 1))
     for parallel in trainer.parallels:

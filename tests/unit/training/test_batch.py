@@ -65,7 +65,7 @@ def test_a_token_of_one_packed_conversation_changes_no_logit_of_another(changes:
     talks = [random.integers(1, 49, size).tolist() for size in (7, 5, 6)]  # 6 + 4 + 5 places of 16
     data = samples_of(talks)
     assert len(data) == 1
-    spans = data.sources(0)
+    spans = data.token_sources(0)
     logits_of = Logits(**changes)
     base = logits_of(data[0])
     for span in spans:
@@ -86,7 +86,7 @@ def test_a_packed_conversation_has_the_logits_that_it_has_alone(changes: dict[st
     data = samples_of(talks)
     logits_of = Logits(**changes)
     together = logits_of(data[0])
-    for span in data.sources(0):
+    for span in data.token_sources(0):
         alone = logits_of(samples_of([talks[span.sequence]])[0])
         torch.testing.assert_close(
             together[span.start : span.start + span.length], alone[: span.length], rtol=1e-12, atol=1e-12

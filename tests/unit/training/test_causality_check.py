@@ -15,7 +15,7 @@ from megatron.core.config.plan import layer_rows
 from megatron.core.context_parallel import attention as over_ranks
 from megatron.core.kernels import fused, reference
 from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.training.health.causality_check import demand_no_leak, find_leak, kinds, probe_length
+from megatron.training.health.causality_check import demand_no_leak, distinct_layers, find_leak, probe_length
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -92,7 +92,7 @@ def blurs_the_border(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: f
 
 def a_little_of_everything(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
     """Masked scores are -10 and not minus infinity: a mask as some people wrote it."""
-    seen = mask.visible(q.shape[0], k.shape[0], q.device)
+    seen = mask.as_bool(q.shape[0], k.shape[0], q.device)
     return reference.attention(
         q, k, v, MaskSpec(causal=False), dropout, replace(scores, bias=torch.where(seen, 0.0, -10.0))
     )
@@ -153,7 +153,7 @@ def test_the_transport_over_context_ranks_is_probed_too(world: Worlds, transport
 
 def test_every_kind_of_layer_is_probed_once() -> None:
     run = run_with(**WINDOWS, **LONG)
-    found = kinds(run.build, layer_rows(run.config.model))
+    found = distinct_layers(run.build, layer_rows(run.config.model))
     assert [(kind.layer, kind.window) for kind in found] == [(0, (5, 0)), (1, None)]
     assert [probe_length(run, kind) for kind in found] == [276, 256]
     assert find_leak(run.build, found[0], 276, separate=False) == ""

@@ -442,7 +442,7 @@ def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(
     trainer.run = other
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(trainer).resume()
-    mine, theirs = fingerprint(other.tokenizer), fingerprint(other.tokenizer.inner)
+    mine, theirs = fingerprint(other.tokenizer), fingerprint(other.tokenizer.inner_size)
     assert (
         mine["hash"][:16] in str(caught.value)
         and theirs["hash"][:16] in str(caught.value)
@@ -500,7 +500,7 @@ def test_steps_taken_while_a_save_is_written_are_not_in_it(
 def test_an_update_waits_for_the_copy_that_a_save_is_written_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, begun, returned = Snapshot.take, threading.Event(), threading.Event()
+    take, begun, returned = Snapshot.copy_to_host, threading.Event(), threading.Event()
 
     def slowly(self: Snapshot, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
         begun.set()
@@ -508,7 +508,7 @@ def test_an_update_waits_for_the_copy_that_a_save_is_written_from(
         time.sleep(0.3)  # in which an update that did not wait would come
         return take(self, tensors)
 
-    monkeypatch.setattr(Snapshot, "take", slowly)
+    monkeypatch.setattr(Snapshot, "copy_to_host", slowly)
     trainer, checkpoint = start(save=str(tmp_path))
     train_on(trainer, 1)
     saved = assemble([held_weights(trainer)])

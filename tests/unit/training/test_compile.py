@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.parallel import device
 from megatron.core.transformer.layer import Layer
-from megatron.training.accelerate.compile import Compiler, obstacles
+from megatron.training.accelerate.compile import Compiler, graph_obstacles
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -54,7 +54,7 @@ def test_layers_of_a_kind_are_one_graph_without_breaks_and_train_to_the_same_wei
     eager = train_alone({**changes, "compile": False}, 3)
     with caplog.at_level(logging.INFO, logger="tiny"):
         trainer, compiler = compiled(save=str(tmp_path), **changes)
-        with compiler.watching(1):
+        with compiler.watch_step(1):
             losses, norms = train_on(trainer, 2)
     # One graph for the layer that is recomputed, whose first pass has no gradient, and one for both others.
     assert said(caplog)[0] == "compile by aot_eager: 3 layers whole"
@@ -194,7 +194,7 @@ def test_kernels_of_the_compiler_agree_with_eager_ones_and_draw_the_same_dropout
 def test_a_half_that_is_no_single_graph_has_a_reason(changes: Changes, attention: str, mlp: str) -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
     layers = [part for part in trainer.stages[0].modules() if isinstance(part, Layer)]
-    assert all(obstacles(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers)
+    assert all(graph_obstacles(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers)
     before = [layer.forward for layer in layers]
     Compiler(trainer)
     assert all(
@@ -219,7 +219,7 @@ def test_graph_breaks_are_counted_with_their_reason_and_later_graphs_are_warned_
         for iteration, (size, dtype) in enumerate(
             ((2, torch.float32),) * 2 + ((3, torch.float32), (4, torch.float32), (4, torch.float64)), start=1
         ):
-            with compiler.watching(iteration):
+            with compiler.watch_step(iteration):
                 broken(torch.ones(size, dtype=dtype))
     _, first, reason, *warnings = said(caplog)
     assert ", 1 graph break; first step" in first and reason.startswith("  1 x ") and "a word to the host" in reason

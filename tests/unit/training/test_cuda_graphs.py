@@ -37,7 +37,7 @@ def recorded(**changes: Any) -> tuple[Trainer, CapturedGraphs]:
 def train(trainer: Trainer, recordings: CapturedGraphs, steps: int) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for _ in range(steps):
-        with recordings.watching(trainer.progress.iteration + 1):
+        with recordings.watch_step(trainer.progress.iteration + 1):
             found = train_on(trainer, 1)
         losses += found[0]
         norms += found[1]
@@ -178,7 +178,7 @@ def test_a_recording_waits_for_the_weights_that_are_gathered_beside_it() -> None
     start = parallel.start_gather
     parallel.start_gather = lambda: (left.append(len(parallel._gathering)), start())
     for iteration in range(1, 4):
-        with recordings.watching(iteration):
+        with recordings.watch_step(iteration):
             train_step(trainer, tiny.batches(trainer.run, iteration))
     assert left == [0, 0, 0] and len(parallel._gathering) > 2, (
         "all that was under way was waited for, by recorded layers too"

@@ -100,7 +100,7 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
     monkeypatch.setattr(entry, "_LOOK_EVERY", 0.01)
     alarm = entry.FailureReporter(LaunchInfo(rank=0, local_rank=0, size=2, store="localhost:1", job=""))
     assert looking.wait(5)
-    alarm.silence()
+    alarm.disarm()
     assert not [thread for thread in threading.enumerate() if thread.name == "first-failure"]
 
 
@@ -112,9 +112,9 @@ def test_what_all_ranks_found_together_is_said_by_the_first_alone(
         raise NotFinite("the loss of iteration 7 is nan")
 
     monkeypatch.setattr(entry, "launcher_place", lambda: LaunchInfo(rank=1, local_rank=1, size=2, store="", job=""))
-    monkeypatch.setattr(entry.FailureReporter, "sound", lambda self, error: first)
+    monkeypatch.setattr(entry.FailureReporter, "report_failure", lambda self, error: first)
     with pytest.raises(SystemExit) as end:
-        entry.entry(main)()
+        entry.run_entry(main)()
     said = capsys.readouterr().err.splitlines()
     assert end.value.code == 1 and len(said) == int(first)
     assert not first or (said[0].startswith("rank 1") and said[0].endswith("NotFinite: the loss of iteration 7 is nan"))

@@ -77,7 +77,7 @@ def test_the_loss_is_the_mean_over_all_tokens_without_dropout(changes: dict[str,
 
 def test_an_evaluation_may_have_a_global_batch_of_its_own() -> None:
     trainer = trainer_of(eval_global_batch_size=4)  # training has 8: two evaluations of 4 are one of 8
-    assert trainer.batches.evaluated == 4
+    assert trainer.batches.evaluation_batch_size == 4
     assert evaluate(trainer, valid(trainer.run), 4) == evaluate(trainer_of(), valid(trainer.run), 2)
 
 
@@ -101,7 +101,7 @@ def test_random_numbers_that_a_forward_pass_draws_are_given_back() -> None:
 
     def drawing(run: Run, batches: Iterator[Batch], stage: Any) -> Any:
         torch.rand(3)
-        with run.streams.use("cut"):
+        with run.streams.fork("cut"):
             torch.rand(3)
         return tiny.forward_step(run, batches, stage)
 

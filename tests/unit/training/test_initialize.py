@@ -87,7 +87,7 @@ def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_the_run_knows_its_vocabulary_and_the_save_folder_is_there(tmp_path: Path) -> None:
     run = started([*RUN, "--save", str(tmp_path / "new" / "save")])
     assert (run.config.model.true_vocab_size, run.config.model.padded_vocab_size) == (31, 32)
-    assert run.mesh == Mesh.single(torch.device("cpu")) and (tmp_path / "new" / "save").is_dir()
+    assert run.mesh == Mesh.single_process(torch.device("cpu")) and (tmp_path / "new" / "save").is_dir()
     assert run.progress.iteration == 0
 
 
@@ -118,7 +118,7 @@ def test_the_shims_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def shim_answers() -> list[Any]:
     """On every rank: what Megatron's functions say."""
     run: Run = tiny.run_of(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
-    parallel_state.install(run.mesh)
+    parallel_state.set_mesh(run.mesh)
     groups = (
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
@@ -171,7 +171,7 @@ def test_the_process_group_knows_a_ranks_gpu(attempt: str, monkeypatch: pytest.M
     for name in ("set_current_device", "keep_freed_memory"):
         monkeypatch.setattr(inference_model, name, lambda _: None)
     config = tiny.config()
-    initialize.join(config, torch.device("cuda", 1))
+    initialize.build_mesh(config, torch.device("cuda", 1))
     inference_model._join_mesh(config, torch.device("cuda", 1))
     assert given == 3 * [torch.device("cuda", 1)], "training and generation both say it"
 

@@ -8,7 +8,15 @@ import pytest
 
 from megatron.core.config.flags import add_arguments, flag_fields, known_flags, spelling
 from megatron.core.config.settings.run import RequestedRun
-from megatron.training.cli.legacy_flags import FAMILIES, REFUSED_VALUES, ROWS, TABLE, find, nearest, translate
+from megatron.training.cli.legacy_flags import (
+    FAMILIES,
+    REFUSED_VALUES,
+    ROWS,
+    TABLE,
+    explain_flag,
+    similar_flags,
+    translate,
+)
 
 KNOWN = known_flags(RequestedRun)
 
@@ -251,7 +259,7 @@ def test_a_switch_does_not_swallow_the_words_behind_it():
 
 def test_a_flag_that_nobody_knows_is_left_for_the_parser():
     assert translated("--num-layerz 3 -h --no-such-thing") == ("--num-layerz 3 -h --no-such-thing", [], [])
-    assert find("--no-such-thing", KNOWN) is None
+    assert explain_flag("--no-such-thing", KNOWN) is None
 
 
 @pytest.mark.parametrize(
@@ -263,13 +271,13 @@ def test_a_flag_that_nobody_knows_is_left_for_the_parser():
     ],
 )
 def test_the_nearest_flags_are_suggested(wrong, right):
-    assert nearest(wrong, KNOWN)[0] == right
+    assert similar_flags(wrong, KNOWN)[0] == right
 
 
 def test_nothing_is_suggested_for_nonsense():
-    assert nearest("--qwertz", KNOWN) == []
+    assert similar_flags("--qwertz", KNOWN) == []
 
 
 def test_families_are_prefixes():
     assert set(FAMILIES) == {"--retro-", "--export-"}
-    assert find("--retro-num-neighbors", KNOWN).kind == "later"
+    assert explain_flag("--retro-num-neighbors", KNOWN).kind == "later"

@@ -217,9 +217,9 @@ def test_steps_and_samples_of_a_growing_batch_are_counted_as_by_walking(
     consumed = begin
     for done in range(steps):
         assert schedule.samples_of(done, begin) == consumed - begin
-        for sample in (consumed, consumed + schedule.at(consumed).global_batch_size - 1):
-            assert schedule.iterations(sample, begin) == done, "the step that takes in this sample"
-        consumed += schedule.at(consumed).global_batch_size
+        for sample in (consumed, consumed + schedule.step_after(consumed).global_batch_size - 1):
+            assert schedule.num_whole_steps(sample, begin) == done, "the step that takes in this sample"
+        consumed += schedule.step_after(consumed).global_batch_size
 
 
 def test_a_run_that_only_evaluates_needs_no_training_samples() -> None:

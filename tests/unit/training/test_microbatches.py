@@ -112,7 +112,7 @@ def test_iterations_counts_the_whole_steps_of_a_run(fields, samples):
     while consumed + schedule.at(consumed).global_batch_size <= samples:
         consumed += schedule.at(consumed).global_batch_size
         steps += 1
-    assert schedule.iterations(samples) == steps
+    assert schedule.num_whole_steps(samples) == steps
 
 
 def test_a_schedule_is_plain_frozen_data():

@@ -37,7 +37,7 @@ def test_a_rank_ends_when_its_launchers_store_stays_gone(
     assert not ended.wait(0.5), "while it answers, nothing happens"
     del store
     assert ended.wait(60)
-    alarm.silence()
+    alarm.disarm()
     said = capfd.readouterr().err
     assert (
         "rank 1 on node" in said
@@ -71,7 +71,7 @@ def test_a_rank_of_torchrun_ends_with_its_parent_and_another_process_does_not(
     monkeypatch.setattr(entry.os, "getppid", lambda: next(parents, 1))
     alarm = entry.FailureReporter(LaunchInfo(rank=0, local_rank=0, size=1, store="", job="", is_launched=is_launched))
     assert ended.wait(60 if is_launched else 0.3) == is_launched
-    alarm.silence()
+    alarm.disarm()
     assert ("its launcher, process 4711, is gone" in capfd.readouterr().err) == is_launched
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError, from_values, roles_of, to_values
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.network import network_differences, network_fields
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import FREE, CheckpointError
 from megatron.core.families.megatron.open import open_megatron
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.checkpoint.resume_settings import Differences, compare
+from megatron.training.checkpoint.resume_settings import Differences, compare_settings
 from megatron.training.checkpoint.resuming import find_wanted, open_wanted
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -50,7 +50,7 @@ def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(
             if role not in ("network", "adaptable") and label not in ("dense", "t5"):
                 continue  # says the same whatever the network
             saved, run = changed(config, name, kind)
-            found = compare(saved, run, weights_only=weights_only)
+            found = compare_settings(saved, run, weights_only=weights_only)
             expected = {
                 "network": found.network,
                 "adaptable": found.adapted if weights_only else found.network,
@@ -80,7 +80,7 @@ def test_settings_that_are_said_to_be_unused_change_no_number(label: str) -> Non
     for name, kind in fields():
         if name in network_fields():
             _, run = changed(config, name, kind)
-            if not network_differences(config.model, run.model) and not list(broken(run, 1)):
+            if not network_differences(config.model, run.model) and not list(broken_rules(run, 1)):
                 expected = first_step(config) if expected is None else expected
                 assert torch.equal(first_step(run), expected), (
                     f"--{name} is said to be unused in {label}, and changes what it computes"
@@ -96,11 +96,11 @@ def test_kernels_and_layouts_of_a_checkpoint_are_no_part_of_its_network() -> Non
 def test_of_a_setting_that_an_older_checkpoint_does_not_know_the_default_holds() -> None:
     config = resolved({"attention_logit_softcap": 5.0})
     saved = {name: value for name, value in to_values(config).items() if name != "attention_logit_softcap"}
-    assert compare(saved, config, weights_only=False).network == (
+    assert compare_settings(saved, config, weights_only=False).network == (
         "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",
     )
-    assert compare(saved, config, weights_only=False, complete=False) == Differences()
-    assert compare(saved, resolved({}), weights_only=False) == Differences()
+    assert compare_settings(saved, config, weights_only=False, complete=False) == Differences()
+    assert compare_settings(saved, resolved({}), weights_only=False) == Differences()
 
 
 def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
     ids=["yarn", "window", "groups", "moved data"],
 )
 def test_two_ways_to_say_one_thing_are_no_difference(saved: Changes, mine: Changes) -> None:
-    found = compare(to_values(resolved(saved)), resolved(mine), weights_only=False)
+    found = compare_settings(to_values(resolved(saved)), resolved(mine), weights_only=False)
     assert not found.network and not found.data, found
 
 

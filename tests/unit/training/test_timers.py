@@ -38,7 +38,7 @@ def test_a_running_timer_is_taken_without_losing_time(clock):
     taken = []
     for seconds in (1.0, 2.0, 4.0):
         clock[0] += seconds
-        taken.append(interval.take())
+        taken.append(interval.elapsed())
     assert taken == [1.0, 2.0, 4.0]
 
 

@@ -103,7 +103,7 @@ def test_the_loss_of_a_skipped_step_is_no_point_of_its_curve(tmp_path, shown):
 def test_timers_throughput_and_memory_need_their_switch(tmp_path, shown, on):
     writers = make(shown, tensorboard_dir=str(tmp_path), log_timers_to_tensorboard=on, log_memory_to_tensorboard=on)
     writers.report(REPORT)
-    writers.times(4, "(min, max)", {"optimizer-time": 0.5})
+    writers.write_times(4, "(min, max)", {"optimizer-time": 0.5})
     writers.memory(
         4, {"allocated": 1.0, "max allocated": 2.0, "reserved": 3.0, "max reserved": 4.0, "allocated count": 5.0}
     )

@@ -16,7 +16,7 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.transformer.balance import balancing_share, count_choices, moved_bias, size_share
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
-from megatron.core.transformer.router import affinities, recorded, replay, routers_of
+from megatron.core.transformer.router import normalized_scores, recorded_choices, replay, routers_of
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.report.metrics import Meter, Report
 from megatron.training.step import StepWork, train_step
@@ -116,7 +116,7 @@ def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: 
         (ours(x, ForwardContext(MaskSpec(), microbatch_context=microbatch_context)).weights * upstream).sum().backward()
         objective = objective + (plain(x, ForwardContext(MaskSpec())).weights * upstream).sum()
         scores = plain.scores(x).flatten(0, 1)
-        shares, experts = affinities(scores, function), scores.detach().topk(2).indices
+        shares, experts = normalized_scores(scores, function), scores.detach().topk(2).indices
         seen.append(experts)
         loss = {
             "aux_loss": lambda: by_hand(shares, experts),
@@ -139,9 +139,9 @@ def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: 
 def test_affinities_add_up_to_one() -> None:
     scores = torch.randn(9, E, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for function in ("softmax", "sigmoid", "sqrtsoftplus"):
-        torch.testing.assert_close(affinities(scores, function).sum(-1), torch.ones(9, dtype=torch.float64))
+        torch.testing.assert_close(normalized_scores(scores, function).sum(-1), torch.ones(9, dtype=torch.float64))
     torch.testing.assert_close(
-        affinities(scores, "sqrtsoftplus")[0, 0] / affinities(scores, "sqrtsoftplus")[0, 1],
+        normalized_scores(scores, "sqrtsoftplus")[0, 0] / normalized_scores(scores, "sqrtsoftplus")[0, 1],
         ((1 + scores[0, 0].exp()).log() / (1 + scores[0, 1].exp()).log()).sqrt(),
     )
 
@@ -394,7 +394,7 @@ def test_a_replayed_step_is_the_recorded_one_whatever_would_be_chosen_now(change
 
     first, other, again = trainer_of(False), trainer_of(True), trainer_of(True)
     expected = train_on(first, 1)
-    choices = recorded(first.stages)
+    choices = recorded_choices(first.stages)
     assert set(choices) == {f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)}
     assert all(sorted(kept) == [(0, 0), (2, 0), (4, 0), (6, 0)] for kept in choices.values()), (
         "microbatches of two samples"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.external.deep_ep import DeepEP, unfit
+from megatron.core.kernels.external.deep_ep import DeepEP, unsupported_reason
 from megatron.core.kernels.table import Kernels
 from megatron.core.transformer.dispatch import (
     AllGatherDispatcher,
@@ -218,5 +218,5 @@ def test_the_library_says_why_it_does_not_fit(
 ) -> None:
     fits = {"device": "cuda", "dtype": torch.bfloat16, "cut": False, "overlaps": False}
     monkeypatch.setattr("megatron.core.kernels.external.deep_ep.is_installed", lambda: words != "not installed")
-    reason = unfit(**{**fits, **changes})
+    reason = unsupported_reason(**{**fits, **changes})
     assert words in reason and bool(words) == bool(reason)

@@ -264,7 +264,7 @@ def test_the_absorbed_form_takes_latents_and_shared_keys_of_any_origin() -> None
     pairs = F.linear(latent, layer.linear_kv_up_proj.weight).unflatten(-1, (N, -1))
     keys = torch.cat((pairs[..., :STILL], shared[:, :, None].expand(-1, -1, N, -1)), dim=-1)
     expected = attention(q, keys, pairs[..., STILL:], MaskSpec())
-    found = layer.absorbed(q, torch.cat((latent, shared), dim=-1), MaskSpec())
+    found = layer.absorbed_attention(q, torch.cat((latent, shared), dim=-1), MaskSpec())
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -168,14 +168,14 @@ def test_a_step_that_overflows_clips_nothing_and_its_scores_are_forgotten() -> N
     assert train_step(trainer, tiny.batches(trainer.run, 0)).skipped
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.optimizer.main_weights, strict=True))
     peaks = [module.peaks for module in trainer.stages[0].modules() if getattr(module, "peaks", None) is not None]
-    assert len(peaks) == 2 and all(peak.take(8, torch.device("cpu")).isinf().all() for peak in peaks)
+    assert len(peaks) == 2 and all(peak.pop(8, torch.device("cpu")).isinf().all() for peak in peaks)
 
 
 def test_evaluation_leaves_no_scores_behind() -> None:
     trainer, seen = listening()
     evaluate(trainer, tiny.batches(trainer.run, 0), 1)
     assert seen and all(
-        module.peaks.take(8, torch.device("cpu")).isinf().all()
+        module.peaks.pop(8, torch.device("cpu")).isinf().all()
         for module in trainer.stages[0].modules()
         if getattr(module, "peaks", None) is not None
     )

@@ -21,9 +21,18 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import name_all
-from megatron.core.transformer.balance import evened
+from megatron.core.transformer.balance import sinkhorn
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
-from megatron.core.transformer.router import Router, Routing, capacity, choose, drop, recorded, replay, weigh
+from megatron.core.transformer.router import (
+    Router,
+    Routing,
+    capacity,
+    choose_experts,
+    drop,
+    expert_weights,
+    recorded_choices,
+    replay,
+)
 from tests.helpers import tiny
 
 S, B, H, E = 12, 3, 32, 8
@@ -150,9 +159,9 @@ def test_weights_follow_the_formula_of_their_function(
         moe_router_topk_scaling_factor=scaling,
     )
     scores = 2.0 * torch.randn(20, E, dtype=torch.float64, generator=torch.Generator().manual_seed(topk))
-    experts = choose(scores, moe)
+    experts = choose_experts(scores, moe)
     expected = torch.tensor([by_hand(row.tolist(), moe) for row in scores], dtype=torch.float64)
-    torch.testing.assert_close(table(weigh(scores, experts, moe), experts), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(table(expert_weights(scores, experts, moe), experts), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_have_the_gradient_of_their_formula() -> None:
@@ -160,8 +169,8 @@ def test_weights_have_the_gradient_of_their_formula() -> None:
         num_experts=E, moe_router_topk=3, moe_router_score_function="sqrtsoftplus", moe_router_topk_scaling_factor=2.0
     )
     scores = torch.randn(4, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    experts = choose(scores.detach(), moe)
-    assert torch.autograd.gradcheck(lambda s: weigh(s, experts, moe), (scores,))
+    experts = choose_experts(scores.detach(), moe)
+    assert torch.autograd.gradcheck(lambda s: expert_weights(s, experts, moe), (scores,))
 
 
 def test_an_expert_bias_takes_part_in_choosing_and_not_in_weighing() -> None:
@@ -169,10 +178,10 @@ def test_an_expert_bias_takes_part_in_choosing_and_not_in_weighing() -> None:
     scores = torch.randn(30, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     bias = torch.zeros(E)
     bias[5], bias[2] = 2.0, -2.0
-    experts = choose(scores, moe, bias)
+    experts = choose_experts(scores, moe, bias)
     assert (experts == 5).any(1).all() and not (experts == 2).any()
     picked = scores.sigmoid().gather(1, experts)
-    torch.testing.assert_close(weigh(scores, experts, moe), picked / picked.sum(1, keepdim=True))
+    torch.testing.assert_close(expert_weights(scores, experts, moe), picked / picked.sum(1, keepdim=True))
 
 
 def test_a_token_stays_in_its_best_groups() -> None:
@@ -184,11 +193,11 @@ def test_a_token_stays_in_its_best_groups() -> None:
         moe_router_score_function="sigmoid",
     )
     scores = torch.tensor([[9.0, -9, 2, 2, 1, 1, 0, 0]])  # the best expert is alone; the best pair is the second group
-    assert sorted(choose(scores, moe)[0].tolist()) == [2, 3]
+    assert sorted(choose_experts(scores, moe)[0].tolist()) == [2, 3]
     best = MoEConfig(
         num_experts=E, moe_router_topk=2, moe_router_num_groups=4, moe_router_group_topk=1, moe_router_group_score="max"
     )
-    assert sorted(choose(scores, best)[0].tolist()) == [0, 1]
+    assert sorted(choose_experts(scores, best)[0].tolist()) == [0, 1]
 
 
 def test_scores_are_computed_in_the_format_asked_for() -> None:
@@ -253,12 +262,12 @@ def test_forced_balance_lets_gradients_pass() -> None:
 
 def test_scores_are_made_even_over_tokens_and_experts() -> None:
     scores = 3.0 * torch.randn(64, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = evened(scores, Axis("tp_cp"))
+    found = sinkhorn(scores, Axis("tp_cp"))
     torch.testing.assert_close(found.sum(0), torch.full((E,), 1 / E, dtype=torch.float64), rtol=1e-3, atol=0)
     torch.testing.assert_close(found.sum(1), torch.full((64,), 1 / 64, dtype=torch.float64), rtol=0.05, atol=0)
     ratio = found.log() - scores  # rows and columns were scaled, and no more
     torch.testing.assert_close(ratio, ratio[:, :1] + ratio[:1] - ratio[0, 0], rtol=1e-9, atol=1e-9)
-    assert evened(1e4 * scores, Axis("tp_cp")).isfinite().all(), "large scores do not overflow"
+    assert sinkhorn(1e4 * scores, Axis("tp_cp")).isfinite().all(), "large scores do not overflow"
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -347,14 +356,14 @@ def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
         for number in (0, 4)
     ]
     first = [router(tokens(number), one) for number, one in enumerate(passes)]
-    choices = recorded([router])
+    choices = recorded_choices([router])
     assert set(choices) == {"weight"} and set(choices["weight"]) == {(0, 0), (4, 0)}
     router.weight.data.neg_()
     replay([router], choices)
     for number in (1, 0):  # in any order: choices belong to microbatches
         again = router(tokens(number), passes[number])
         assert torch.equal(again.experts, first[number].experts)
-        expected = weigh(router.scores(tokens(number)).flatten(0, 1), again.experts, router.moe)
+        expected = expert_weights(router.scores(tokens(number)).flatten(0, 1), again.experts, router.moe)
         torch.testing.assert_close(again.weights, expected)
         assert not torch.equal(again.weights, first[number].weights), "weights follow the router of today"
     with pytest.raises(AssertionError, match="no choice was recorded for the microbatch from sample 8 on"):

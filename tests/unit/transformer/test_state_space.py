@@ -145,8 +145,8 @@ def _pass(
     cut = Zigzag(length, mesh.cp.size)
     mask = MaskSpec(documents=documents)
     if mesh.cp.size > 1:
-        mask = MaskSpec(documents=documents, query_places=cut.places(mesh.cp.rank, x.device), length=length)
-    own, scale = (cut.piece(each, mesh.cp.rank) for each in (x, weights))
+        mask = MaskSpec(documents=documents, query_places=cut.positions_of_rank(mesh.cp.rank, x.device), length=length)
+    own, scale = (cut.shard(each, mesh.cp.rank) for each in (x, weights))
     if region.sequence_parallel:
         own, scale = (each.chunk(mesh.tp.size)[mesh.tp.rank] for each in (own, scale))
     output, _ = mixer(own, None, ForwardContext(mask))

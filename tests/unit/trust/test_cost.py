@@ -16,8 +16,8 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import Action, num_stages, training_plan, with_reduction
-from megatron.core.pipeline_parallel.transfers import script
-from megatron.trust.plan.cost import bytes_of, cost, event_seconds, rank_time
+from megatron.core.pipeline_parallel.transfers import rank_script
+from megatron.trust.plan.cost import bytes_of, event_seconds, rank_time, step_cost
 from megatron.trust.plan.hardware import (
     PROFILES,
     Link,
@@ -127,13 +127,14 @@ def test_products_of_8_bits_run_at_the_rate_that_the_machine_has_for_them() -> N
     for emulated in (False, True):
         config = tiny.config(1, **{**tiny.BASE, **small, "fp8_emulation": emulated})
         run = dry_run(config, 1)
-        found[emulated] = cost(run, machine).time.parts["matrix products"]
+        found[emulated] = step_cost(run, machine).time.parts["matrix products"]
     h, s = 16, 8
     # Of a layer: q, k, v, what attention gives, and an MLP of 4 h; forward, and the gradients of inputs and weights.
     few = 3 * 2 * s * (4 * h * h + 8 * h * h)
     assert found[True] - found[False] == pytest.approx(few / 1.0 - few / 16.0)
     assert (
-        cost(run, replace(machine, peak={"float32": 1.0, "bfloat16": 2.0})).time.parts["matrix products"] == found[True]
+        step_cost(run, replace(machine, peak={"float32": 1.0, "bfloat16": 2.0})).time.parts["matrix products"]
+        == found[True]
     )
 
 
@@ -147,7 +148,7 @@ def test_shares_lie_straight_between_the_points_of_a_table() -> None:
 @pytest.mark.parametrize("pp, microbatches", [(1, 8), (2, 8), (4, 8)])
 def test_a_step_of_even_stages_takes_what_the_formula_of_1f1b_says(pp: int, microbatches: int) -> None:
     config = config_of(f"--pipeline-model-parallel-size {pp}", pp)
-    found = cost(run_of(config, pp, passes), PLAIN)
+    found = step_cost(run_of(config, pp, passes), PLAIN)
     assert found.time.seconds == (microbatches + pp - 1) * 3
     assert found.time.bubble == pytest.approx((pp - 1) / (microbatches + pp - 1))
 
@@ -159,7 +160,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
         return [op({"F": 1, "B": 2}[action.op] * (1 + 4 * place), str(action))] if action.op in "FB" else []
 
     # Rank 1 begins when rank 0 has done one forward pass, is never idle, and rank 0 ends one backward pass later.
-    assert cost(run_of(config, 2, uneven), PLAIN).time.seconds == 1 + 8 * 15 + 2
+    assert step_cost(run_of(config, 2, uneven), PLAIN).time.seconds == 1 + 8 * 15 + 2
 
 
 def test_gathers_and_sums_of_fsdp2_run_beside_the_layers_and_only_what_is_longer_shows() -> None:
@@ -172,7 +173,7 @@ def test_gathers_and_sums_of_fsdp2_run_beside_the_layers_and_only_what_is_longer
         ]
         return [*gathers, *(op({"F": 20, "B": 10}[action.op], str(action)) for _ in gathers[:1])]
 
-    found = cost(run_of(config, 2, shared), machine)
+    found = step_cost(run_of(config, 2, shared), machine)
     # Half of what is gathered comes over the link of a byte a second: 8 s hide behind 20, and of 12 there show 2.
     assert found.time.seconds == 2 * (20 + 12) and found.time.parts["gathers and sums of FSDP2"] == 2 * 2
     assert found.traffic["dp_cp"] == 2 * 2 * (4 + 4 + 6 + 6)
@@ -186,7 +187,7 @@ def test_a_rank_with_fewer_microbatches_of_its_own_is_idle_in_the_others() -> No
     (full,) = run.traces
     few = [replace(event, flops=2 * event.flops) for event in full.events if event.action.endswith(".0")]
     assert len(full.events) == 8 and len(few) == 2
-    assert cost(replace(run, traces=(full, replace(full, rank=1, events=tuple(few)))), PLAIN).time.seconds == 4 * (
+    assert step_cost(replace(run, traces=(full, replace(full, rank=1, events=tuple(few)))), PLAIN).time.seconds == 4 * (
         1 + 2
     )
 
@@ -197,7 +198,7 @@ def test_a_short_recording_stands_for_the_whole_step() -> None:
     def talks(action: Action, place: int) -> Sequence[Event]:
         return [*passes(action, place), *([summed(400, "", "tp", (0, 1), "all_reduce")] if action.op == "F" else [])]
 
-    whole, short = (cost(run_of(config, 2, talks, recorded=count), PLAIN) for count in (None, 4))
+    whole, short = (step_cost(run_of(config, 2, talks, recorded=count), PLAIN) for count in (None, 4))
     assert short.time.seconds == whole.time.seconds == (32 + 1) * 3
     assert short.traffic == whole.traffic == {"tp": 32 * 400}
     assert sum(whole.time.parts.values()) == pytest.approx(whole.time.seconds)
@@ -220,7 +221,7 @@ def test_sums_of_gradients_run_beside_the_last_backward_pass(moved: int, late: f
         return []
 
     # 4 s a microbatch; without anything late the step ends with its last backward pass.
-    assert cost(run_of(config, 2, does), machine).time.seconds == pytest.approx(2 * 4 + late)
+    assert step_cost(run_of(config, 2, does), machine).time.seconds == pytest.approx(2 * 4 + late)
 
 
 def test_sums_that_are_begun_at_the_end_are_waited_for() -> None:
@@ -232,12 +233,14 @@ def test_sums_that_are_begun_at_the_end_are_waited_for() -> None:
     def does(action: Action, place: int) -> Sequence[Event]:
         return passes(action, place) if action.op in "FB" else [summed(400, "")]
 
-    assert cost(run_of(config, 2, does), machine).time.seconds == pytest.approx(2 * 3 + 10)
+    assert step_cost(run_of(config, 2, does), machine).time.seconds == pytest.approx(2 * 3 + 10)
 
 
 def test_phases_behind_the_schedule_are_added_once() -> None:
     config = config_of("--pipeline-model-parallel-size 2", 2)
-    found = cost(run_of(config, 2, passes, after=lambda place: [op(5 + place, "optimizer"), op(100, "setup")]), PLAIN)
+    found = step_cost(
+        run_of(config, 2, passes, after=lambda place: [op(5 + place, "optimizer"), op(100, "setup")]), PLAIN
+    )
     assert found.time.seconds == 9 * 3 + 6 and found.time.parts["update"] in (5, 6)
 
 
@@ -248,8 +251,8 @@ def test_gathers_of_weights_hide_behind_the_first_forward_pass() -> None:
     def gathers(place: int) -> Sequence[Event]:
         return [summed(40, "optimizer", name="all_gather")] * 3  # a second each
 
-    hidden = cost(run_of(config_of(f"{words} --overlap-param-gather", 2), 2, passes, after=gathers), machine)
-    shown = cost(run_of(config_of(words, 2), 2, passes, after=gathers), machine)
+    hidden = step_cost(run_of(config_of(f"{words} --overlap-param-gather", 2), 2, passes, after=gathers), machine)
+    shown = step_cost(run_of(config_of(words, 2), 2, passes, after=gathers), machine)
     assert shown.time.seconds == 2 * 3 + 3
     assert (
         hidden.time.seconds == 2 * 3 + 1 + 1
@@ -277,7 +280,7 @@ def test_messages_delay_the_next_stage_or_stop_both(overlap: str, batch: int, se
         talk = Event(kind, kind, moved=8, axis="pp", ranks=(0, 1), peer=1 - place, shape=(2,), dtype="float32")
         return [*passes(action, place), talk] if action.op in "FB" else []
 
-    found = cost(run_of(config, 2, sends), replace(PLAIN, inside=Link(8.0, 0.0)))
+    found = step_cost(run_of(config, 2, sends), replace(PLAIN, inside=Link(8.0, 0.0)))
     assert found.time.seconds == seconds
     assert found.traffic == {"pp": 16 * batch}
 
@@ -292,7 +295,7 @@ def test_a_step_at_the_peak_has_an_mfu_of_one() -> None:
     def does(action: Action, place: int) -> Sequence[Event]:
         return [op(causal / 16, "")] if action.op in "FB" else []
 
-    time_ = cost(run_of(config, 1, does), PLAIN).time
+    time_ = step_cost(run_of(config, 1, does), PLAIN).time
     assert time_.mfu == pytest.approx(1.0) and time_.mfu_square == pytest.approx(square / causal)
     assert time_.tokens == pytest.approx(8 * length / causal)
 
@@ -351,7 +354,7 @@ class Sleeper:
     device: torch.device = torch.device("cpu")
     late: list[float] = field(default_factory=list)
 
-    def receives(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
+    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         return (((1,), torch.float64),)
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -388,7 +391,7 @@ def sleep_through(pp: int, chunks: int, microbatches: int, seconds: tuple[float,
     assert num_stages(plan) == len(seconds), "every stage has its time"
     rank, ranks = dist.get_rank(), tuple(range(pp))
     axis, backward_axis = (Axis(name, pp, rank, ranks, dist.new_group(list(ranks))) for name in ("pp", "pp_backward"))
-    steps = script(plan, rank)
+    steps = rank_script(plan, rank)
     for _ in range(rounds):
         dist.barrier()
         begun = time.perf_counter()
@@ -412,7 +415,7 @@ def test_the_prediction_is_within_a_tenth_of_real_ranks_that_sleep(
     def does(action: Action, place: int) -> Sequence[Event]:
         return [op(1000 * seconds[action.stage] * {"F": 1, "B": 2}[action.op], "")] if action.op in "FB" else []
 
-    predicted = cost(run_of(config_of(words, 2), 2, does), thousandths).time.seconds
+    predicted = step_cost(run_of(config_of(words, 2), 2, does), thousandths).time.seconds
     assert abs(real / predicted - 1) < 0.10, f"{real:.4f} s on real ranks, {predicted:.4f} s predicted"
 
 
@@ -420,4 +423,4 @@ def test_actions_that_come_in_turn_are_counted_each_once() -> None:
     config = config_of()
     events = (op(1, "F0.0"), op(1, "F0.1"), op(1, "F0.0"))
     trace = replace(run_of(config, 1, passes).traces[0], events=events)
-    assert rank_time(trace, config, PLAIN).spent["F0"].each == 1.5
+    assert rank_time(trace, config, PLAIN).spent["F0"].seconds_per_action == 1.5

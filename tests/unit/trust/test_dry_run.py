@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from benchmarks.planning import MODELS, planned
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import layer_parameters
 from megatron.core.models.flops import BYTES, rank_memory
 from megatron.core.parallel.mesh import Mesh
-from megatron.trust.plan.cost import cost
+from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.dry_run import dry_run, real_trace
 from megatron.trust.simulate.memory import forwards_waiting, why_worst
@@ -132,7 +132,7 @@ def random_changes(seed: int, count: int) -> list[tuple[int, dict[str, Any]]]:
             changes |= change
         try:
             config = tiny.config(ranks, **changes)
-            if not list(broken(config, ranks)):
+            if not list(broken_rules(config, ranks)):
                 found.append((ranks, changes))
         except (ConfigError, AssertionError, ZeroDivisionError):
             pass  # a layout for other ranks
@@ -167,7 +167,7 @@ def real_facts(changes: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     found = []
     for change in changes:
         config = tiny.config(ranks, **change)
-        mesh = Mesh.build(config.parallel, torch.device("cpu")) if ranks > 1 else Mesh.single()
+        mesh = Mesh.build(config.parallel, torch.device("cpu")) if ranks > 1 else Mesh.single_process()
         found.append(facts(real_trace(config, mesh)))
     return found
 
@@ -295,7 +295,7 @@ def test_fsdp2_holds_its_share_of_everything_and_gathers_as_often_as_microbatche
     config = tiny.with_vocabulary(tiny.config(4, **{**SMALL, **FSDP, "hidden_size": 128, "bf16": True}), 512)
     dry = dry_run(config, 4)
     (formula,) = rank_memory(config, stages_of(config), data_parallel_size=4, num_microbatches=1)
-    found = cost(dry, PROFILES["cpu"])
+    found = step_cost(dry, PROFILES["cpu"])
     layers = 2 * layer_parameters(config.model)
     rest = formula.parameters - layers
     for trace in dry.traces:
@@ -410,7 +410,7 @@ def test_the_first_stage_is_worst_by_its_activations_and_the_report_says_so():
         4, **{**SMALL, "num_layers": 4, "pipeline_model_parallel_size": 4, "global_batch_size": 8, "hidden_size": 64}
     )
     dry = dry_run(config, 4)
-    assert dry.worst.place["pp"] == 0
+    assert dry.worst_trace.place["pp"] == 0
     assert [forwards_waiting(trace) for trace in dry.traces] == [4, 3, 2, 1]
     assert "rank 0 (tp 0, pp 0, ep 0) needs" in why_worst(dry) and "4 forward passes wait" in why_worst(dry)
 

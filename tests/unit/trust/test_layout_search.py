@@ -12,10 +12,10 @@ from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import read_command
-from megatron.trust.plan.analytic_estimate import analytic_estimate, groups, microbatches, with_vocabulary
+from megatron.trust.plan.analytic_estimate import analytic_estimate, microbatches, rank0_groups, with_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.plan.layout_search import RECOMPUTE, Layout, LayoutRanking, search
+from megatron.trust.plan.layout_search import RECOMPUTE, Layout, LayoutRanking, search_layouts
 from megatron.trust.units import bytes_text
 from tests.unit.trust.hand_made import FLAGS, VOCABULARY, config_of, setting_of
 
@@ -24,7 +24,7 @@ MACHINE = replace(PROFILES["h100-80"], node=4)
 
 def found_on(memory: float, flags: str = "", ranks: int = 4) -> LayoutRanking:
     """What fits into so many bytes, by formulas."""
-    return search(
+    return search_layouts(
         setting_of(flags, ranks), replace(MACHINE, memory=memory, usable=1.0), true_vocab_size=VOCABULARY, planner=None
     )
 
@@ -81,7 +81,7 @@ def test_a_layout_is_rejected_with_the_rules_that_it_breaks() -> None:
         found_on(1e9, "--num-attention-heads 6 --hidden-size 96"),
     )
     by_rules = [one for one in found.rejected if not {"memory", "no-gain"} & set(one.rules)]
-    assert "heads-over-tensor" in found.reasons()
+    assert "heads-over-tensor" in found.rejections_by_rule()
     for one in by_rules:
         _, problems = resolve_and_examine(setting.with_values(one.layout.values(setting)).config, 4)
         assert one.rules == tuple(dict.fromkeys(rule for rule, _ in problems))
@@ -132,7 +132,7 @@ def test_the_best_are_run_dry_until_enough_fit() -> None:
         return (10**12 if len(asked) == 1 else 5 * 10**8), StepTime(float(len(asked)), 0.0, 1.0, 1.0, 0.5, 0.6, {})
 
     setting, machine = setting_of("", 4), replace(MACHINE, memory=1e9, usable=1.0)
-    found = search(setting, machine, true_vocab_size=VOCABULARY, planner=planner, plans=2)
+    found = search_layouts(setting, machine, true_vocab_size=VOCABULARY, planner=planner, plans=2)
     assert len(asked) == 3
     assert [one.planned for one in found.fits[:3]] == [True, True, False]
     assert found.fits[0].needs == 5 * 10**8 and found.fits[0].time.seconds == 2.0
@@ -140,7 +140,7 @@ def test_the_best_are_run_dry_until_enough_fit() -> None:
 
 
 def test_a_search_without_time_says_that_it_is_not_complete() -> None:
-    found = search(setting_of("", 4), MACHINE, true_vocab_size=VOCABULARY, planner=None, seconds=0.0)
+    found = search_layouts(setting_of("", 4), MACHINE, true_vocab_size=VOCABULARY, planner=None, seconds=0.0)
     assert not found.complete and not found.fits
 
 
@@ -155,8 +155,8 @@ def test_a_search_without_time_says_that_it_is_not_complete() -> None:
 def test_the_groups_of_a_sketch_are_those_of_the_mesh(flags: str) -> None:
     config = config_of(flags, 16)
     lists = axis_ranks(config.parallel, 16)
-    assert {name: tuple(ranks) for name, ranks in groups(config, 16).items()} == {
-        name: lists[name][0] for name in groups(config, 16)
+    assert {name: tuple(ranks) for name, ranks in rank0_groups(config, 16).items()} == {
+        name: lists[name][0] for name in rank0_groups(config, 16)
     }
 
 

@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.transformer.mlp import MLP
-from megatron.trust.plan.cost import cost
+from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
@@ -61,7 +61,7 @@ def test_what_is_counted_again_is_what_following_it_gives_event_for_event():
     followed, counted = agree(tiny.config(2, **PP2), 2)
     assert all(again(trace) > 0.2 * len(trace.events) for trace in counted.traces)
     # And who reads the traces finds the same in both.
-    times = [cost(run, PROFILES["h200"]) for run in (counted, followed)]
+    times = [step_cost(run, PROFILES["h200"]) for run in (counted, followed)]
     assert (
         times[0].time.seconds == pytest.approx(times[1].time.seconds, rel=1e-9) and times[0].traffic == times[1].traffic
     )
@@ -96,7 +96,7 @@ def test_random_configurations_are_counted_again_as_they_are_followed(seed):
             }
         try:
             config = tiny.config(ranks, **changes)
-            if list(broken(config, ranks)):
+            if list(broken_rules(config, ranks)):
                 continue
         except (ConfigError, AssertionError, ZeroDivisionError):
             continue

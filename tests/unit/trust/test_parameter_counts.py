@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_ranks
@@ -181,13 +181,13 @@ def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str,
     answer = smallest_repair(start, tries=600)
     if answer.edits is not None:
         after = start.with_values({edit.name: edit.after for edit in answer.edits})
-        assert after.broken() == ()
-        assert (answer.edits == ()) == (start.broken() == ())
+        assert after.broken_rules() == ()
+        assert (answer.edits == ()) == (start.broken_rules() == ())
 
 
 def config_of(ranks: int = 4, **changes: Any) -> RunConfig:
     config = from_values(RequestedRun, {**BASE, **changes}).resolve(ranks)
-    assert not list(broken(config, ranks))
+    assert not list(broken_rules(config, ranks))
     return config
 
 

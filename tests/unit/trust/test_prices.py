@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.main_grad import MainGrad
-from megatron.trust.plan.cost import cost, event_seconds
+from megatron.trust.plan.cost import event_seconds, step_cost
 from megatron.trust.plan.hardware import Hardware, Link
 from megatron.trust.simulate.dry_run import dry_run
 from megatron.trust.simulate.recorder import Recorder
@@ -169,7 +169,7 @@ def test_attention_with_dropout_costs_what_it_costs_without() -> None:
                 "attention_dropout": dropout,
             },
         )
-        found.append(cost(dry_run(config, 1), replace(MACHINE, memory_rate=1e9, launch=0.0)).time)
+        found.append(step_cost(dry_run(config, 1), replace(MACHINE, memory_rate=1e9, launch=0.0)).time)
     plain, dropped = found
     # Rows meet whole blocks of keys: a causal square of s * s / 2 pairs has s / 64 blocks on its edge, half of each more.
     assert dropped.parts["attention"] == pytest.approx(plain.parts["attention"] * (1 + rows / length), rel=1e-6)

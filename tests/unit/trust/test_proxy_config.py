@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.engine import broken
+from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.pipeline_parallel.schedules import can_overlap, training_plan
@@ -56,7 +56,7 @@ def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layo
     ranks, changes = read_layout(layout)
     config = tiny.config(ranks, **MODELS[model], **changes)
     found = proxy_config(config, ranks)
-    assert list(broken(found.config, found.world_size)) == []
+    assert list(broken_rules(found.config, found.world_size)) == []
     lost = {change.name for change in found.changes if change.lost}
     assert lost <= {
         "hidden_dropout",

@@ -31,7 +31,7 @@ def setting(flags: str, ranks: int = 1) -> RequestedSetup:
 
 def test_the_flags_behind_which_the_table_stands_keep_every_rule() -> None:
     for entry in ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py"):
-        assert setting(entry).broken() == ()
+        assert setting(entry).broken_rules() == ()
     assert len(BAD) >= 100
 
 
@@ -48,15 +48,15 @@ def test_a_bad_configuration_breaks_its_rules_and_is_mended_by_the_fewest_change
 ) -> None:
     found = command(flags, ranks)
     assert found.setting is not None
-    broken = (*found.unread, *found.setting.broken())
+    broken = (*found.unread, *found.setting.broken_rules())
     assert {one.rule for one in broken} == set(names.split()), broken
     answer = smallest_repair(found.setting)
     assert answer.edits is not None and answer.fewest
     assert len(answer.edits) == count, list(map(str, answer.edits))
-    assert found.setting.with_values({edit.name: edit.after for edit in answer.edits}).broken() == ()
+    assert found.setting.with_values({edit.name: edit.after for edit in answer.edits}).broken_rules() == ()
     for edit in answer.edits:
         others = {other.name: other.after for other in answer.edits if other is not edit}
-        assert {one.rule for one in found.setting.with_values(others).broken()} == set(edit.mends) != set(), (
+        assert {one.rule for one in found.setting.with_values(others).broken_rules()} == set(edit.mends) != set(), (
             "each change is needed"
         )
 
@@ -98,7 +98,7 @@ def test_no_single_change_of_any_flag_mends_what_is_said_to_need_two(flags: str,
     enough = [
         change
         for change in single_changes(start)
-        if change != {"mock_data": True} and not start.with_values(change).broken()
+        if change != {"mock_data": True} and not start.with_values(change).broken_rules()
     ]
     assert not enough, enough[:5]
 
@@ -107,12 +107,12 @@ def test_the_nearest_of_equally_few_changes_is_chosen() -> None:
     start = setting("--global-batch-size 100", 8)
     answer = smallest_repair(start)
     assert [(edit.name, edit.after) for edit in answer.edits] == [("global_batch_size", 96)]
-    (one,) = start.broken()
+    (one,) = start.broken_rules()
     mending = [
         edit
         for name in flags_of_rule(one, start)
         for edit in candidates(start, one, name)
-        if not start.with_values({name: edit.after}).broken()
+        if not start.with_values({name: edit.after}).broken_rules()
     ]
     assert len(mending) > 3 and min(edit.far for edit in mending) == answer.edits[0].far
 
@@ -122,7 +122,7 @@ def test_flags_that_are_fixed_stay() -> None:
     assert [edit.name for edit in smallest_repair(start).edits] == ["tensor_model_parallel_size"]
     answer = smallest_repair(start, fixed=["tensor_model_parallel_size"])
     assert "tensor_model_parallel_size" not in {edit.name for edit in answer.edits}
-    assert start.with_values({edit.name: edit.after for edit in answer.edits}).broken() == ()
+    assert start.with_values({edit.name: edit.after for edit in answer.edits}).broken_rules() == ()
 
 
 def test_what_cannot_be_mended_is_said_so() -> None:
@@ -176,7 +176,7 @@ def test_the_flags_that_a_rule_speaks_of_are_found(says: str, names: list[str]) 
 
 def test_values_that_a_rule_names_are_tried() -> None:
     start = setting("--tensor-model-parallel-size 4 --ffn-hidden-size 5461", 4)
-    (one,) = start.broken()
+    (one,) = start.broken_rules()
     assert {5460, 5464} <= {edit.after for edit in candidates(start, one, "ffn_hidden_size")}
     assert {1} <= {edit.after for edit in candidates(start, one, "tensor_model_parallel_size")}
 
@@ -218,4 +218,4 @@ def test_a_rule_never_fails_on_sizes_that_make_no_sense() -> None:
         2,
     )
     for (one, first), (other, second) in itertools.product(itertools.product(names, sizes), repeat=2):
-        assert start.with_values({one: first, other: second}).broken(), "10**6 and 3 fit nowhere here"
+        assert start.with_values({one: first, other: second}).broken_rules(), "10**6 and 3 fit nowhere here"

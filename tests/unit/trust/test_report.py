@@ -13,7 +13,7 @@ import pytest
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.trust.plan.planner import RunPlan, explain_peak, memory_savings, plan, with_advice
-from megatron.trust.plan.report import TALL, memory_picture, page, plain, schedule_picture, text, ticks
+from megatron.trust.plan.report import TALL, axis_ticks, memory_picture, page, plain, schedule_picture, text
 from megatron.trust.simulate.trace import DryRun, Event
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 from tests.unit.trust.hand_made import PLAIN, VOCABULARY, config_of, op, run_of, setting_of
@@ -117,7 +117,10 @@ def test_the_page_has_a_title_the_command_and_axes() -> None:
     written = page(planned, COMMAND)
     assert "<title>Plan: fits, 27 s a step, 2 ranks (pp 2); " in written
     assert "python tools/plan.py --gpu h100-80 --data-path &#x27;a &amp; &lt;b&gt;&#x27;" in written
-    memory, schedule = memory_picture(planned.run.worst, planned.hardware.budget()), schedule_picture(planned)
+    memory, schedule = (
+        memory_picture(planned.run.worst_trace, planned.hardware.usable_bytes()),
+        schedule_picture(planned),
+    )
     labels = re.compile(r'<text class="tick[^>]*>([^<]+)</text>')
     assert (
         labels.findall(memory)[:6] == ["0 MiB", "200 MiB", "400 MiB", "0", "5", "10"]
@@ -139,16 +142,16 @@ def test_the_page_has_a_title_the_command_and_axes() -> None:
     ],
 )
 def test_ticks_are_round_numbers(top: float, found: list[float]) -> None:
-    assert ticks(top) == pytest.approx(found)
+    assert axis_ticks(top) == pytest.approx(found)
 
 
 def test_the_bands_of_the_memory_end_at_the_peak() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    drawn = memory_picture(planned.run.worst, planned.hardware.budget())
+    drawn = memory_picture(planned.run.worst_trace, planned.hardware.usable_bytes())
     heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", drawn)]
     top = 1.05 * GIB // 2  # what the picture's height means: the budget is too far away to be drawn
     assert "limit" not in drawn and min(heights) == pytest.approx(TALL * (1 - GIB / 2 / top), abs=0.1)
-    near = memory_picture(planned.run.worst, 0.6 * GIB)
+    near = memory_picture(planned.run.worst_trace, 0.6 * GIB)
     assert "limit" in near and "614.40 MiB" in near
 
 

@@ -33,7 +33,7 @@ def patterns(s: Setting) -> str:
         problems.append(
             "--window-attn-skip-freq chooses layers without a window, and there is none; give --window-size"
         )
-    if model.rope.no_rope_freq is not None and not model.rotates:
+    if model.rope.no_rope_freq is not None and not model.uses_rotary:
         problems.append(
             f"--no-rope-freq chooses layers without rotations, and --position-embedding-type "
             f"{model.rope.position_embedding_type} has none; leave it out"
@@ -119,7 +119,7 @@ def positions(s: Setting) -> str:
     """Rotations: one way to stretch them, and sections that fit."""
     run = s.run
     model, rope, problems = run.model, run.model.rope, []
-    yarn = model.rotates and rope.is_yarn
+    yarn = model.uses_rotary and rope.is_yarn
     if rope.rope_type == "yarn" and not yarn:
         problems.append(
             f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope"

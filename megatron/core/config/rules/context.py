@@ -92,7 +92,7 @@ def _context_parallel_transports(run: RunConfig) -> list[str]:
     return problems
 
 
-def hybrid(s: Setting) -> str:
+def hybrid_context_parallel(s: Setting) -> str:
     """Sequences that are divided by their length have ranks to be divided over, and a loss that does not mind."""
     run, world_size = s.run, s.world_size
     model, parallel, train, problems = run.model, run.parallel, run.train, []
@@ -156,5 +156,9 @@ def hybrid(s: Setting) -> str:
 
 RULES = (
     Rule("context", context, "sequences, heads and networks can be cut over the context ranks"),
-    Rule("hybrid-context", hybrid, "sequences cut by their length have ranks, data and a loss that allow it"),
+    Rule(
+        "hybrid-context",
+        hybrid_context_parallel,
+        "sequences cut by their length have ranks, data and a loss that allow it",
+    ),
 )

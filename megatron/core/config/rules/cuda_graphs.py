@@ -51,7 +51,7 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
         "what is recomputed draws on states of the host; leave out --recompute-granularity": run.recompute.recompute_granularity
         is not None,
         "layers are compiled or recorded; leave out --compile": run.compilation.compile,
-        "copies to the CPU's memory wait for the host; leave out activation offloading": run.offload.offloads,
+        "copies to the CPU's memory wait for the host; leave out activation offloading": run.offload.any_offload,
         "scales of 8 and 4 bits are kept outside of the layers; leave out --fp8-format and --fp4-format": run.precision.low.recipe
         != "",
         "FSDP2 gathers weights into other memory each time; leave out --use-torch-fsdp2": parallel.use_torch_fsdp2,
@@ -62,7 +62,7 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
         "two passes at once would use the same memory; leave out --overlap-moe-expert-parallel-comm": parallel.overlap_moe_expert_parallel_comm,
         "scores are watched from outside of the layers; leave out --qk-clip": model.qk_clip,
         "a layer that serves several depths gets its gradient at once; leave out --mtp-use-repeated-layer": model.mtp.mtp_use_repeated_layer,
-        "halves that are summed and normed by one kernel cannot be recorded apart; leave out --kernel residual_norm": model.kernels.wishes.get(
+        "halves that are summed and normed by one kernel cannot be recorded apart; leave out --kernel residual_norm": model.kernels.requested_kernels.get(
             "residual_norm", "apart"
         )
         != "apart"

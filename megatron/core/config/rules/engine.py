@@ -54,7 +54,7 @@ RULES = tuple(rule for file in _FILES for rule in getattr(file, "RULES", ()))
 ALWAYS = tuple(rule for file in _FILES for rule in getattr(file, "ALWAYS", ()))
 
 
-def broken(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
+def broken_rules(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """(name, what to say) of every rule that this config breaks. The config is resolved."""
     setting = Setting(config, world_size)
     lacking = [(rule.name, message) for rule in NEEDS if (message := rule.says(setting))]

@@ -19,7 +19,7 @@ def _pattern(s: Setting) -> str:
         )
     if hybrid.hybrid_layer_pattern is None:
         return "\n  ".join(problems)
-    symbols = hybrid.symbols + "".join(hybrid.depths)
+    symbols = hybrid.symbols + "".join(hybrid.mtp_patterns)
     if model.architecture != "gpt":
         problems.append("--hybrid-layer-pattern is for language models of one decoder; leave it out")
     if model.num_layers != len(hybrid.symbols):
@@ -41,9 +41,9 @@ def _cuts(s: Setting) -> Iterator[str]:
     """What is wrong with the marks of a pattern, / and |."""
     hybrid, parallel = s.run.model.hybrid, s.run.parallel
     depths = s.run.model.mtp.mtp_num_layers or 0
-    if depths != len(hybrid.depths):
+    if depths != len(hybrid.mtp_patterns):
         yield (
-            f"--mtp-num-layers {depths} and the {len(hybrid.depths)} depths of --hybrid-layer-pattern are two numbers; write a / with the layers of a "
+            f"--mtp-num-layers {depths} and the {len(hybrid.mtp_patterns)} depths of --hybrid-layer-pattern are two numbers; write a / with the layers of a "
             "depth for each, and leave --mtp-num-layers out"
         )
     stages = len(read_layout(hybrid.layout)) if hybrid.layout is not None else parallel.pp

@@ -70,9 +70,9 @@ def _head_size(s: Setting) -> str:
     size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_size}"
     if not 0 <= model.rope.rotary_percent <= 1:
         return f"--rotary-percent {model.rope.rotary_percent} is a share of each head; choose one from 0 to 1"
-    if model.rotates and int(model.rotary_size * model.rope.rotary_percent) < 2:
+    if model.uses_rotary and int(model.rotary_size * model.rope.rotary_percent) < 2:
         return f"--rotary-percent {model.rope.rotary_percent} of {size} rotates nothing; choose more"
-    if model.rotates and int(model.rotary_size * model.rope.rotary_percent) % 2:
+    if model.uses_rotary and int(model.rotary_size * model.rope.rotary_percent) % 2:
         return (
             f"--rotary-percent {model.rope.rotary_percent} of {size} is an odd number of sizes, and rotations take two; "
             f"choose shares that give an even number"
@@ -108,7 +108,7 @@ def _pipeline_stages(s: Setting) -> str:
             if s.run.model.architecture == "t5"
             else reasons
         )
-    chunks = 2 if parallel.placement == "v" else 1
+    chunks = 2 if parallel.stage_placement == "v" else 1
     if parallel.splits_backward and len(stages) != chunks * parallel.pp:
         count = "one chunk" if chunks == 1 else "two chunks"
         return (

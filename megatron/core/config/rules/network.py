@@ -129,7 +129,7 @@ def _norm_settings(s: Setting) -> str:
     model = s.run.model
     if problem := _norm_places(model) or _norms_of_t5(model):
         return problem
-    if model.kernels.wishes.get("residual_norm", "apart") != "apart" and (
+    if model.kernels.requested_kernels.get("residual_norm", "apart") != "apart" and (
         not model.sums_before_norms or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())
     ):
         return "--kernel residual_norm=triton sums and norms at once, and here the sum is another, or one of them is recomputed; leave it out"

@@ -40,7 +40,7 @@ def update_rule(s: Setting) -> str:
     names = [field.name for field in fields(OptimizerConfig)]
     for prefix, chosen in (
         ("muon", config.is_muon),
-        ("lion", config.elementwise == "lion"),
+        ("lion", config.elementwise_optimizer == "lion"),
         ("adafactor", config.optimizer == "adafactor"),
     ):
         if not chosen:
@@ -102,7 +102,7 @@ def activation_offloading(s: Setting) -> str:
     """Activations in the memory of the CPU."""
     run = s.run
     config, problems = run.offload, []
-    if not config.offloads:
+    if not config.any_offload:
         problems += _flags_without_effect(
             config,
             OffloadConfig(),
@@ -122,7 +122,7 @@ def activation_offloading(s: Setting) -> str:
     experts = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
     if experts and not run.model.moe.num_experts:
         problems.append(f"--offload-modules {' '.join(experts)}: of experts, and there are none; leave out")
-    if config.offloads and run.compilation.compile:
+    if config.any_offload and run.compilation.compile:
         problems.append(
             "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
         )

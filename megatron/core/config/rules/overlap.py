@@ -68,7 +68,7 @@ def _dual_batch(run: RunConfig) -> list[str]:
         "--recompute-granularity": run.recompute.recompute_granularity is not None,
         "--compile": run.compilation.compile,
         "--use-torch-fsdp2": parallel.use_torch_fsdp2,
-        "what takes activations to the CPU's memory": run.offload.offloads,
+        "what takes activations to the CPU's memory": run.offload.any_offload,
         "--hybrid-context-parallel": parallel.hybrid_context_parallel,
     }
     problems += [

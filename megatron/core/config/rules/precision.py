@@ -18,7 +18,7 @@ _ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 def _flags_of_other_recipes(run: RunConfig) -> list[str]:
     """Settings that belong to another recipe, and the layers that are left out."""
-    low, num_layers = run.precision.low, run.model.depth()
+    low, num_layers = run.precision.low, run.model.num_layers_of()
     problems = []
     if low.fp4_format is not None and (given := _flags_given(run, ("fp8_recipe",))):
         problems.append(f"{given}: --fp4-format has a recipe of its own; leave it out")
@@ -40,7 +40,7 @@ def _flags_of_other_recipes(run: RunConfig) -> list[str]:
 def low_precision(s: Setting) -> str:
     """Matrices in low precision have one format, parts that belong together, and the run a format to fall back to."""
     run = s.run
-    low, _num_layers, problems = run.precision.low, run.model.depth(), []
+    low, _num_layers, problems = run.precision.low, run.model.num_layers_of(), []
     if not low.recipe:
         given = _flags_given(run, tuple(field.name for field in fields(low)))
         return (

@@ -42,8 +42,8 @@ def _image_and_encoder_sizes(s: Setting) -> str:
     if vision.num_channels not in (1, 3):
         problems.append(f"--num-channels {vision.num_channels}: images have 3 channels, or 1 if they are grey")
     factor = vision.pixel_shuffle_factor
-    if not problems and vision.pixel_shuffle and (factor < 1 or any(side % factor for side in vision.grid)):
-        rows, columns = vision.grid
+    if not problems and vision.pixel_shuffle and (factor < 1 or any(side % factor for side in vision.patch_grid)):
+        rows, columns = vision.patch_grid
         problems.append(
             f"--pixel-shuffle-factor {factor} does not divide the {rows} x {columns} patches of an image; choose a number "
             "that does, or another --img-h and --img-w"

@@ -102,7 +102,7 @@ class HybridConfig:
         return (self.hybrid_layer_pattern or "").partition("/")[0]
 
     @property
-    def depths(self) -> tuple[str, ...]:
+    def mtp_patterns(self) -> tuple[str, ...]:
         """The symbols of each depth of multi-token prediction."""
         return tuple((self.hybrid_layer_pattern or "").split("/")[1:])
 
@@ -117,18 +117,18 @@ class HybridConfig:
         if "|" not in self._main:
             return None
         stages = "|".join("t" * len(stage) for stage in self._main.split("|"))
-        return f"E{stages}{'m' * len(self.depths)}L"
+        return f"E{stages}{'m' * len(self.mtp_patterns)}L"
 
     def problems(self) -> Iterator[str]:
         """What cannot be read in the pattern."""
-        unknown = sorted(set(self.symbols + "".join(self.depths)) - set(SYMBOLS))
+        unknown = sorted(set(self.symbols + "".join(self.mtp_patterns)) - set(SYMBOLS))
         if self.hybrid_layer_pattern is not None and not self.symbols:
             yield f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r} has no layers; give symbols of {' '.join(SYMBOLS)}"
-        if len(set(self.depths)) > 1 or "" in self.depths:
+        if len(set(self.mtp_patterns)) > 1 or "" in self.mtp_patterns:
             yield "--hybrid-layer-pattern: each / begins the layers of one depth of multi-token prediction, which are the same for all; repeat them"
         if "D" in unknown:
             yield "--hybrid-layer-pattern: D is sparse attention, which is not built; choose * or +"
         elif unknown:
             yield f"--hybrid-layer-pattern: {' '.join(unknown)} means no layer; use {' '.join(SYMBOLS)} and |"
-        if {"*", "+"} <= set(self.symbols + "".join(self.depths)):
+        if {"*", "+"} <= set(self.symbols + "".join(self.mtp_patterns)):
             yield "--hybrid-layer-pattern: * and + are two kinds of attention; keep one"

@@ -53,12 +53,12 @@ class KernelConfig:
     )
 
     @property
-    def preferred(self) -> str:
+    def preferred_library(self) -> str:
         """The library whose kernels come first where they can serve; empty: none."""
         return "" if self.transformer_impl == "local" else self.transformer_impl
 
     @property
-    def wishes(self) -> dict[str, str]:
+    def requested_kernels(self) -> dict[str, str]:
         """Op -> the kernel that was asked for."""
         return dict(word.split("=", 1) for word in self.kernel if "=" in word) | {
             "cross_entropy": self.cross_entropy_fusion_impl

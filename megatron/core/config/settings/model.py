@@ -343,8 +343,8 @@ class RequestedModel:
             hybrid = dataclasses.replace(hybrid, hybrid_layer_pattern=pattern)
         if hybrid.symbols and self.num_layers is None:
             values["num_layers"] = len(hybrid.symbols)
-        if hybrid.depths and self.mtp.mtp_num_layers is None:
-            values["mtp"] = dataclasses.replace(self.mtp, mtp_num_layers=len(hybrid.depths))
+        if hybrid.mtp_patterns and self.mtp.mtp_num_layers is None:
+            values["mtp"] = dataclasses.replace(self.mtp, mtp_num_layers=len(hybrid.mtp_patterns))
         if self.hidden_size and hybrid.mamba_num_heads is None and hybrid.mamba_head_dim > 0:
             heads = 2 * self.hidden_size // hybrid.mamba_head_dim
             hybrid = dataclasses.replace(hybrid, mamba_num_heads=heads)
@@ -395,7 +395,7 @@ class ModelConfig(RequestedModel):
         return int(match[1]), int(match[2])
 
     @property
-    def rotates(self) -> bool:
+    def uses_rotary(self) -> bool:
         """Whether queries and keys are rotated by their positions. Latent attention rotates a part of its heads, beside learned positions too."""
         return self.mla.multi_latent_attention or self.rope.position_embedding_type in ("rope", "yarn", "mrope")
 
@@ -439,7 +439,7 @@ class ModelConfig(RequestedModel):
             "attention": self.attention_backend,
             "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop",
             "moe_flex_dispatcher": self.moe.library,
-            **self.kernels.wishes,
+            **self.kernels.requested_kernels,
         }
 
     @property
@@ -449,18 +449,18 @@ class ModelConfig(RequestedModel):
             "layer_norm": self.normalization == "LayerNorm",
             "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
             "gated_activation": self.gated,
-            "rotary": self.rotates and not self.rotates_fused_heads,
+            "rotary": self.uses_rotary and not self.rotates_fused_heads,
             "rotary_qkv": self.rotates_fused_heads,
             "grouped_linear": bool(self.moe.num_experts),
             "moe_flex_dispatcher": bool(self.moe.num_experts),
             "permute": bool(self.moe.num_experts),
-            "residual_norm": "residual_norm" in self.kernels.wishes,
-            "low_linear": "low_linear" in self.kernels.wishes,
+            "residual_norm": "residual_norm" in self.kernels.requested_kernels,
+            "low_linear": "low_linear" in self.kernels.requested_kernels,
             "causal_conv": bool(self.state_mixers),
             "selective_scan": "mamba" in self.state_mixers,
             "delta_rule_scan": "gated_delta_net" in self.state_mixers,
-            "quantise": "quantise" in self.kernels.wishes,
-            "adamw": "adamw" in self.kernels.wishes,
+            "quantise": "quantise" in self.kernels.requested_kernels,
+            "adamw": "adamw" in self.kernels.requested_kernels,
             "paged_attention": False,  # of decoding
         }
         return {op for op, is_used in used.items() if not is_used}
@@ -468,7 +468,7 @@ class ModelConfig(RequestedModel):
     @property
     def rotates_fused_heads(self) -> bool:
         """Whether queries and keys are rotated as the fused projection has them, without norms between."""
-        return self.rotates and not (
+        return self.uses_rotary and not (
             self.mla.multi_latent_attention or self.qk_layernorm or self.qk_layernorm_across_heads
         )
 
@@ -476,7 +476,7 @@ class ModelConfig(RequestedModel):
     def state_mixers(self) -> frozenset[str]:
         """Kinds of mixers with a state that some layers may have."""
         named = {"M": "mamba", "G": "gated_delta_net"}
-        symbols = self.hybrid.symbols + "".join(self.hybrid.depths)
+        symbols = self.hybrid.symbols + "".join(self.hybrid.mtp_patterns)
         mixers = {named[symbol] for symbol in symbols if symbol in named}
         mixers |= {"gated_delta_net"} if self.hybrid.experimental_attention_variant else set()
         return frozenset(mixers | ({"mamba"} if self.hybrid.parallel_mamba else set()))
@@ -521,7 +521,7 @@ class ModelConfig(RequestedModel):
         """Whether a language model reads images."""
         return self.architecture == "gpt" and self.vision.vision_model_type is not None
 
-    def depth(self, decoder: bool = False) -> int:
+    def num_layers_of(self, decoder: bool = False) -> int:
         """Layers in a row: of a T5 those of its encoder, or of its decoder; else all."""
         if self.architecture == "t5":
             return self.decoder_num_layers if decoder else self.encoder_num_layers

@@ -104,7 +104,7 @@ class MoEConfig:
         return "deepep" if self.moe_enable_deepep else self.moe_flex_dispatcher_backend
 
     @property
-    def balances(self) -> tuple[tuple[str, float], ...]:
+    def balancing_losses(self) -> tuple[tuple[str, float], ...]:
         """(kind, weight) of every balancing loss; one weight serves all kinds if only one is given."""
         kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         return tuple(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights, strict=True))
@@ -112,4 +112,6 @@ class MoEConfig:
     @property
     def has_losses(self) -> bool:
         """Whether layers with experts have losses of their own."""
-        return bool(self.num_experts) and (any(weight for _, weight in self.balances) or bool(self.moe_z_loss_coeff))
+        return bool(self.num_experts) and (
+            any(weight for _, weight in self.balancing_losses) or bool(self.moe_z_loss_coeff)
+        )

@@ -70,9 +70,9 @@ def unused_settings(model: ModelConfig) -> frozenset[str]:
     rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
     latent, mixers = model.mla.multi_latent_attention, set[str]().union(*(plan.mixers for plan in layer_rows(model)))
     without_effect: dict[tuple[str, ...], bool] = {
-        _ROTARY: not model.rotates,
-        _SCALING: not (model.rotates and rope.use_rope_scaling),
-        _YARN: not (model.rotates and rope.is_yarn),
+        _ROTARY: not model.uses_rotary,
+        _SCALING: not (model.uses_rotary and rope.use_rope_scaling),
+        _YARN: not (model.uses_rotary and rope.is_yarn),
         _RELATIVE: rope.position_embedding_type != "relative",
         ("mrope_section",): rope.position_embedding_type != "mrope",
         ("max_position_embeddings",): rope.position_embedding_type != "learned_absolute",
@@ -126,7 +126,7 @@ def canonical_values(model: ModelConfig) -> dict[str, Any]:
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     values["moe_layer_freq"] = [plan.mlp for plan in rows]
     values["linear_attention_freq"] = [plan.mixer for plan in rows]
-    values["hybrid_layer_pattern"] = (model.hybrid.symbols, model.hybrid.depths)
+    values["hybrid_layer_pattern"] = (model.hybrid.symbols, model.hybrid.mtp_patterns)
     variant = values["experimental_attention_variant"]
     values["experimental_attention_variant"] = "gated_delta_net" if variant == "gdn" else variant
     values["mamba_time_step_limit"] = list(values["mamba_time_step_limit"]) or [0.0, math.inf]

@@ -161,7 +161,7 @@ class OptimizerConfig:
         return self.optimizer in ("muon", "dist_muon")
 
     @property
-    def elementwise(self) -> str:
+    def elementwise_optimizer(self) -> str:
         """The rule of everything else: adam, sgd, lion or adafactor."""
         return self.muon_scalar_optimizer if self.is_muon else self.optimizer
 

@@ -161,7 +161,7 @@ class ParallelConfig:
         return self.splits_backward or self.delay_wgrad_compute
 
     @property
-    def placement(self) -> Placement:
+    def stage_placement(self) -> Placement:
         """How pipeline stages lie on the ranks."""
         return "v" if self.pipeline_schedule == "zb-v" and self.pp > 1 else "wrap"
 

@@ -162,7 +162,7 @@ class OffloadConfig:
     min_offloaded_tensor_size: int = flag(1024 * 1024, "elements of the smallest tensor that goes there", role="free")
 
     @property
-    def offloads(self) -> bool:
+    def any_offload(self) -> bool:
         """Whether anything goes there."""
         return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading
 

@@ -147,7 +147,7 @@ class VisionConfig:
             "vision_activation": next((name for name, own in _ACTIVATIONS.items() if layer.get(own)), "gelu"),
             "vision_norm_epsilon": layer["norm_epsilon"],
             "vision_final_norm": "yes" if self.traits.final_norm else "no",
-            "vision_position_grid": self.grid[0] if self.grid[0] == self.grid[1] else None,
+            "vision_position_grid": self.patch_grid[0] if self.patch_grid[0] == self.patch_grid[1] else None,
         }
         if not alone:
             published |= {f"vision_{name}": size for name, size in sizes.items()}
@@ -174,7 +174,7 @@ class VisionConfig:
         return self.vision_final_norm == "yes"
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def patch_grid(self) -> tuple[int, int]:
         """Patches of an image: rows and columns."""
         return self.img_h // self.patch_dim, self.img_w // self.patch_dim
 
@@ -182,12 +182,12 @@ class VisionConfig:
     def position_grid(self) -> tuple[int, int]:
         """Rows and columns of the learned positions."""
         side = self.vision_position_grid
-        return self.grid if side is None else (side, side)
+        return self.patch_grid if side is None else (side, side)
 
     @property
     def tokens(self) -> int:
         """Positions of an image in the encoder, class tokens included."""
-        return self.grid[0] * self.grid[1] + self.traits.class_tokens
+        return self.patch_grid[0] * self.patch_grid[1] + self.traits.class_tokens
 
     @property
     def kept_class_tokens(self) -> int:
@@ -199,7 +199,7 @@ class VisionConfig:
     def rows(self) -> int:
         """Rows that an image, or a tile of one, takes in the sequence of the language model."""
         factor = self.pixel_shuffle_factor if self.pixel_shuffle else 1
-        return (self.grid[0] // factor) * (self.grid[1] // factor) + self.kept_class_tokens
+        return (self.patch_grid[0] // factor) * (self.patch_grid[1] // factor) + self.kept_class_tokens
 
     @property
     def frozen(self) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class WriterLayout:
     last: int | None
 
     @staticmethod
-    def of(arguments: Mapping[str, Any], layers: int) -> WriterLayout:
+    def from_arguments(arguments: Mapping[str, Any], layers: int) -> WriterLayout:
         """From the arguments of a run. Raises `Unreadable` for one whose stages cannot be known."""
         tensor, pipeline = (int(arguments.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
         odd = [

@@ -65,7 +65,7 @@ class _Export:
         problems: Callable[[_Export], list[str]],
     ) -> None:
         self.source, self.tensor_size, self.fused, self.iteration = source, tensor_size, fused_norms, iteration
-        self.layout = Layout.of(source.settings, 3.0)
+        self.layout = Layout.from_settings(source.settings, 3.0)
         self.model = from_values(RequestedModel, source.settings).resolve()
         self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
         self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
@@ -101,7 +101,7 @@ class _Export:
         """A piece of a parameter [rows, ...] that distributed checkpoints cut."""
         return self.whole(name).split(self.layout.pieces(name))[place].clone()
 
-    def common(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
+    def common_entries(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
         """Entries beside the tensors."""
         rows = self.source.formats[f"model.{_WORDS}"].shape[0]
         args = arguments_of(
@@ -167,7 +167,7 @@ def write_torch_dist(
         if not pieces:
             values[theirs], formats[theirs] = partial(export.whole, name), whole
     write_tensors(
-        export.made, values, formats, states, {**export.common(1, "torch_dist"), "content_metadata": _CONTENT}
+        export.made, values, formats, states, {**export.common_entries(1, "torch_dist"), "content_metadata": _CONTENT}
     )
     return export.finish()
 
@@ -260,7 +260,7 @@ def write_legacy(
             model |= {f"{name.rpartition('.')[0]}._extra_state": None for name in model if _STATEFUL.search(name)}
             if p == pipeline_size - 1 and export.model.architecture == "gpt":
                 model["output_layer._extra_state"] = None  # of a tied one too
-            torch.save({**export.common(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt")
+            torch.save({**export.common_entries(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt")
     return export.finish()
 
 

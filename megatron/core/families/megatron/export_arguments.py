@@ -64,7 +64,7 @@ def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[
     grouped = not model.mla.multi_latent_attention and model.num_query_groups != model.num_attention_heads
     return types.SimpleNamespace(
         **{
-            **{name: _megatron_value(name, value, model.depth()) for name, value in plain_values.items()},
+            **{name: _megatron_value(name, value, model.num_layers_of()) for name, value in plain_values.items()},
             "group_query_attention": grouped,
             "bias_gelu_fusion": fuses_gelu(model),
             "add_position_embedding": True,

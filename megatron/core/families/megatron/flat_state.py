@@ -86,7 +86,7 @@ def by_parameter(tensors: Mapping[str, IndexEntry], arguments: Mapping[str, Any]
         for key, stored in tensors.items()
         if not _OTHERS.search(key) and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
     ]
-    ranks = WriterLayout.of(arguments, _num_layers(model))
+    ranks = WriterLayout.from_arguments(arguments, _num_layers(model))
     buffers = _flat_buffers(tensors)
     chunks: dict[tuple[str, str], dict[tuple[int, ...], FlatBox]] = {}  # (slot, parameter) -> by offset
     for (chain, group, number), buffer in sorted(buffers.items()):

@@ -92,7 +92,7 @@ class Layout:
     zero_centred: bool = False
 
     @staticmethod
-    def of(settings: Mapping[str, Any], version: float) -> Layout:
+    def from_settings(settings: Mapping[str, Any], version: float) -> Layout:
         """From the settings of a model."""
         heads = int(settings["num_attention_heads"])
         grouped = settings.get("group_query_attention")

@@ -105,7 +105,7 @@ def make_source(
     return MegatronSource(
         str(folder),
         shards,
-        Layout.of(settings, version),
+        Layout.from_settings(settings, version),
         settings=settings,
         values=values,
         skipped=skipped,

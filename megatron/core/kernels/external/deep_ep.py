@@ -100,7 +100,7 @@ class DeepEP:
         )
 
 
-def unfit(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
+def unsupported_reason(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
     """Return why it cannot serve these experts; an empty string if it can. cut: each expert is sharded over several ranks. overlaps: with other work."""
     if device != "cuda":
         return "DeepEP is for GPUs"

@@ -77,7 +77,7 @@ version_2 = partial(attention, version=2)
 version_3 = partial(attention, version=3)
 
 
-def unfit(
+def unsupported_reason(
     version: int, *, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str
 ) -> str:
     """Return why the package cannot compute attention; an empty string if it can. head_sizes: of keys and values; lacks: required features that no version has."""

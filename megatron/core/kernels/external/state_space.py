@@ -25,7 +25,7 @@ def _function(module: str, name: str) -> Callable:
     return getattr(import_module(module), name)
 
 
-def unfit(package: str, *, device: str, dtype: torch.dtype) -> str:
+def unsupported_reason(package: str, *, device: str, dtype: torch.dtype) -> str:
     """Why the package cannot be used, or ""."""
     if device != "cuda":
         return "it needs a CUDA device"

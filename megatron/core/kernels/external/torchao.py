@@ -46,7 +46,7 @@ def _torchao_linear(backward: torch.dtype, emulated: bool) -> Any:
     return library.Float8Linear(16, 16, bias=False, device="meta", config=config)
 
 
-def unfit(*, recipe: str, alone: bool, lacks: str) -> str:
+def unsupported_reason(*, recipe: str, alone: bool, lacks: str) -> str:
     """Return why it cannot compute a run's linear layers; an empty string if it can. alone: no other rank works on a rank's tokens. lacks: required features that it lacks."""
     if not recipe:
         return "nothing is multiplied in 8 bits; give --fp8-format"

@@ -78,7 +78,7 @@ def _attention_module(heads: int, groups: int, sizes: tuple[int, int], dropout: 
     )
 
 
-def unfit(*, device: str, dtype: torch.dtype, lacks: str) -> str:
+def unsupported_reason(*, device: str, dtype: torch.dtype, lacks: str) -> str:
     """Return why the library cannot compute attention; an empty string if it can. lacks: required features that it lacks."""
     if device != "cuda":
         return "it needs a CUDA device"

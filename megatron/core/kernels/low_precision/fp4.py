@@ -15,8 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.low_precision.fp8 import E4M3, Number, Quantised, block_sizes, tiled, untiled
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.low_precision.fp8 import E4M3, Number, Quantised, block_sizes, from_blocks, to_blocks
+from megatron.core.kernels.reference import accumulation_dtype
 
 E2M1 = Number("e2m1", torch.float8_e4m3fn, 6.0)
 BLOCK = 16
@@ -33,14 +33,14 @@ def by_small_blocks(
     sizes: absolute maxima of the blocks, as in `fp8.by_blocks`.
     """
     enlarge, scales = small_scales(block_sizes(x, block) if sizes is None else sizes, largest)
-    tiles = tiled(x.to(wide(x.dtype)), block) * enlarge
+    tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), block) * enlarge
     inverse = scales.to(tiles.dtype).reciprocal()
     inverse = torch.where(
         inverse.isinf(), torch.zeros_like(inverse), inverse
     )  # a block too small for its scale is zero
     scaled = tiles * inverse[:, None, :, None]
-    chance = None if noise is None else tiled(noise.to(tiles.dtype), block)
-    return Quantised(untiled(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
+    chance = None if noise is None else to_blocks(noise.to(tiles.dtype), block)
+    return Quantised(from_blocks(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
 
 
 def small_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
 
 def rotated(x: Tensor) -> Tensor:
     """Return x [m, k] with each group of 16 columns multiplied by the Hadamard matrix; k is padded with zeros to a multiple of 16."""
-    tiles = tiled(x.to(wide(x.dtype)), (1, BLOCK))
+    tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), (1, BLOCK))
     return (tiles @ rotation(tiles.dtype, x.device)).flatten(2).flatten(0, 1)
 
 

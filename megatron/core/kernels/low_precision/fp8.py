@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.reference import wide
+from megatron.core.kernels.reference import accumulation_dtype
 
 _SMALLEST_POWER, _LARGEST_POWER = -127, 127  # of e8m0
 
@@ -71,7 +71,7 @@ class Quantised:
         blocks = None if self.blocks is None else self.blocks.t()
         return replace(self, values=self.values.t(), blocks=blocks, block=self.block[::-1])
 
-    def exact(self, dtype: torch.dtype) -> Tensor:
+    def unscaled(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [m, k] without the scale of the tensor; exact in fp32 and fp64."""
         values = self.values.to(dtype)
         if self.blocks is None:
@@ -82,7 +82,7 @@ class Quantised:
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized matrix [m, k]."""
-        return self.exact(dtype) if self.scale is None else self.exact(dtype) * self.scale
+        return self.unscaled(dtype) if self.scale is None else self.unscaled(dtype) * self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,11 @@ class FusedRounding:
 
 def largest_of(x: Tensor) -> Tensor:
     """Return the absolute maximum of x, [], in accumulator precision; 0 for an empty tensor."""
-    return x.detach().abs().amax().to(wide(x.dtype)) if x.numel() else x.new_zeros((), dtype=wide(x.dtype))
+    return (
+        x.detach().abs().amax().to(accumulation_dtype(x.dtype))
+        if x.numel()
+        else x.new_zeros((), dtype=accumulation_dtype(x.dtype))
+    )
 
 
 def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
@@ -115,7 +119,7 @@ def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
 
 def by_tensor(x: Tensor, number: Number, scale: Tensor) -> Quantised:
     """Quantize x [m, k] with one scale [], by which it is multiplied before rounding. Too large values saturate."""
-    return Quantised(_round_to_format(x.to(wide(x.dtype)) * scale, number), scale.reciprocal())
+    return Quantised(_round_to_format(x.to(accumulation_dtype(x.dtype)) * scale, number), scale.reciprocal())
 
 
 def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor | None = None) -> Quantised:
@@ -123,15 +127,15 @@ def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor |
 
     sizes: absolute maxima as `block_sizes` returns them, for blocks of which x holds only a part; None: of x.
     """
-    tiles = tiled(x.to(wide(x.dtype)), block)
+    tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), block)
     sizes = block_sizes(x, block) if sizes is None else sizes
     scaled = torch.ldexp(tiles, -_power_above(sizes, number.largest)[:, None, :, None])
-    return Quantised(untiled(_round_to_format(scaled, number), x), None, block_scales(sizes, number), block)
+    return Quantised(from_blocks(_round_to_format(scaled, number), x), None, block_scales(sizes, number), block)
 
 
 def block_sizes(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the absolute maximum of each block of x [m, k], in accumulator precision: [m / rows, k / columns], rounded up."""
-    return tiled(x.to(wide(x.dtype)), block).abs().amax(dim=(1, 3))
+    return to_blocks(x.to(accumulation_dtype(x.dtype)), block).abs().amax(dim=(1, 3))
 
 
 def block_scales(sizes: Tensor, number: Number) -> Tensor:
@@ -155,21 +159,21 @@ def _round_to_format(x: Tensor, number: Number) -> Tensor:
     return x.clamp(-number.largest, number.largest).to(number.dtype)
 
 
-def tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
+def to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return x [m, k] as [m / rows, rows, k / columns, columns], padded with zeros."""
     rows, columns = block
     filled = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
-def untiled(tiles: Tensor, like: Tensor) -> Tensor:
-    """Undo `tiled`: the matrix [rows, columns] of the shape of `like` from its blocks."""
+def from_blocks(tiles: Tensor, like: Tensor) -> Tensor:
+    """Undo `to_blocks`: the matrix [rows, columns] of the shape of `like` from its blocks."""
     return tiles.flatten(2).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     """Return a b^T, [m, n], in `dtype`, emulated; this defines the product of two quantized matrices. a: [m, k]; b: [n, k]."""
-    result = a.exact(wide(dtype)) @ b.exact(wide(dtype)).t()
+    result = a.unscaled(accumulation_dtype(dtype)) @ b.unscaled(accumulation_dtype(dtype)).t()
     if a.scale is not None and b.scale is not None:
         result = result * (a.scale * b.scale)
     return result.to(dtype)

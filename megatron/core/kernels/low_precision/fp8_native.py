@@ -24,7 +24,7 @@ _ROW = 16  # elements of a row are a multiple of it
 _SCALES = 4  # scales of 128 x 128 blocks, and of 1 x 32, come by so many along the sum
 
 
-def unfit(recipe: str, capability: tuple[int, int]) -> str:
+def unsupported_reason(recipe: str, capability: tuple[int, int]) -> str:
     """Return why a GPU of this compute capability (major, minor) cannot multiply by this recipe; an empty string if it can."""
     if recipe == "blockwise" and capability[0] != 9:
         return "blocks of 128 are for Hopper (capability 9.0)"

@@ -54,7 +54,7 @@ class Recipe:
         """Whether a tensor's absolute maximum must be known before any of it is rounded."""
         return self.one_scale or self.is_small
 
-    def turns(self, operand: Operand) -> bool:
+    def serves_transposed(self, operand: Operand) -> bool:
         """Whether an operand quantized for sums over one dimension also serves sums over the other."""
         return self.one_scale or self.square and operand == "weight"
 
@@ -107,7 +107,7 @@ class Recipe:
                     x, number, largest, margin=self.margin, seen=seen, rows=rows, turned=turned
                 )
             return self.kernels.by_blocks(x, number, self.block_of(operand), rows=rows, turned=turned)
-        if self.turns(operand):
+        if self.serves_transposed(operand):
             result = self.quantise(operand, x, largest)
             return (result if rows else None), (result.t() if turned else None)
         return (
@@ -167,12 +167,12 @@ def recipe_of(config: LowPrecisionConfig, device: torch.device, kernels: FusedRo
     )
 
 
-def unfit(config: LowPrecisionConfig, device: torch.device) -> str:
+def unsupported_reason(config: LowPrecisionConfig, device: torch.device) -> str:
     """Return why a run cannot use its recipe on this device, and what to do; an empty string if it can."""
     if not config.recipe or config.fp8_emulation or device.type != "cuda":
         return ""
     flags = f"--fp4-recipe {config.recipe}" if config.fp4_format else f"--fp8-recipe {config.recipe}"
-    reason = fp8_native.unfit(config.recipe, torch.cuda.get_device_capability(device))
+    reason = fp8_native.unsupported_reason(config.recipe, torch.cuda.get_device_capability(device))
     return (
         f"{flags} cannot be used on this GPU: {reason}; choose another recipe, or --fp8-emulation, which is slow"
         if reason

@@ -58,7 +58,7 @@ def _logit_gradient(
     tl.store(there, result.to(logits.dtype.element_ty), mask=columns < size)
 
 
-def statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+def logit_statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
     """Each token's largest logit among the first `valid`, its sum of exponentials, and the logit of its row; fp32 [k] each.
 
     logits: [k, v]; rows: int64 [k].
