@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.kernels.reference import accumulation_dtype
 
+Span = Callable[..., tuple[Tensor, Tensor]]
 NEVER = float("-inf")
 # Logarithms of decays that count as 0. Products of a few of them would be below the normal numbers, with which processors are many times slower.
 _FAINT = {torch.float32: -30.0, torch.float64: -200.0}
@@ -149,13 +150,14 @@ def selective_scan(
     segments: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = 64,
+    span: Span | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan over a sequence, in chunks. Group j of g serves heads j n/g ... (j + 1) n/g - 1.
 
     x: [s, b, n, p]; dt: [s, b, n], positive; a: [n], negative; b, c: [s, b, g, d]; state: [b, n, p, d], zeros if left out. Returns y [s, b, n, p]
-    in the format of x, and the state after the last token, [b, n, p, d], in fp32 or wider.
+    in the format of x, and the state after the last token, [b, n, p, d], in fp32 or wider. span: `selective_span`, or what a compiler makes of it.
     """
-    return _by_span(partial(selective_span, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
+    return _by_span(partial(span or selective_span, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
 
 
 def selective_span(
@@ -276,13 +278,15 @@ def delta_rule_scan(
     segments: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = 64,
+    span: Span | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over a sequence, in chunks. Key head j of g serves value heads j n/g ... (j + 1) n/g - 1.
 
     q, k: [s, b, g, dk], q scaled already; v: [s, b, n, dv]; g: [s, b, n], logarithms of decays; beta: [s, b, n]; state: [b, n, dk, dv], zeros if
-    left out. Returns o [s, b, n, dv] in the format of v, and the state after the last token, in fp32 or wider.
+    left out. Returns o [s, b, n, dv] in the format of v, and the state after the last token, in fp32 or wider. span: `delta_rule_span`, or what a
+    compiler makes of it.
     """
-    return _by_span(delta_rule_span, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
+    return _by_span(span or delta_rule_span, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
 
 
 def delta_rule_span(

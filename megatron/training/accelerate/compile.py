@@ -2,7 +2,7 @@
 
     Layer.forward            one graph, of which all layers of a kind share the code
     Layer.attention_block, mlp_block a graph each, if only one half of the layer allows it
-    kernels                  norm, activation, rotation: a graph each, in halves that do not
+    kernels                  norm, activation, rotation, convolution, eight chunks of a scan: a graph each, in halves that do not
 
 A graph holds nothing that talks to other ranks, switches random streams or asks a tensor for a size. A half in which that
 happens keeps its code, and the small functions between are compiled: so there is no graph break in either case, and what
@@ -24,12 +24,14 @@ from typing import Any
 import torch
 
 from megatron.core.config.settings.compilation import CompileConfig
-from megatron.core.kernels import fused, reference
+from megatron.core.kernels import fused, reference, scans
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.transformer.build import Build
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.mamba import MambaMixer
 from megatron.training.trainer import Trainer
 
 # Ops of several steps, in plain torch: what a compiler makes one kernel of.
@@ -39,6 +41,12 @@ _PLAIN: dict[str, tuple[Callable, ...]] = {
     "gated_activation": (reference.gated_activation,),
     "rotary": (reference.rotary,),
     "rotary_qkv": (reference.rotary_qkv,),
+    "causal_conv": (scans.causal_conv,),
+}
+# Scans, of which eight chunks are a graph: a graph of all would grow with the length.
+_SCANS: dict[str, tuple[Callable, Callable]] = {
+    "selective_scan": (scans.selective_scan, scans.selective_span),
+    "delta_rule_scan": (scans.delta_rule_scan, scans.delta_rule_span),
 }
 _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
@@ -60,6 +68,7 @@ def graph_obstacles(layer: Layer) -> dict[str, str]:
         "its dropout has a random stream of its own": model.attention_dropout > 0,
         "it is recomputed": build.recomputes("core_attn") or build.recomputes("mla_up_proj"),
         "its scores are watched": model.qk_clip,
+        "its scan is long": isinstance(layer.token_mixer, (MambaMixer, GatedDeltaNet)),
     }
     return {
         "attention_block": "; ".join(
@@ -89,6 +98,7 @@ class Compiler:
         ops: dict[str, dict[Callable, Callable]] = {
             op: {call: compile_(call) for call in calls} for op, calls in _PLAIN.items()
         }
+        ops |= {op: {scan: partial(scan, span=compile_(span))} for op, (scan, span) in _SCANS.items()}
         for stage in trainer.stages:
             for layer in (part for part in stage.modules() if isinstance(part, Layer)):
                 kinds[_compile_layer(layer, compile_, ops)] += 1

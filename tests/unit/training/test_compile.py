@@ -126,6 +126,7 @@ def test_a_compiled_layout_equals_the_serial_run_without_a_compiler(
         "t5",
         "t5-v1.0",
         "dropout",
+        "hybrid-packed",
     ],
 )
 @pytest.mark.nightly
@@ -134,6 +135,20 @@ def test_every_kind_of_network_trains_compiled_as_without(model: str) -> None:
     assert not (problems := differences(found, train_alone({**MODELS[model], "fp64": True}, 2), 1e-10)), "\n".join(
         problems
     )
+
+
+@pytest.mark.nightly
+def test_graphs_of_scans_do_not_grow_with_the_length() -> None:
+    counts = []
+    for length in (1024, 2048):
+        sizes = {"seq_length": length, "max_position_embeddings": length, "global_batch_size": 1}
+        trainer, compiler = compiled(**{**MODELS["hybrid-packed"], **TRACED, **sizes})
+        with compiler.watching(1):
+            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            train_on(trainer, 1)
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+        torch._dynamo.reset()
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -188,6 +203,7 @@ def test_kernels_of_the_compiler_agree_with_eager_ones_and_draw_the_same_dropout
         ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, "", ""),
         ({"use_distributed_optimizer": True, "overlap_param_gather": True}, *["its modules have hooks"] * 2),
         ({"fp8_format": "hybrid"}, *["it multiplies in low precision"] * 2),
+        (MODELS["hybrid-limits"], "its scan is long", "there is none"),
     ],
     ids=str,
 )
