@@ -97,11 +97,11 @@ def model(run: Run, stage: StageSpec) -> GPTModel:
 
 
 @torch.no_grad()
-def accuracy(network: GPTModel, batch: Batch) -> float:
+def accuracy(network: torch.nn.Module, batch: Batch) -> float:
     """The share of values that the network ranks first."""
     predicted = network(ids=batch.tokens)[..., : KEYS + VALUES].argmax(dim=-1).t()
-    right = (predicted == batch.labels) * batch.loss_mask
-    return float(right.sum() / batch.loss_mask.sum())
+    assert batch.loss_mask is not None, "recalled values are marked"
+    return float(((predicted == batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum())
 
 
 def learn(pattern: str, pairs: int, steps: int) -> tuple[int, Curve]:
