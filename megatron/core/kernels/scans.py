@@ -150,14 +150,13 @@ def selective_scan(
     segments: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = 64,
-    span: Span | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan over a sequence, in chunks. Group j of g serves heads j n/g ... (j + 1) n/g - 1.
 
     x: [s, b, n, p]; dt: [s, b, n], positive; a: [n], negative; b, c: [s, b, g, d]; state: [b, n, p, d], zeros if left out. Returns y [s, b, n, p]
-    in the format of x, and the state after the last token, [b, n, p, d], in fp32 or wider. span: `selective_span`, or what a compiler makes of it.
+    in the format of x, and the state after the last token, [b, n, p, d], in fp32 or wider.
     """
-    return _by_span(partial(span or selective_span, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
+    return _by_span(partial(selective_span, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
 
 
 def selective_span(
@@ -185,6 +184,26 @@ def selective_span(
     y = _in_order(inside + reading)[:length]
     last = carried[:, -1].flatten(1, 2).transpose(-1, -2).contiguous()  # a view would keep the states before all chunks
     return y.reshape(length, batch, heads, size).to(x.dtype), last
+
+
+def selective_scan_of(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`selective_scan` by what a compiler makes of `selective_span`; x: [s, b, n, p]."""
+
+    def scan(
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, segments: Tensor | None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return _by_span(partial(span, a=a), (x, dt, b, c), segments, state, min(64, len(x)))
+
+    return scan
+
+
+def delta_rule_scan_of(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`delta_rule_scan` by what a compiler makes of `delta_rule_span`; v: [s, b, n, dv]."""
+
+    def scan(*inputs: Tensor, segments: Tensor | None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return _by_span(span, inputs, segments, state, min(64, len(inputs[0])))
+
+    return scan
 
 
 def decay_across(logs: Tensor, segments: Tensor | None) -> Tensor:
@@ -278,15 +297,13 @@ def delta_rule_scan(
     segments: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = 64,
-    span: Span | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over a sequence, in chunks. Key head j of g serves value heads j n/g ... (j + 1) n/g - 1.
 
     q, k: [s, b, g, dk], q scaled already; v: [s, b, n, dv]; g: [s, b, n], logarithms of decays; beta: [s, b, n]; state: [b, n, dk, dv], zeros if
-    left out. Returns o [s, b, n, dv] in the format of v, and the state after the last token, in fp32 or wider. span: `delta_rule_span`, or what a
-    compiler makes of it.
+    left out. Returns o [s, b, n, dv] in the format of v, and the state after the last token, in fp32 or wider.
     """
-    return _by_span(span or delta_rule_span, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
+    return _by_span(delta_rule_span, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
 
 
 def delta_rule_span(

@@ -44,9 +44,9 @@ _PLAIN: dict[str, tuple[Callable, ...]] = {
     "causal_conv": (scans.causal_conv,),
 }
 # Scans, of which eight chunks are a graph: a graph of all would grow with the length.
-_SCANS: dict[str, tuple[Callable, Callable]] = {
-    "selective_scan": (scans.selective_scan, scans.selective_span),
-    "delta_rule_scan": (scans.delta_rule_scan, scans.delta_rule_span),
+_SCANS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "selective_scan": (scans.selective_scan, scans.selective_scan_of, scans.selective_span),
+    "delta_rule_scan": (scans.delta_rule_scan, scans.delta_rule_scan_of, scans.delta_rule_span),
 }
 _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
@@ -98,7 +98,7 @@ class Compiler:
         ops: dict[str, dict[Callable, Callable]] = {
             op: {call: compile_(call) for call in calls} for op, calls in _PLAIN.items()
         }
-        ops |= {op: {scan: partial(scan, span=compile_(span))} for op, (scan, span) in _SCANS.items()}
+        ops |= {op: {scan: scan_of(compile_(span))} for op, (scan, scan_of, span) in _SCANS.items()}
         for stage in trainer.stages:
             for layer in (part for part in stage.modules() if isinstance(part, Layer)):
                 kinds[_compile_layer(layer, compile_, ops)] += 1
