@@ -42,6 +42,7 @@ PLAIN = {
     "layer_norm": reference.layer_norm,
     "rms_norm": reference.rms_norm,
     "gated_activation": reference.gated_activation,
+    "bias_activation": reference.bias_activation,
     "rotary": reference.rotary,
     "residual_norm": reference.residual_norm,
 }
@@ -98,6 +99,12 @@ def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
         apart=lambda x, update, weight, bias: (total := x + update, F.layer_norm(total, (h,), weight, bias, 1e-5)),
     )
     yield Job("gated_activation", (draw(s, b, 2 * f),), lambda op, x: op(x, "silu"))
+    yield Job(
+        "bias_activation",
+        (draw(s, b, f), draw(f)),
+        lambda op, x, shift: op(x, shift, "gelu_tanh"),
+        apart=lambda x, shift: F.gelu(x + shift, approximate="tanh"),
+    )
     angles = (
         torch.arange(s, device=device)[:, None] / 10000 ** (torch.arange(d // 2, device=device) / (d // 2))
     ).repeat(1, 2)[:, None, None]

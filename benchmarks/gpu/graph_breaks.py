@@ -46,6 +46,7 @@ def inputs() -> dict[str, tuple[Any, ...]]:
         "layer_norm": (x, weight, bias, 1e-5),
         "residual_norm": (x, random(4, 2, 64), weight, bias, 1e-5),
         "gated_activation": (x, "silu"),
+        "bias_activation": (x, bias, "gelu"),
         "rotary": (random(4, 2, 3, 64), cos, sin, False),
         "rotary_qkv": (random(4, 2, 5, 64), (3, 1, 1), cos, sin, False),
         "permute": (random(8, 64), places, back, False, False),

@@ -69,6 +69,7 @@ TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "re
 FP8: dict[str, Any] = {**LLAMA, "fp8_format": "hybrid"}
 CASES: Mapping[str, dict[str, Any]] = {
     "gpt": {},
+    "gpt, bias with GELU": {"kernel": ("bias_activation=triton",)},
     "gpt, dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "llama": LLAMA,
     "llama, without fused weight gradients": {**LLAMA, "gradient_accumulation_fusion": False},

@@ -113,6 +113,12 @@ def gated(name: str, gating: Gating) -> Case:
     return lambda op: both_passes(op(draw(8, 2 * 14336), name, gating))
 
 
+def biased(name: str, gating: Gating | None = None) -> Case:
+    """A bias and an activation of GPT 1.3B's width, or a gated one of gpt-oss's."""
+    size = 8192 if gating is None else 2 * 2880
+    return lambda op: both_passes(op(draw(80, size), draw(size), name, gating))
+
+
 def rotated(size: int, *, interleaved: bool) -> Case:
     """Rotation of 32 heads."""
 
@@ -238,6 +244,11 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "gated_activation": {
         **{name: gated(name, Gating()) for name in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
         "quick_gelu, clamp, offset": gated("quick_gelu", Gating(7.0, 1.0)),
+    },
+    "bias_activation": {
+        **{f"bias, {name}": biased(name) for name in ("gelu", "gelu_tanh", "squared_relu")},
+        "bias, silu, gated": biased("silu", Gating()),
+        "bias, quick_gelu, clamp, offset": biased("quick_gelu", Gating(7.0, 1.0)),
     },
     "rotary": {
         **{f"rotary {size}": rotated(size, interleaved=False) for size in (64, 96, 128)},

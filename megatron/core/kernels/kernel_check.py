@@ -108,8 +108,16 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
             partial(_concat_outputs, epsilon=model.norm_epsilon),
             reference.residual_norm,
         )
-    if model.gated:
-        gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset)
+    gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
+    if model.fuses_bias:
+        wide = width if gating is None else 2 * width
+        yield KernelTrial(
+            "bias_activation",
+            (draw(40, 2, wide), draw(wide)),  # more rows than one program sums
+            lambda op, x, bias: op(x, bias, model.activation, gating),
+            reference.bias_activation,
+        )
+    if gating is not None:
         yield KernelTrial(
             "gated_activation",
             (draw(8, 2, 2 * width),),

@@ -131,6 +131,12 @@ def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
     return activation(gate, name) * (up + gating.offset if gating.offset else up)
 
 
+def bias_activation(x: Tensor, bias: Tensor, name: str, gating: Gating | None = None) -> Tensor:
+    """Return the activation of x + bias; gating: it is gated. x: [..., f] or [..., 2 f]; bias: [f] or [2 f]; returns [..., f]."""
+    x = x + bias
+    return activation(x, name) if gating is None else gated_activation(x, name, gating)
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first r elements of every head by position (Su et al., 2021).
 

@@ -128,6 +128,7 @@ class Kernels:
     selective_scan: Callable = scans.selective_scan
     delta_rule_scan: Callable = scans.delta_rule_scan
     residual_norm: Callable | None = None
+    bias_activation: Callable | None = None
     paged_attention: Callable | None = None
     low_linear: Callable | None = None
     quantise: FusedRounding | None = None
@@ -333,6 +334,9 @@ CANDIDATES = (
     # Not `_not_measured`: formulas of several operations, each of which reads and writes all that one kernel reads and writes once.
     _checked("gated_activation", "triton.pointwise", _compiled_or_interpreted),
     Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
+    # Its backward pass sums the bias's gradient as it writes that of x, which is read once more otherwise.
+    _checked("bias_activation", "triton.pointwise", _compiled_or_interpreted),
+    Candidate("bias_activation", "apart", None, _always_fits),
     _checked("rotary", "triton.rotary", _compiled_or_interpreted),
     Candidate("rotary", "torch", reference.rotary, _always_fits),
     _checked("rotary_qkv", "triton.rotary", _compiled_or_interpreted),

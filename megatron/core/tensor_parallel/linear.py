@@ -239,9 +239,9 @@ class ColumnLinear(AdaptedLinear):
         self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", shards), mesh, dtype) if bias else None
         self.scaling = scaling_of(region.low, mesh)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp]."""
-        return self.apply_with_adapter(x, self.bias, self._multiply)
+    def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor:
+        """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp]. skip_bias_add: the caller adds the bias."""
+        return self.apply_with_adapter(x, None if skip_bias_add else self.bias, self._multiply)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:

@@ -130,14 +130,24 @@ class Build:
         deviation = self.model.embedding_init_method_std
         return self.init_method() if deviation is None else normal(deviation)
 
-    def activation(self, x: Tensor) -> Tensor:
-        """What the MLP does between its matrices. x: [..., f], gated [..., gate f | up f]; returns [..., f]."""
+    @property
+    def adds_bias_in_activation(self) -> bool:
+        """Whether one kernel adds the bias of an MLP's first matrix and computes the activation."""
+        return self.kernels.bias_activation is not None and self.model.fuses_bias
+
+    def activation(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What the MLP does between its matrices. x: [..., f], gated [..., gate f | up f]; returns [..., f].
+
+        bias: [f] or [2 f], where it was not added yet (`adds_bias_in_activation`).
+        """
         model = self.model
-        if not model.gated:
+        gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
+        if bias is not None:
+            assert self.kernels.bias_activation is not None, "a bias waits only where there is a kernel for it"
+            return self.kernels.bias_activation(x, bias, model.activation, gating)
+        if gating is None:
             return self.kernels.activation(x, model.activation)
-        return self.kernels.gated_activation(
-            x, model.activation, Gating(model.activation_func_clamp_value, model.glu_linear_offset)
-        )
+        return self.kernels.gated_activation(x, model.activation, gating)
 
     def normed_linear(self, norm: nn.Module | None, linear: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Tensor]:
         """Return linear(norm(x)) and norm(x) for x [s, b, h]; norm None: no norm.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,12 +46,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the MLP's output and the normed input, both like x."""
-        wide, normed = self.build.normed_linear(norm, self.linear_fc1, x)
+        skips = self.build.adds_bias_in_activation
+        linear = partial(self.linear_fc1, skip_bias_add=True) if skips else self.linear_fc1
+        bias = self.linear_fc1.bias if skips else None
+        wide, normed = self.build.normed_linear(norm, linear, x)
         gate_factor, output_factor = self.build.model.multipliers.mlp
         if gate_factor != 1.0:
             gate, up = wide.chunk(2, dim=-1)
             wide = torch.cat((gate * gate_factor, up), dim=-1)
-        output = scaled(self.linear_fc2(self.build.activation(wide)), output_factor)
+        output = scaled(self.linear_fc2(self.build.activation(wide, bias)), output_factor)
         if self.gate_weight is not None:
             output = output * F.linear(normed, self.gate_weight).sigmoid()
         return output, normed

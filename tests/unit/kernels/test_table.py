@@ -16,6 +16,7 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
         "layer_norm": "torch",
         "rms_norm": "torch",
         "gated_activation": "torch",
+        "bias_activation": "apart",
         "rotary": "torch",
         "rotary_qkv": "torch",
         "grouped_linear": "grouped",

@@ -141,6 +141,27 @@ def test_gated_activations_equal_the_reference(kernels: dict[str, ModuleType], n
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"])
+def test_activations_with_a_bias_equal_the_reference(
+    kernels: dict[str, ModuleType], name: str, dtype: torch.dtype
+) -> None:
+    op = kernels["triton.pointwise"].bias_activation
+    cases = [(67, 19, None), (66, 19, Gating(0.7, 1.0))]  # more rows than a program sums
+    for rows, size, gating in [*cases, (3, 1030, None), (3, 530, Gating())] if name == "gelu" else cases:
+        columns = size if gating is None else 2 * size
+        compare(
+            lambda x, bias, gating=gating: op(x, bias, name, gating),
+            lambda x, bias, gating=gating: reference.bias_activation(x, bias, name, gating),
+            (draw("x", rows, 1, columns), draw("bias", columns)),
+            dtype,
+        )
+    nothing, bias = torch.empty(0, 6), torch.ones(6, requires_grad=True)
+    op(nothing, bias, name).sum().backward()
+    assert bias.grad is not None and not bias.grad.any(), "no rows, no gradient"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotations_equal_the_reference(kernels: dict[str, ModuleType], interleaved: bool, dtype: torch.dtype) -> None:
     for rows, turned in (
@@ -258,7 +279,7 @@ def test_layers_with_any_of_these_kernels_are_one_graph_of_torchs_compiler() -> 
         capture_output=True,
         timeout=300,
     )
-    assert done.returncode == 0 and done.stdout.count("one graph") == 9, done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count("one graph") == 10, done.stdout + done.stderr[-3000:]
 
 
 def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +289,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         "layer_norm",
         "rms_norm",
         "gated_activation",
+        "bias_activation",
         "rotary",
         "rotary_qkv",
         "cross_entropy",

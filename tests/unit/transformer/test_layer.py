@@ -189,3 +189,49 @@ def test_a_kernel_that_sums_and_norms_takes_the_place_of_both(changes: dict[str,
     assert found == pytest.approx(trained(None), rel=1e-10) and len(calls) == 12, (
         "two layers of two microbatches in three steps"
     )
+
+
+def trained_with_bias_kernel(changes: dict[str, Any], ranks: int, kernel: bool) -> tuple[list[float], int]:
+    """Losses and gradient norms of three steps, and how often the kernel in place of bias and activation was called."""
+    calls: list[int] = []
+
+    def counted(x: Tensor, bias: Tensor, *how: Any) -> Tensor:
+        assert x.shape[-1] == len(bias), "a bias is cut like the rows of its matrix"
+        calls.append(1)
+        return reference.bias_activation(x, bias, *how)
+
+    run = tiny.run_of(tiny.config(ranks, **changes, num_layers=2, global_batch_size=2, fp64=True))
+    build = replace(run, kernels=replace(run.kernels, bias_activation=counted if kernel else None))
+    losses, norms = train_on(tiny.trainer_of(build), 3)
+    return losses + norms, len(calls)
+
+
+SEQUENCE_CUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "changes, ranks",
+    [
+        ({}, 1),
+        ({"openai_gelu": True, "recompute_granularity": "selective", "recompute_modules": ("layernorm",)}, 1),
+        ({"swiglu": True, "delay_wgrad_compute": True}, 1),
+        (SEQUENCE_CUT, 2),
+        ({**SEQUENCE_CUT, "swiglu": True}, 2),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_adds_the_bias_takes_the_place_of_both(world: Any, changes: dict[str, Any], ranks: int) -> None:
+    def trained(kernel: bool) -> tuple[list[float], int]:
+        if ranks == 1:
+            return trained_with_bias_kernel(changes, ranks, kernel)
+        return world(ranks).run(trained_with_bias_kernel, changes, ranks, kernel)[0]
+
+    (found, calls), (expected, none) = trained(True), trained(False)
+    assert found == pytest.approx(expected, rel=1e-10) and none == 0
+    assert calls == 12, "two layers of two microbatches in three steps"
+
+
+def test_a_bias_before_a_multiplied_gate_is_added_by_the_linear_layer() -> None:
+    model = tiny.config(swiglu=True).model
+    assert model.fuses_bias and not replace(model, add_bias_linear=False).fuses_bias
+    assert not replace(model, multipliers=replace(model.multipliers, mlp_multipliers=(0.5, 1.0))).fuses_bias

@@ -13,6 +13,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "layer_norm": ("torch", "triton"),
     "rms_norm": ("torch", "triton", "reference"),
     "gated_activation": ("triton", "torch"),
+    "bias_activation": ("triton", "apart"),
     "rotary": ("triton", "torch"),
     "rotary_qkv": ("triton", "torch"),
     "grouped_linear": ("torch", "grouped", "loop"),

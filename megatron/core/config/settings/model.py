@@ -449,6 +449,7 @@ class ModelConfig(RequestedModel):
             "layer_norm": self.normalization == "LayerNorm",
             "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
             "gated_activation": self.gated,
+            "bias_activation": "bias_activation" in self.kernels.requested_kernels,
             "rotary": self.uses_rotary and not self.rotates_fused_heads,
             "rotary_qkv": self.rotates_fused_heads,
             "grouped_linear": bool(self.moe.num_experts),
@@ -464,6 +465,11 @@ class ModelConfig(RequestedModel):
             "paged_attention": False,  # of decoding
         }
         return {op for op, is_used in used.items() if not is_used}
+
+    @property
+    def fuses_bias(self) -> bool:
+        """Whether MLPs have a bias that a kernel can add in the activation: nothing stands between."""
+        return self.add_bias_linear and self.multipliers.mlp[0] == 1.0
 
     @property
     def rotates_fused_heads(self) -> bool:

@@ -1,4 +1,4 @@
-"""Triton kernels: norms, gated activations, rotary embeddings, permutation of tokens, and the loss."""
+"""Triton kernels: norms, activations, rotary embeddings, permutation of tokens, and the loss."""
 
 # Triton has both, but its own are no plain functions, and torch's compiler cannot trace them.
 

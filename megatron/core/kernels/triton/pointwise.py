@@ -1,4 +1,4 @@
-"""Gated activations in Triton: each tensor is read once and written once.
+"""Activations in Triton, gated or with a bias: each tensor is read once and written once.
 
 This file needs the package triton, and is imported when one of its kernels is first called.
 """
@@ -17,6 +17,7 @@ from megatron.core.kernels.reference import Gating
 from megatron.core.kernels.triton import cdiv
 
 _BLOCK = 1024
+_BIAS_COLUMNS, _BIAS_ROWS, _BIAS_WARPS = 512, 64, 2  # of a program that sums the gradient of a bias
 _NO_CLAMP = float("inf")
 
 
@@ -39,6 +40,10 @@ def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
         turned = 2.0 * _sigmoid(2.0 * inner) - 1.0
         change = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
         return 0.5 * x * (1.0 + turned), 0.5 * (1.0 + turned) + 0.5 * x * (1.0 - turned * turned) * change
+    elif NAME == "relu":
+        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+    elif NAME == "squared_relu":
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0), 2.0 * tl.maximum(x, 0.0)
     else:  # gelu
         below = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
         return x * below, below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -121,3 +126,116 @@ def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
     """`reference.gated_activation`. x: [..., gate f | up f]; returns [..., f]."""
     assert name in ("silu", "quick_gelu", "gelu", "gelu_tanh"), f"no gated activation is called {name}"
     return _Gated.apply(x, name, gating)
+
+
+@triton.jit
+def _bias_activation(
+    x: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    size: tl.tensor,
+    NAME: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """x: [rows, size], gated [rows, gate | up]; bias: one row of it; y: [rows, size]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    first = x + (1 + GATED) * row * size
+    gate = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
+    gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(first + size + columns, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
+        value, _ = _value_and_slope(tl.minimum(gate, CLAMP), NAME)
+        value *= tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
+    else:
+        value, _ = _value_and_slope(gate, NAME)
+    tl.store(y + row * size + columns, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bias_backward(
+    dy: tl.tensor,
+    x: tl.tensor,
+    bias: tl.tensor,
+    dx: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    size: tl.tensor,
+    NAME: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """dx like x, and sums [programs of ROWS rows, like bias] in fp32: the gradient of the bias is their sum, in the same order every time."""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    first_bias = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    first_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    if GATED:
+        up_bias = tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
+        up_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    for row in range(start, tl.minimum(start + ROWS, rows)):
+        gradient = tl.load(dy + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+        places = (1 + GATED) * row * size + columns
+        gate = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) + first_bias
+        if GATED:
+            up = tl.load(x + places + size, mask=inside, other=0.0).to(tl.float32) + up_bias
+            value, slope = _value_and_slope(tl.minimum(gate, CLAMP), NAME)
+            linear = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
+            of_up = tl.where((up <= CLAMP) & (up >= -CLAMP), gradient * value, 0.0)
+            gradient = tl.where(gate <= CLAMP, gradient * linear * slope, 0.0)
+            up_sum += of_up
+            tl.store(dx + places + size, of_up.to(dx.dtype.element_ty), mask=inside)
+        else:
+            _, slope = _value_and_slope(gate, NAME)
+            gradient *= slope
+        first_sum += gradient
+        tl.store(dx + places, gradient.to(dx.dtype.element_ty), mask=inside)
+    own = sums + tl.program_id(0).to(tl.int64) * (1 + GATED) * size + columns
+    tl.store(own, first_sum, mask=inside)
+    if GATED:
+        tl.store(own + size, up_sum, mask=inside)
+
+
+class _Biased(Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, bias: Tensor, name: str, gating: Gating | None) -> Tensor:
+        x = x.contiguous()
+        size = x.shape[-1] // (1 if gating is None else 2)
+        context.how = {
+            "NAME": name,
+            "GATED": gating is not None,
+            "CLAMP": _NO_CLAMP if gating is None or gating.clamp is None else gating.clamp,
+            "OFFSET": 0.0 if gating is None else gating.offset,
+        }
+        y = x.new_empty((*x.shape[:-1], size))
+        if y.numel():
+            grid = (y.numel() // size, cdiv(size, _BLOCK))
+            _bias_activation[grid](x, bias, y, size, **context.how, BLOCK=_BLOCK)
+        context.save_for_backward(x, bias)
+        return y
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, bias = context.saved_tensors
+        gradient, dx, size = gradient.contiguous(), torch.empty_like(x), gradient.shape[-1]
+        rows = x.numel() // x.shape[-1]
+        sums = torch.empty((cdiv(rows, _BIAS_ROWS), x.shape[-1]), dtype=torch.float32, device=x.device)
+        if rows:
+            grid = (len(sums), cdiv(size, _BIAS_COLUMNS))
+            how = {**context.how, "ROWS": _BIAS_ROWS, "BLOCK": _BIAS_COLUMNS, "num_warps": _BIAS_WARPS}
+            _bias_backward[grid](gradient, x, bias, dx, sums, rows, size, **how)
+        return dx, sums.sum(0, dtype=bias.dtype), None, None
+
+
+def bias_activation(x: Tensor, bias: Tensor, name: str, gating: Gating | None = None) -> Tensor:
+    """`reference.bias_activation`. x: [..., f], gated [..., gate f | up f]; bias: [f] or [2 f]; returns [..., f]."""
+    return _Biased.apply(x, bias, name, gating)
