@@ -21,7 +21,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, Initial, Kind, ParamSpec, Shard, constant, parameter, quantized_of
-from megatron.core.tensor_parallel import graph_linear
+from megatron.core.tensor_parallel import graph_linear, graph_low_linear
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -245,6 +245,8 @@ class ColumnLinear(AdaptedLinear):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
+            if torch.compiler.is_compiling():
+                return graph_low_linear.multiply(x, self.weight, bias, self.scaling)
             way = Way(self.scaling, self.region.axis, self.region.sequence_parallel, self.region.wgrad_store)
             return low_linear(x, self.weight, bias, way)
         return enter_linear(x, self.weight, bias, self.region)
@@ -317,5 +319,7 @@ class RowLinear(AdaptedLinear):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
+            if torch.compiler.is_compiling():
+                return graph_low_linear.multiply(x, self.weight, bias, self.scaling)
             return low_linear(x, self.weight, bias, Way(self.scaling, wgrad_store=self.region.wgrad_store))
         return multiply(x, self.weight, bias, self.region)

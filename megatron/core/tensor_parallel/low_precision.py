@@ -50,7 +50,7 @@ class Scaling(nn.Module):
     history: [3, steps], the largest values of inputs, weights and gradients in earlier steps, the newest first; empty if scales
     are not delayed. seen: [3], those of the step that is under way. held, turned: the matrices of the weight, and these transposed,
     where they are kept rounded. caches: a step is under way, in which no weight changes: cached holds those that it rounded,
-    by number: the weight's version, the matrix, and its transposed.
+    by number: the weight's version, the matrix, and its transposed. handle: [], by which compiled graphs find them (graph_low_linear.py).
     """
 
     def __init__(self, low: LowPrecision, *, shared: Axis, cut: Axis) -> None:
@@ -60,6 +60,7 @@ class Scaling(nn.Module):
         self.axes = {"input": shared, "weight": cut, "gradient": shared}
         self.held: tuple[Quantised, ...] = ()
         self.turned: tuple[Quantised, ...] = ()
+        self.handle: Tensor | None = None
         self.history = torch.zeros(len(OPERANDS), low.recipe.history, device=low.mesh.device)
         self.seen = torch.zeros(len(OPERANDS), device=low.mesh.device)
         self.knows_steps = False
@@ -235,29 +236,11 @@ class Way:
 class _LowLinear(Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
-        scaling, recipe = way.scaling, way.scaling.recipe
-        flat = x.reshape(-1, x.shape[-1])
-        form = _form(recipe, way)
-        matrix, theirs = way.rounded_matrix, None
-        if matrix is not None or scaling.knows_weight(weight, way.number):
-            largest = scaling.largest_value("input", flat)
-        else:
-            largest, theirs = scaling.largest_of_pair(flat, weight)
-        own, turned = _rounded_input(scaling, flat, form, largest)
-        whole = _gather_quantized(own, way.axis) if way.gathers and way.axis is not None else own
-        if matrix is None and (ready := scaling.of_step(weight, way.number, theirs)) is not None:
-            matrix, theirs = ready[0], None
-        if matrix is None:
-            matrix = scaling.quantise("weight", weight, theirs)
-        output = recipe.product(whole, matrix, x.dtype, fast=True)
+        form = form_of(way.scaling.recipe, gathers=way.gathers)
+        output, kept, scales, theirs = forward_product(x, weight, form, way)
         context.way, context.bias, context.shape, context.form = way, bias, x.shape, form
         context.learns_bias = bias is not None and bias.requires_grad
-        kept, scales, held = x, None, own if turned is None else turned
-        if form != "whole":
-            kept, scales = held.values, held.scale if recipe.one_scale else held.blocks
         context.save_for_backward(weight, theirs, kept, scales)
-        middle = x.shape[1:-1]
-        output = output.view(output.shape[0] // math.prod(middle), *middle, output.shape[-1])
         return output if bias is None else output + bias
 
     @staticmethod
@@ -288,18 +271,60 @@ class _LowLinear(Function):
 
 
 # What is kept of an input: the "whole" of it; its "rows", of 8 bits; or these "turned", [in, t], as the weight's gradient wants them.
-_Form = Literal["whole", "rows", "turned"]
+Form = Literal["whole", "rows", "turned"]
 
 
-def _form(recipe: Recipe, way: Way) -> _Form:
+def form_of(recipe: Recipe, *, gathers: bool = False) -> Form:
     """What a layer keeps of its input: 8 bits where they serve the backward pass, turned where no other rank's tokens are missing."""
-    if not recipe.wgrad or recipe.is_small or (way.gathers and not recipe.one_scale):
+    if not recipe.wgrad or recipe.is_small or (gathers and not recipe.one_scale):
         return "whole"
-    return "rows" if way.gathers else "turned"
+    return "rows" if gathers else "turned"
+
+
+def forward_product(
+    x: Tensor, weight: Tensor, form: Form, way: Way
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """x W^T, [.., out], and for the backward pass what is kept of x, its scales, and the weight's largest value []. x: [.., in]; weight: [out, in]."""
+    scaling, recipe = way.scaling, way.scaling.recipe
+    flat = x.reshape(-1, x.shape[-1])
+    matrix, theirs = way.rounded_matrix, None
+    if matrix is not None or scaling.knows_weight(weight, way.number):
+        largest = scaling.largest_value("input", flat)
+    else:
+        largest, theirs = scaling.largest_of_pair(flat, weight)
+    own, turned = _rounded_input(scaling, flat, form, largest)
+    whole = _gather_quantized(own, way.axis) if way.gathers and way.axis is not None else own
+    if matrix is None and (ready := scaling.of_step(weight, way.number, theirs)) is not None:
+        matrix, theirs = ready[0], None
+    if matrix is None:
+        matrix = scaling.quantise("weight", weight, theirs)
+    output = recipe.product(whole, matrix, x.dtype, fast=True)
+    kept, scales, held = x, None, own if turned is None else turned
+    if form != "whole":
+        kept, scales = held.values, held.scale if recipe.one_scale else held.blocks
+    middle = x.shape[1:-1]
+    return output.view(output.shape[0] // math.prod(middle), *middle, output.shape[-1]), kept, scales, theirs
+
+
+def backward_products(
+    gradient: Tensor, weight: Tensor, kept: Tensor, scales: Tensor | None, way: Way
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x, [t, in], and of the weight, for a layer of this rank alone. gradient: [.., out]; kept, scales: as `forward_product` returned them.
+
+    The weight's largest value is looked for again if the weight is not rounded yet.
+    """
+    scaling, recipe = way.scaling, way.scaling.recipe
+    flat, form = gradient.reshape(-1, gradient.shape[-1]), form_of(recipe)
+    ready = way.transposed_matrix is not None or scaling.caches
+    largest = None if ready else scaling.largest_value("weight", weight)
+    rounded, across = _rounded_gradient(scaling, flat)
+    own = recipe.product(rounded, _turned_weight(way, weight, largest), gradient.dtype)
+    kept = kept if form == "turned" else kept.reshape(-1, kept.shape[-1])
+    return own, _weight_gradients(scaling, form, scales, flat, across, kept, bias=False)[0]
 
 
 def _rounded_input(
-    scaling: Scaling, flat: Tensor, form: _Form, largest: Tensor | None
+    scaling: Scaling, flat: Tensor, form: Form, largest: Tensor | None
 ) -> tuple[Quantised, Quantised | None]:
     """An input [t, in], and its transposed where that is what is kept. largest: what its scale is made for."""
     if scaling.recipe.is_small:
@@ -333,7 +358,7 @@ def _turned_weight(way: Way, weight: Tensor, largest: Tensor | None) -> Quantise
 
 def _weight_gradients(
     scaling: Scaling,
-    form: _Form,
+    form: Form,
     scales: Tensor | None,
     gradient: Tensor,
     across: Quantised | None,

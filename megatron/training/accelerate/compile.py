@@ -27,6 +27,8 @@ from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.kernels import fused, reference, scans
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.main_grad import MainGrad
+from megatron.core.tensor_parallel import graph_low_linear
+from megatron.core.tensor_parallel.low_precision import Scaling
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.transformer.build import Build
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
@@ -58,11 +60,13 @@ def graph_obstacles(layer: Layer) -> dict[str, str]:
     both = {
         "tensor ranks talk inside": build.mesh.tp.group is not None,
         "gradients of weights wait": build.wgrad_store is not None,
-        "it multiplies in low precision": build.low is not None,
+        "a library multiplies in low precision": build.low is not None and build.low.kernel is not None,
+        "its weights are kept rounded": build.low is not None and build.low.recipe.holds_weights,
         "its weights are quantized": model.adapter.lora_base_quantization != "none",
         "its modules have hooks": any(part._forward_pre_hooks for part in layer.modules() if part is not layer),
         "norms are recomputed": build.recomputes("layernorm"),
     }
+    shares_scales = build.low is not None and build.low.recipe.needs_largest and build.mesh.tp_cp.group is not None
     attention = {
         "context ranks talk inside": build.mesh.cp.group is not None or bool(build.mesh.hybrid_cp),
         "its dropout has a random stream of its own": model.attention_dropout > 0,
@@ -78,6 +82,7 @@ def graph_obstacles(layer: Layer) -> dict[str, str]:
             why
             for why, holds in {
                 **both,
+                "context ranks share its scales": shares_scales,
                 "tokens choose experts": layer.plan.mlp == "moe",
                 "there is none": layer.mlp is None,
             }.items()
@@ -153,6 +158,9 @@ def _compile_layer(
     whole = [name for name, reason in why.items() if not reason]
     if len(whole) == len(why) and not layer.recomputes_mlp:
         whole = ["forward"]
+    for part in layer.modules():
+        if isinstance(part, Scaling):
+            graph_low_linear.enter_graphs(part)
     if any(why.values()):
         for part in layer.modules():
             if isinstance(build := getattr(part, "build", None), Build):

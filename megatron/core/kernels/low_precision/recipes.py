@@ -54,6 +54,11 @@ class Recipe:
         """Whether a tensor's absolute maximum must be known before any of it is rounded."""
         return self.one_scale or self.is_small
 
+    @property
+    def block_scale_dtype(self) -> torch.dtype:
+        """The dtype of the scales of an input's blocks: kernels make those of 128 as the hardware wants them."""
+        return torch.float32 if self.kernels is not None and self.block == 128 else torch.float8_e8m0fnu
+
     def serves_transposed(self, operand: Operand) -> bool:
         """Whether an operand quantized for sums over one dimension also serves sums over the other."""
         return self.one_scale or self.square and operand == "weight"
