@@ -11,6 +11,7 @@ an input of the graph like the weight, so layers of a kind share one graph; and 
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,18 +23,23 @@ from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.tensor_parallel.low_precision import Scaling, Way, backward_products, form_of, forward_product
 
 _NUMBERS = count()
-_SCALINGS: WeakValueDictionary[int, Scaling] = WeakValueDictionary()
 _WHOLE = -1  # an input is kept as it is
+
+
+@cache
+def _scalings() -> WeakValueDictionary[int, Scaling]:
+    """The scales of layers that are still there, by the numbers in their handles."""
+    return WeakValueDictionary()
 
 
 def enter_graphs(scaling: Scaling) -> None:
     """Give the scales of a layer a handle, before the layer is compiled."""
     number = next(_NUMBERS)
-    _SCALINGS[number], scaling.handle = scaling, torch.tensor(number, device="cpu")
+    _scalings()[number], scaling.handle = scaling, torch.tensor(number, device="cpu")
 
 
 def _way(handle: Tensor) -> Way:
-    return Way(_SCALINGS[int(handle)])
+    return Way(_scalings()[int(handle)])
 
 
 # block: elements that share a scale in what is kept of x; 0: all do; `_WHOLE`: x is not rounded. dtypes: of the rounded values and their scales.
@@ -98,7 +104,7 @@ _low_multiply.register_autograd(_backward, setup_context=_save)
 
 
 def operands_of(scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, int, torch.dtype, torch.dtype]:
-    """What `low_multiply` is given besides matrices of this dtype: the handle, the block, and the dtypes of rounded values and of their scales."""
+    """What `low_multiply` is given besides matrices of this dtype: the handle [], the block, and the dtypes of rounded values and of their scales."""
     recipe = scaling.recipe
     assert scaling.handle is not None, "a layer is given a handle before it is compiled"
     block = _WHOLE if form_of(recipe) == "whole" else recipe.block
