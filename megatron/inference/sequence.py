@@ -68,7 +68,9 @@ class SequenceState:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose keys and values are not computed yet, one that is awaited included; 1 while decoding."""
+        """Number of tokens that are in no step yet, neither taken nor in flight, so that later steps must compute them; the next
+        token counts if the step in flight samples it. 1 while decoding.
+        """
         return len(self.ids) + self.awaited - self.computed
 
     @property

@@ -88,7 +88,12 @@ def note(what: str) -> None:
 
 
 def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
-    """The setting, and its config with its vocabulary. Says what is wrong and exits where rules are broken."""
+    """Return the setting that the words of a run ask for, and its resolved config with its vocabulary; sets options.true_vocab_size
+    if it is None.
+
+    Prints broken rules and exits with 1; with --search only words that cannot be read do that, and a config that breaks rules is
+    returned without its vocabulary.
+    """
     command = read_command(words, ranks=options.world_size, entry=options.entry)
     broken = (*command.unread, *(command.setting.broken_rules() if command.setting else ()))
     # A search looks for the layout itself: only what cannot be read stops it.
@@ -156,7 +161,11 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
 def plan_one(
     options: argparse.Namespace, setting: RequestedSetup, config: RunConfig, hardware: Hardware, command: Sequence[str]
 ) -> int:
-    """Print the plan of one layout; the exit code. command: the words that asked for it."""
+    """Run a step of one layout dry and print its plan, with changes that save memory if it does not fit; also write the page of --html.
+
+    command: the whole command line, shown in the page, and read again for the memory beside training. Returns the exit code: 0 if
+    every rank's memory suffices, what it holds beside training included, and no rank would wait forever; else 1.
+    """
     dry_run = dry_runner()
     note(f"running one step dry on {setting.world_size:,} ranks")
     planned = plan(config, setting.world_size, hardware, dry_run)

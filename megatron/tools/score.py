@@ -27,7 +27,11 @@ FORMS = {"text": "score", "completion": "score", "chosen": "chosen_score", "reje
 
 
 def texts_of(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the row, name of a score -> the text that it is of) of a line; `DataError` says what is wrong with it."""
+    """Read one line of the input, a JSON object with "text", "completion", or "chosen" and "rejected".
+
+    Returns it, and for each score it gets ("score", or "chosen_score" and "rejected_score") what is scored, a text or a list of
+    messages, with the row's "prompt" in front (not of "text"). Raises `DataError` that says what is wrong with the line.
+    """
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
-    """Attention spread evenly over the layers, and MLPs over what is left of Mamba-2, a symbol a layer. Ratios: shares of all layers."""
+    """Return the pattern of a hybrid network, a symbol a layer: round(layers * attention) layers of attention (*) spread evenly, then
+    round(layers * mlp) MLPs (-) spread evenly over the others, the rest Mamba-2 (M).
+    """
     symbols, attending, dense = ["M"] * layers, round(layers * attention), round(layers * mlp)
     if attending:
         step = (layers - attending) / (attending + 1)

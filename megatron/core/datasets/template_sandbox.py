@@ -37,7 +37,7 @@ class _Budget:
         self.steps, self.end = MOST_STEPS, time.monotonic() + MOST_SECONDS
 
     def step(self) -> None:
-        """Count one step."""
+        """Count one step. Raises `BoundMet` after more than MOST_STEPS steps or, looked at every 64 steps, more than MOST_SECONDS seconds."""
         self.steps -= 1
         if self.steps < 0:
             raise BoundMet(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")

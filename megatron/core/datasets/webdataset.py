@@ -195,7 +195,9 @@ class _Access:
         raise DataError(f"it has no {path}; it has {', '.join(self.sample.members)}")
 
     def read_member(self, name: str) -> Any:
-        """A member: an image as it is, JSON and text read."""
+        """Return a member of the sample by what follows the key in its name (such as jpg or json): an image as its `Member`, whose bytes
+        are not read; JSON parsed; text as str. Raises `KeyError` if there is none, `DataError` for any other kind.
+        """
         member = self.sample.members[name.lower()]
         if name not in self._read:
             kind = member.kind

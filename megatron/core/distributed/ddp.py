@@ -85,7 +85,9 @@ class DataParallel:
 
     @property
     def sharded_segments(self) -> list[Segment]:
-        """The segments that this rank owns of the other parameters."""
+        """The segments that this rank owns of the parameters that are not in `whole_params`, of which it has only quantized values
+        (fp8 parameter gather); their data are the main weights, fp32 or wider. Empty if there are no such parameters.
+        """
         return [segment for bucket in self.buckets if not bucket.holds_values for segment in bucket.segments()]
 
     def refresh(self) -> None:

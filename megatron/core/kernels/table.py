@@ -388,7 +388,9 @@ def kernel_flag(op: str, name: str) -> str:
 
 
 def available(need: Need, wish: dict[str, str], candidates: tuple[Candidate, ...] = CANDIDATES) -> dict[str, str]:
-    """Return the requested kernels without those that only another machine can run, for simulations on this one."""
+    """Return the requested kernels (op -> name) without those that cannot serve `need`, be it for this device or for any other reason,
+    so that `select` chooses another instead of refusing; for simulations. The wishes auto and "" stay.
+    """
     fits = {(candidate.op, candidate.name) for candidate in candidates if not candidate.unsupported_reason(need)}
     return {op: name for op, name in wish.items() if name in ("", "auto") or (op, name) in fits}
 

@@ -302,7 +302,9 @@ class AsyncAllToAll:
     gradient: Tensor | None = None
 
     def wait(self) -> None:
-        """Wait for the collective and release it; otherwise it would hold its tensors until the backward pass."""
+        """Compute delayed weight gradients, run `meanwhile`, then wait for the collective and release it; otherwise it would hold its tensors
+        until the backward pass.
+        """
         wait_for_axis(self.work, self.axis, self.meanwhile)
         self.work = None
 

@@ -98,8 +98,10 @@ class RandomStreams:
 
     @staticmethod
     def build(mesh: Mesh, seed: int, *, per_data_rank: bool = False) -> RandomStreams:
-        """Return the streams of this rank, seeded by its mesh coordinates. per_data_rank: streams differ between
-        data-parallel ranks.
+        """Return the two dropout streams of this rank: "default", seeded by seed, pipeline rank and context rank, and "cut", seeded by
+        the tensor rank too.
+
+        per_data_rank: both also by the data-parallel rank; otherwise data-parallel ranks draw the same numbers.
         """
         place = ("dropout", seed, mesh.pp.rank, mesh.cp.rank, mesh.dp.rank if per_data_rank else 0)
         return RandomStreams(

@@ -170,7 +170,9 @@ class QuantizedValues(Protocol):
 
     @property
     def hashes(self) -> list[Tensor | None]:
-        """Return the hash (int64 scalar) of the values put into each of `local_shards`; None where none were put."""
+        """Return, for each of `local_shards`, the hash (int64 scalar) of the values that were put into it, as they were before they were
+        quantized; None where none were put.
+        """
 
     def put(self, index: int, values: Tensor) -> None:
         """Quantize and store the values of a box, given by its index; values have the shape of the box (any shape)."""

@@ -76,7 +76,9 @@ class Tokenizer(Protocol):
         """Return how the vocabulary file writes an id."""
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Return, for each id of `tokenize(text)`, the range [start, end) of its bytes in the text's UTF-8."""
+        """Return, for each id of `tokenize(text)`, the range [start, end) of its bytes in the text's UTF-8; ids that are added before
+        or after the text have the empty range (0, 0).
+        """
 
 
 class SpecialTokens:

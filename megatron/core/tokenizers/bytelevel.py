@@ -158,7 +158,9 @@ class MergesSource:
 
     @cached_property
     def ranks(self) -> MergeRanks | None:
-        """The ranks that give the same ids; None if the merges are not those of a trained vocabulary (see the module)."""
+        """The ranks that give the same ids; None if the merges are not ordered like the tokens they make, make a token twice, or do not
+        give every token back from its bytes.
+        """
         import tokenizers
 
         letters = byte_of_character()

@@ -81,7 +81,11 @@ class Build:
         return self.kernels.residual_norm is not None and self.model.sums_before_norms
 
     def over_context(self, layer: int) -> Build:
-        """The choices for a layer whose attention is to see the whole of a sequence that is cut over the context ranks."""
+        """Return a copy for a layer whose attention kernel takes this rank's shards of sequences that are cut over the context ranks,
+        and attends to the whole sequences.
+
+        layer: its number from 0, which chooses the entry of --cp-comm-type (they repeat); with one context rank the kernel stays as it is.
+        """
         kind = self.cp_comm_type[layer % len(self.cp_comm_type)]
         return replace(
             self,

@@ -28,7 +28,10 @@ class Peaks:
 
     @torch.no_grad()
     def update(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None) -> None:
-        """q: [queries, b, n/tp, d]; k: [keys, b, g/tp, d]."""
+        """Raise the largest score of each head to those of these queries and keys: of the pairs that the mask allows, over the whole batch.
+
+        q: [queries, b, n/tp, d]; k: [keys, b, g/tp, d]; scale: of the scores, None for 1/sqrt(d).
+        """
         scores = largest_scores(q, k, mask, scale)
         self._largest = scores if self._largest is None else torch.maximum(self._largest, scores)
 

@@ -123,8 +123,10 @@ def host_name(header: bytes) -> str:
 def build_app(
     serving: Serving, *, chat: Chat | None = None, token: str = "", hosts: Collection[str] = ()
 ) -> RequestFilter:
-    """The ASGI app. chat: how conversations are written, if they are served. token: what a client must show, if anything. hosts:
-    names of this server, if only those may be called.
+    """Return the ASGI app.
+
+    chat: makes prompts of conversations; if None, /v1/chat/completions refuses. token: bearer token that calls must show, except
+    those of /, /health and /v1/health; empty: none. hosts: names that the Host header of any call may have; empty: any.
     """
     app, answers = new_app(), Counter[tuple[str, int]]()
     add_health(app, serving.service)
