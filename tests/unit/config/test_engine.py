@@ -111,6 +111,8 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("hybrid-pattern", 1, {"hybrid_layer_pattern": "*X", "num_layers": None}, ("X means no layer", "use M G * + - E")),
     ("hybrid-pattern", 1, {"hybrid_layer_pattern": "*E", "num_layers": 3, "mtp_num_layers": 1},
      ("two numbers", "--num-experts go together", "--mtp-num-layers")),
+    ("multipliers", 1, {"parallel_mamba": True, "mamba_num_heads": 8, "multi_latent_attention": True}, ("puts Mamba-2 beside the attention",)),
+    ("multipliers", 1, {"embedding_multiplier": 2.0, "add_bias_linear": True}, ("--embedding-multiplier", "are for GPTs with gated MLPs")),
     ("states", 1, {"hybrid_layer_pattern": "M", "num_layers": None, "mamba_num_heads": 6, "mamba_num_groups": 4}, ("choose a multiple",)),
     ("states", 4, {**TP4, "experimental_attention_variant": "gdn", "linear_num_key_heads": 2}, ("--tensor-model-parallel-size 4", "divides both")),
     ("latent-attention", 1, {**MLA, **GQA, "num_query_groups": 2}, ("--group-query-attention", "keep one")),
