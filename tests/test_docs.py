@@ -109,7 +109,7 @@ def test_commands_write_below_runs_only() -> None:
     for page in RUN:
         for block in commands(page):
             written = re.findall(
-                r"(?:--output-prefix|--output-dir|--output-file|--output|--picture|--save(?!r|-interval)|> |mkdir -p) *\"?([\w./$-]+)",
+                r"(?:--output-prefix|--output-dir|--output-file|--output|--picture|--save(?!r|-)|> |mkdir -p) *\"?([\w./$-]+)",
                 block.text,
             )
             assert all(path.startswith("runs/docs") for path in written), (

@@ -89,7 +89,11 @@ def examine_all(subject: RunUnderTest) -> list[CheckResult]:
         try:
             rows += check(subject)
         except RanksFailed as error:
-            rows.append(CheckResult(check.__name__, "FAIL", str(error), "the check could not be made there"))
+            rows.append(
+                CheckResult(
+                    check.__name__.removeprefix("check_"), "FAIL", str(error), "the check could not be made there"
+                )
+            )
     return rows
 
 

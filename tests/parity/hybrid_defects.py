@@ -168,7 +168,9 @@ HYBRIDS: tuple[Defect, ...] = (
     ),
     Defect("the norm comes before the gate", (("tp2", "hybrid"),), ((GatedNorm, "forward", _norm_before_the_gate),)),
     Defect(
-        "the limits of time steps are left out", (("tp2", "hybrid-limits"),), ((MambaSizes, "of", _without_limits),)
+        "the limits of time steps are left out",
+        (("tp2", "hybrid-limits"),),
+        ((MambaSizes, "from_model", _without_limits),),
     ),
     Defect("decays are held in bf16", (("tp2", "hybrid"),), ((mamba, "log_uniform", _in_half_precision),)),
     Defect(

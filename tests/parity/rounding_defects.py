@@ -35,6 +35,10 @@ def _weights_by_their_piece(self: Scaling, operand: Operand, x: Tensor) -> Tenso
     return largest_of(x) if operand == "weight" and self.recipe.needs_largest else _largest(self, operand, x)
 
 
+def _one_by_one(self: Scaling, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    return self.largest_value("input", x), self.largest_value("weight", weight)
+
+
 def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor | None:
     found = _largest(self, operand, x)
     place = OPERANDS.index(operand)
@@ -98,7 +102,7 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "pieces of a weight are scaled apart",
         (("tp4", "fp8-tensorwise"),),
-        ((Scaling, "largest_value", _weights_by_their_piece),),
+        ((Scaling, "largest_value", _weights_by_their_piece), (Scaling, "largest_of_pair", _one_by_one)),
     ),
     Defect(
         "delayed scales know the largest values of this rank only",

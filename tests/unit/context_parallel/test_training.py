@@ -133,7 +133,7 @@ def regrouped_here(changes: dict[str, Any], counting_rows: int) -> tuple[list[fl
     alone, counts = Axis("dp"), []
 
     def rows(iteration: int) -> Iterator[Batch]:
-        for number, batch in enumerate(tiny.rows(trainer.run, iteration, alone)):
+        for number, batch in enumerate(tiny.rank_microbatches(trainer.run, iteration, alone)):
             yield replace(batch, loss_mask=batch.loss_mask * (number < counting_rows))
 
     def batches(iteration: int) -> Iterator[Batch]:

@@ -110,7 +110,7 @@ def test_a_machine_without_the_memory_for_a_copy_saves_while_training_waits_and_
     saver = Saver(tmp_path, rules=BACKGROUND)
     saver.start(state_of(1.0), 10, ABOUT)
     assert len(saver._snapshot._memory) == 0
-    (note,) = saver.finish().layer_figures
+    (note,) = saver.finish().notes
     assert note.startswith("training waits for saves: a copy to write from takes 7.82e-07 GB of memory")
     assert loaded(tmp_path) == 1.0
 

@@ -172,17 +172,17 @@ def test_a_rewrite_holds_few_tensors_and_leaves_nothing_when_it_fails(tmp_path: 
 
 def test_verification_finds_what_differs(tool: ModuleType) -> None:
     source, other = Made(LLAMA), Made({**LLAMA, "true_vocab_size": 21})
-    assert list(tool.differences(source, source)) == []
-    assert len(list(tool.differences(source, other))) == 2
+    assert list(tool.tensor_differences(source, source)) == []
+    assert len(list(tool.tensor_differences(source, other))) == 2
     del other.formats["model.output_layer.weight"]
     other.formats["model.extra"] = Format((1,), torch.float32)
-    assert [line.split(" ")[0] for line in tool.differences(source, other)][1:] == [
+    assert [line.split(" ")[0] for line in tool.tensor_differences(source, other)][1:] == [
         "model.output_layer.weight",
         "model.extra",
     ]
     changed = Made(LLAMA)
     changed.read = lambda name, box: source.read(name, box) + (name == "model.decoder.final_layernorm.weight")
-    assert list(tool.differences(source, changed)) == ["model.decoder.final_layernorm.weight has other values"]
+    assert list(tool.tensor_differences(source, changed)) == ["model.decoder.final_layernorm.weight has other values"]
 
 
 def test_a_bad_copy_is_found_by_verify(

@@ -28,7 +28,7 @@ OPTIONAL = {
     "megatron/evaluation/plugin.py": {"lm_eval"},
     **{
         f"megatron/core/kernels/triton/{file}.py": {"triton"}
-        for file in ("conv", "loss", "norm", "paged", "permute", "pointwise", "quantise", "rotary", "scans")
+        for file in ("conv", "loss", "norm", "paged", "permute", "pointwise", "quantise", "rotary", "scans", "adamw")
     },
 }
 SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

@@ -23,11 +23,11 @@ def ramp_by_hand(consumed, start, increment, samples, full):
 
 def test_a_constant_batch_is_cut_into_equal_microbatches():
     schedule = build(global_batch_size=32)
-    assert schedule.at(0) == schedule.at(10**12) == BatchSize(global_batch_size=32, num_microbatches=8)
+    assert schedule.step_after(0) == schedule.step_after(10**12) == BatchSize(global_batch_size=32, num_microbatches=8)
 
 
 def test_left_out_the_global_batch_is_one_microbatch_on_every_rank():
-    assert build(global_batch_size=None, data_parallel_size=5).at(0) == BatchSize(10, 1)
+    assert build(global_batch_size=None, data_parallel_size=5).step_after(0) == BatchSize(10, 1)
 
 
 @pytest.mark.parametrize(
@@ -38,18 +38,18 @@ def test_ramp_up_follows_the_rule_at_every_sample(start, increment, samples, ful
     schedule = build(rampup_batch_size=(start, increment, samples), global_batch_size=full)
     for consumed in range(samples + 50):
         expected = full if start == full else ramp_by_hand(consumed, start, increment, samples, full)
-        assert schedule.at(consumed).global_batch_size == expected, consumed
+        assert schedule.step_after(consumed).global_batch_size == expected, consumed
 
 
 def test_a_ramp_over_no_samples_starts_at_the_full_batch():
-    assert build(rampup_batch_size=(8, 8, 0), global_batch_size=32).at(0).global_batch_size == 32
+    assert build(rampup_batch_size=(8, 8, 0), global_batch_size=32).step_after(0).global_batch_size == 32
 
 
 def test_step_thresholds_are_tokens_with_suffixes():
     schedule = build(step_batch_size_schedule="2M:16 0:8, 1.5B:32", seq_length=1000, micro_batch_size=1)
-    sizes = [schedule.at(samples).global_batch_size for samples in (0, 1999, 2000, 1_499_999, 1_500_000)]
+    sizes = [schedule.step_after(samples).global_batch_size for samples in (0, 1999, 2000, 1_499_999, 1_500_000)]
     assert sizes == [8, 8, 16, 16, 32]
-    assert schedule.full == 32
+    assert schedule.final_batch_size == 32
 
 
 def test_indivisible_batches_are_all_named_at_once_with_a_way_out():
@@ -71,7 +71,7 @@ def test_sizes_already_behind_a_resumed_run_are_not_checked():
 def test_an_indivisible_batch_is_rounded_down_when_asked():
     schedule = build(global_batch_size=30, data_parallel_size=4, decrease_batch_size_if_needed=True)
     schedule.check()
-    assert schedule.at(0) == BatchSize(24, 3)
+    assert schedule.step_after(0) == BatchSize(24, 3)
     with pytest.raises(ConfigError, match="nothing is left"):
         build(global_batch_size=6, data_parallel_size=4, decrease_batch_size_if_needed=True).check()
 
@@ -109,8 +109,8 @@ def test_a_schedule_that_makes_no_sense_is_refused(fields, words):
 def test_iterations_counts_the_whole_steps_of_a_run(fields, samples):
     schedule = build(**fields)
     consumed = steps = 0
-    while consumed + schedule.at(consumed).global_batch_size <= samples:
-        consumed += schedule.at(consumed).global_batch_size
+    while consumed + schedule.step_after(consumed).global_batch_size <= samples:
+        consumed += schedule.step_after(consumed).global_batch_size
         steps += 1
     assert schedule.num_whole_steps(samples) == steps
 
