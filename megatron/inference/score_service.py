@@ -118,7 +118,7 @@ class ScoreService:
             while not self._ending:
                 if self._liveness.lost:
                     raise RuntimeError(self._liveness.lost)
-                if calls := self._take():
+                if calls := self._next_calls():
                     self._serve(calls)
                 elif not self._news.wait(_HEARTBEAT_SECONDS):
                     self._score(())
@@ -134,7 +134,7 @@ class ScoreService:
             if not lost:  # which says it all
                 raise
 
-    def _take(self) -> list[tuple[Sequence[Ids], Scores]]:
+    def _next_calls(self) -> list[tuple[Sequence[Ids], Scores]]:
         """The calls that are served together: at least one, if any waits."""
         calls: list[tuple[Sequence[Ids], Scores]] = []
         with self._lock:

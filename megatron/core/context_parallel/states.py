@@ -76,10 +76,8 @@ class SequenceShards:
             q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, segments: Tensor | None, state: Tensor | None
         ) -> tuple[Tensor, Tensor]:
             assert state is None, "a divided sequence begins with its first token"
-            size, wider = (
-                v.shape[3],
-                torch.cat((v, v.new_zeros((*v.shape[:3], k.shape[3]))), dim=3).to(accumulation_dtype(v.dtype)),
-            )
+            size = v.shape[3]
+            wider = torch.cat((v, v.new_zeros((*v.shape[:3], k.shape[3]))), dim=3).to(accumulation_dtype(v.dtype))
             # Columns of the state do not see each other: of those that begin as the unit matrix, the end is `across`, and the outputs are what
             # each token reads of the state before.
             unit = torch.eye(k.shape[3], dtype=wider.dtype, device=v.device).expand(*v.shape[1:3], -1, -1)
