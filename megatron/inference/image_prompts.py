@@ -19,7 +19,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.datasets.conversations import Encoder
 from megatron.core.datasets.image_conversations import SLOT, ConversationWriter
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, tile_image
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_grid, tile_image
 from megatron.core.datasets.multimodal import filler_of, slot_writer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.step_input import PromptImages
@@ -62,8 +62,7 @@ class ImagePrompts:
         and `ImageError` for a file that cannot be used.
         """
         parts = [self._tiles(file) for file in files]
-        counts = [len(part) for part in parts]
-        ids = self.writer.prompt(messages, counts, thumbnail=self.options.thumbnail)
+        ids = self.writer.prompt(messages, [read_grid(file, self.options) for file in files])
         images = np.concatenate([no_images(self.options), *parts])
         is_slot = ids == SLOT
         slots = np.where(is_slot, np.cumsum(is_slot) - 1, -1)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, Encoder
-from megatron.core.datasets.images import ImageError, ImageOptions, count_tiles, read_bytes
+from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, read_bytes, read_grid
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import IMAGE
@@ -50,18 +50,31 @@ logger = logging.getLogger(__name__)
 class SlotWriter:
     """How an image stands in a sequence. rows: of a tile. tags: ids before each tile, the last those of a thumbnail; around: ids
     before and after an image.
+
+    places: ids before the tile of each row and column, where these are told (SmolVLM); `around` is then around the thumbnail. ends: ids
+    behind each row of tiles, and behind the last.
     """
 
     rows: int
     tags: tuple[tuple[int, ...], ...] = ()
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    places: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
-    def write(self, tiles: int, thumbnail: bool) -> np.ndarray:
-        """The ids of an image, ~id each. thumbnail: whether its last tile is one. int32 [t]"""
-        ids = list(self.around[0])
+    def write(self, grid: TileGrid) -> np.ndarray:
+        """The ids of an image that is cut so, ~id each. int32 [t]"""
+        ids: list[int] = []
+        tiles = grid.tiles
+        if self.places and tiles > 1:
+            for row in range(grid.rows):
+                for place in self.places[row][: grid.columns]:
+                    ids += [*place, *[SLOT] * self.rows]
+                ids += self.ends[row == grid.rows - 1]
+            tiles -= grid.columns * grid.rows
+        ids += self.around[0]
         for tile in range(tiles):
             if self.tags:
-                ids += self.tags[-1] if thumbnail and tile == tiles - 1 else self.tags[tile]
+                ids += self.tags[-1] if grid.thumbnail and tile == tiles - 1 else self.tags[tile]
             ids += [SLOT] * self.rows
         return ~np.array([*ids, *self.around[1]], np.int32)
 
@@ -86,26 +99,26 @@ class ConversationWriter:
         """A conversation of `row` as the template writes it; `DataError` when the template does not take it."""
         return list(_with_marks(self.encoder.template.pieces(messages)))
 
-    def expanded(self, ids: np.ndarray, counts: Sequence[int], *, thumbnail: bool) -> np.ndarray:
+    def expanded(self, ids: np.ndarray, grids: Sequence[TileGrid]) -> np.ndarray:
         """The ids of a conversation with the slots of every image in the place of its mark.
 
-        ids: int32 [t]; counts: tiles of each image; thumbnail: the last of several is one. Returns int32 [t with images].
+        ids: int32 [t]; grids: how each image is cut. Returns int32 [t with images].
         """
         parts = np.split(ids, np.flatnonzero(ids == ~SLOT))
         result = [parts[0]]
-        for part, count in zip(parts[1:], counts, strict=True):
-            result += [self.slots.write(count, thumbnail and count > 1), part[1:]]
+        for part, grid in zip(parts[1:], grids, strict=True):
+            result += [self.slots.write(grid), part[1:]]
         return np.concatenate(result)
 
-    def prompt(self, messages: Sequence[Message], counts: Sequence[int], *, thumbnail: bool) -> np.ndarray:
+    def prompt(self, messages: Sequence[Message], grids: Sequence[TileGrid]) -> np.ndarray:
         """The ids of a conversation that ends where an answer begins, `SLOT` at slots. int64 [t]"""
         turns = [_turn(message, place) for place, message in enumerate(messages, 1)]
         own = [{"role": role, "content": _marked(role, text, plain=self.plain)} for role, text in turns]
         marks = sum(message["content"].count(_CHARACTER) for message in own)
-        if marks != len(counts):
-            raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(counts)} images")
+        if marks != len(grids):
+            raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(grids)} images")
         (ids,) = self.encoder.encode([list(_with_marks(self.encoder.template.generation_prompt(own)))])
-        whole = self.expanded(ids, counts, thumbnail=thumbnail).astype(np.int64)
+        whole = self.expanded(ids, grids).astype(np.int64)
         return whole ^ (whole >> 63)
 
 
@@ -195,16 +208,16 @@ class _Builder:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             while given := list(islice(rows, AT_ONCE)):
                 batch = [(number, self._row(number, row, bad, unreadable)) for number, row in given]
-                counts = list(pool.map(lambda entry: self._count(entry[1]), batch))
-                pieces = self._pieces(batch, counts, bad, unreadable)
+                grids = list(pool.map(lambda entry: self._grids(entry[1]), batch))
+                pieces = self._pieces(batch, grids, bad, unreadable)
                 encoded = iter(self.writer.encoder.encode([one for one in pieces if one]))
-                for (_, row), piece, count in zip(batch, pieces, counts, strict=True):
-                    if piece is not None and row is not None and not isinstance(count, str):
+                for (_, row), piece, cut in zip(batch, pieces, grids, strict=True):
+                    if piece is not None and row is not None and not isinstance(cut, str):
                         own = next(encoded) if row.ids is None else row.ids
-                        ids.append(self.writer.expanded(own, count, thumbnail=self.options.thumbnail))
+                        ids.append(self.writer.expanded(own, cut))
                         starts.append(starts[-1] + len(ids[-1]))
                         names += [name.encode() for name in row.images]
-                        tiles += count
+                        tiles += [grid.tiles for grid in cut]
                         image_starts.append(len(tiles))
                     lines.append(len(starts) - 1)
         self._tell(bad, sorted(unreadable), len(lines) - 1)
@@ -232,33 +245,31 @@ class _Builder:
             bad.append((number, str(error)))
             return None
 
-    def _count(self, row: ImageRow | None) -> list[int] | str:
-        """Tiles of each image of a conversation, or what is wrong with one."""
-        counts = []
+    def _grids(self, row: ImageRow | None) -> list[TileGrid] | str:
+        """How each image of a conversation is cut, or what is wrong with one."""
+        grids = []
         for name in row.images if row is not None else ():
             try:
-                counts.append(
-                    count_tiles(read_bytes(os.path.join(self.source.folder, name), self.options), self.options)
-                )
+                grids.append(read_grid(read_bytes(os.path.join(self.source.folder, name), self.options), self.options))
             except ImageError as error:
                 return f"{name}: {error}"
-        return counts
+        return grids
 
     def _pieces(
         self,
         batch: Sequence[tuple[int, ImageRow | None]],
-        counts: Sequence[list[int] | str],
+        grids: Sequence[list[TileGrid] | str],
         bad: list[tuple[int, str]],
         unreadable: list[tuple[int, str]],
     ) -> list[list[TemplateSegment] | None]:
         """Each conversation as a template writes it; None where it cannot be used, which is noted."""
         result: list[list[TemplateSegment] | None] = []
-        for (number, row), count in zip(batch, counts, strict=True):
+        for (number, row), cut in zip(batch, grids, strict=True):
             result.append(None)
             if row is None:
                 continue
-            if isinstance(count, str):
-                unreadable.append((number, count))
+            if isinstance(cut, str):
+                unreadable.append((number, cut))
                 continue
             try:
                 result[-1] = self.writer.pieces(row.messages) if row.ids is None else []

@@ -33,7 +33,11 @@ class ImageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """How images are read. height, width: of a tile. max_tiles: 1 without tiling. mean, std: by channel, of values in [0, 1]."""
+    """How images are read. height, width: of a tile. max_tiles: 1 without tiling. mean, std: by channel, of values in [0, 1].
+
+    whole_side: tiles on the longer side of every image, whose size is then enlarged or reduced to theirs (Idefics3, SmolVLM); 0: as
+    many as its size asks for (InternVL).
+    """
 
     height: int
     width: int
@@ -43,6 +47,7 @@ class ImageOptions:
     aspect_ratio: Literal["square", "pad", "crop"] = "square"
     max_tiles: int = 1
     thumbnail: bool = False
+    whole_side: int = 0
     max_pixels: int = 50_000_000
     max_bytes: int = 50_000_000
 
@@ -60,9 +65,24 @@ class ImageOptions:
             aspect_ratio=config.image_aspect_ratio,
             max_tiles=config.max_num_tiles if config.use_tiling else 1,
             thumbnail=config.use_thumbnail,
+            whole_side=math.isqrt(config.max_num_tiles) if config.cuts_as_smolvlm else 0,
             max_pixels=config.max_image_pixels,
             max_bytes=config.max_image_bytes,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TileGrid:
+    """How an image is cut. thumbnail: whether the whole image follows as one more tile."""
+
+    columns: int = 1
+    rows: int = 1
+    thumbnail: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """The number of tiles, the thumbnail included."""
+        return self.columns * self.rows + self.thumbnail
 
 
 def read_bytes(path: str | Path, options: ImageOptions) -> bytes:
@@ -123,8 +143,16 @@ def upright_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
     return (image.height, image.width) if turned else (image.width, image.height)
 
 
-def tile_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
-    """Columns and rows of the tiles of an image: the grid whose shape is nearest to the image's.
+def tile_grid(width: int, height: int, options: ImageOptions) -> TileGrid:
+    """How an image of this size is cut."""
+    if options.max_tiles == 1:
+        return TileGrid()
+    columns, rows = _side_grid(width, height, options) if options.whole_side else _nearest_grid(width, height, options)
+    return TileGrid(columns, rows, options.thumbnail and columns * rows > 1)
+
+
+def _nearest_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+    """Columns and rows of the grid whose shape is nearest to the image's.
 
     Of grids of one shape the largest whose area the image covers by half (InternVL 1.5, Chen et al., 2024).
     """
@@ -142,29 +170,49 @@ def tile_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]
     return best
 
 
-def count_tiles(content: bytes, options: ImageOptions) -> int:
-    """Tiles of an image, from its header."""
-    width, height = upright_size(content, options)
-    if options.max_tiles == 1:
-        return 1
-    columns, rows = tile_grid(width, height, options)
-    return columns * rows + (options.thumbnail and columns * rows > 1)
+def _side_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+    """Columns and rows of tiles with `whole_side` on the longer side of the image (Idefics3, Laurencon et al., 2024)."""
+    width, height = _enlarged(width, height, options)
+    side, ratio = options.width, width / height
+    if width >= height:
+        columns = math.ceil(width / side)
+        return columns, math.ceil(int(columns * side / ratio) / side)
+    rows = math.ceil(height / side)
+    return math.ceil(int(rows * side * ratio) / side), rows
+
+
+def _enlarged(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+    """Width and height of an image whose longer side is that of `whole_side` tiles; the shorter is even."""
+    longest, ratio = options.whole_side * options.width, width / height
+    if width >= height:
+        shorter = int(longest / ratio)
+        return longest, max(1, shorter + shorter % 2)
+    shorter = int(longest * ratio)
+    return max(1, shorter + shorter % 2), longest
+
+
+def read_grid(content: bytes, options: ImageOptions) -> TileGrid:
+    """How an image is cut, from its header."""
+    return tile_grid(*upright_size(content, options), options)
 
 
 def tile_image(image: Image.Image, options: ImageOptions) -> np.ndarray:
     """The tiles of an image, row by row, and last the thumbnail. float32 [n, channels, height, width]"""
     if options.max_tiles == 1:
         return normalized([_resize_to_tile(image, options)], options)
-    columns, rows = tile_grid(*image.size, options)
-    width, height = options.width, options.height
-    large = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
+    grid, width, height = tile_grid(*image.size, options), options.width, options.height
+    whole, filter = image, Image.Resampling.BICUBIC
+    if options.whole_side:
+        filter = Image.Resampling.LANCZOS
+        whole = image.resize(_enlarged(*image.size, options), filter)
+    large = whole.resize((grid.columns * width, grid.rows * height), filter)
     cut = [
         large.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
-        for row in range(rows)
-        for column in range(columns)
+        for row in range(grid.rows)
+        for column in range(grid.columns)
     ]
-    if options.thumbnail and len(cut) > 1:
-        cut.append(image.resize((width, height), Image.Resampling.BICUBIC))
+    if grid.thumbnail:
+        cut.append((large if options.whole_side else image).resize((width, height), filter))
     return normalized(cut, options)
 
 

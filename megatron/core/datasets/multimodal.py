@@ -10,6 +10,7 @@ damaged when it is unpacked becomes a black one, and its conversation has no los
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ IMAGE_TAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "smolvlm": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
     }
 )
+_PLACE = "<fake_token_around_image><row_{row}_col_{column}>"  # before each of SmolVLM's tiles
+_ROW_ENDS = "\n", "\n\n"  # behind a row of them, and behind the last
 MOST_IN_A_ROW = 8  # damaged images, after which a run ends: with no sound one in a batch its loss would be no number
 
 logger = logging.getLogger(__name__)
@@ -299,7 +302,12 @@ def slot_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokeniz
         names = [f"<tile_{place}>" for place in range(1, config.max_num_tiles + 1)]
         tags = tuple(map(ids, [*names, "<tile_global_thumbnail>"]))
     before, after = IMAGE_TAGS.get(config.image_tag_type or "", ("", ""))
-    return SlotWriter(model.vision.rows, tags, (ids(before), ids(after)))
+    around = ids(before), ids(after)
+    if not config.cuts_as_smolvlm:
+        return SlotWriter(model.vision.rows, tags, around)
+    side = range(1, math.isqrt(config.max_num_tiles) + 1)
+    places = tuple(tuple(ids(_PLACE.format(row=row, column=column)) for column in side) for row in side)
+    return SlotWriter(model.vision.rows, (), around, places, (ids(_ROW_ENDS[0]), ids(_ROW_ENDS[1])))
 
 
 def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:

@@ -351,6 +351,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("image-sizes", 1, {**IMAGES, "vision_num_attention_heads": 5}, ("does not divide --vision-hidden-size",)),
     ("images-in-text", 1, {**IMAGES, "img_h": 112, "img_w": 112}, ("no text has room",)),
     ("image-tiles", 1, {**IMAGES, "use_thumbnail": True}, ("--use-thumbnail: for --use-tiling only",)),
+    ("image-tiles", 1, {**IMAGES, "use_tiling": True, "image_tag_type": "smolvlm", "max_num_tiles": 6}, ("choose 4, 9 or 16", "add --use-thumbnail")),
     ("image-classifier", 1, {**CLASSIFIER, "freeze_LM": True}, ("--freeze-ViT",)),
 )
 

@@ -150,14 +150,16 @@ def test_tiles_stand_behind_their_tags_and_the_thumbnail_comes_last(tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_tags_of_a_whole_image_are_those_of_the_smolvlm_processor(tmp_path: Path) -> None:
-    path = write(tmp_path, [row("a.png", answer="cat")], a=picture(40, 20))
-    sample = dataset(path, image_tag_type="smolvlm", seq_length=96, max_position_embeddings=96)[0]
+@pytest.mark.parametrize("rows, columns", [(0, 0), (2, 3), (3, 1)])
+def test_tags_of_an_image_are_those_of_the_smolvlm_processor(rows: int, columns: int, tmp_path: Path) -> None:
+    path = write(tmp_path, [row("a.png", answer="cat")], a=picture(max(1, columns) * 20, max(1, rows) * 20))
+    tiling = {"use_tiling": True, "max_num_tiles": 9, "use_thumbnail": True} if rows else {}
+    sample = dataset(path, image_tag_type="smolvlm", seq_length=480, max_position_embeddings=480, **tiling)[0]
     names = {"fake_image_token": "<fake_token_around_image>", "global_image_tag": "<global-img>", "image_token": "#"}
     processor = SimpleNamespace(**names, image_seq_len=ROWS)
     theirs = transformers.Idefics3Processor.replace_image_token(
         processor,  # type: ignore[arg-type] # of which it reads these alone
-        {"rows": [[0]], "cols": [[0]]},
+        {"rows": [[rows]], "cols": [[columns]]},
         0,
     )
     assert spans(sample)[0] == f"{theirs}cat"
@@ -218,9 +220,9 @@ def test_an_image_that_changed_its_shape_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_slot_is_no_id_of_any_vocabulary() -> None:
-    written = SlotWriter(3, tags=((7,), (8,)), around=((1,), (2,))).write(2, thumbnail=True)
+    written = SlotWriter(3, tags=((7,), (8,)), around=((1,), (2,))).write(images.TileGrid(2, 1))
     assert (~written).tolist() == [1, 7, SLOT, SLOT, SLOT, 8, SLOT, SLOT, SLOT, 2]
-    assert replace(SlotWriter(3), rows=1).write(1, thumbnail=False).tolist() == [~SLOT]
+    assert replace(SlotWriter(3), rows=1).write(images.TileGrid()).tolist() == [~SLOT]
 
 
 def test_made_up_conversations_each_have_an_image() -> None:

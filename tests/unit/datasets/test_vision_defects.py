@@ -37,8 +37,8 @@ def _thumbnail_first(image: Image.Image, options: Any) -> np.ndarray:
     return np.roll(found, 1, axis=0) if len(found) > 1 else found
 
 
-def _learnt_slots(self: SlotWriter, tiles: int, thumbnail: bool) -> np.ndarray:
-    ids = _write(self, tiles, thumbnail)
+def _learnt_slots(self: SlotWriter, grid: images.TileGrid) -> np.ndarray:
+    ids = _write(self, grid)
     return np.where(ids == ~SLOT, np.int32(SLOT), ids)
 
 

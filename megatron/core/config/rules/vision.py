@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from megatron.core.config.flags import spelling
@@ -102,15 +103,29 @@ def _tile_settings(s: Setting) -> str:
             f"--use-tiling stretches an image to its tiles, and --image-aspect-ratio {data.image_aspect_ratio} does not "
             "stretch it; keep one"
         )
-    if data.use_tiling and data.image_tag_type == "smolvlm":
-        problems.append(
-            "--image-tag-type smolvlm has tags of a whole image, and --use-tiling cuts it by another grid than SmolVLM's; leave "
-            "--use-tiling out"
-        )
+    problems += _smolvlm_tiles(s) if data.cuts_as_smolvlm else []
     for name, value in (("max_image_pixels", data.max_image_pixels), ("max_image_bytes", data.max_image_bytes)):
         if value < 1:
             problems.append(f"{spelling(name)} {value} leaves every image out; give a positive number")
     return "\n  ".join(problems)
+
+
+def _smolvlm_tiles(s: Setting) -> list[str]:
+    """What SmolVLM's way of cutting images needs: a square of tiles at most, and the whole image behind them."""
+    data, vision, problems = s.run.data.multimodal, s.run.model.vision, []
+    side = math.isqrt(max(1, data.max_num_tiles))
+    if side < 2 or side * side != data.max_num_tiles:
+        problems.append(
+            f"--image-tag-type smolvlm with --max-num-tiles {data.max_num_tiles}: SmolVLM cuts the longer side of every image into a "
+            "fixed number of tiles, and --max-num-tiles is its square; choose 4, 9 or 16 (as published)"
+        )
+    if vision.img_h != vision.img_w:
+        problems.append(f"--img-h {vision.img_h} --img-w {vision.img_w}: SmolVLM's tiles are squares; make them equal")
+    if not data.use_thumbnail:
+        problems.append("--image-tag-type smolvlm: the whole image follows the tiles; add --use-thumbnail")
+    if data.use_tile_tags:
+        problems.append("--use-tile-tags: SmolVLM's tiles have tags of their own; leave it out")
+    return problems
 
 
 def _classifier_problems(s: Setting) -> str:

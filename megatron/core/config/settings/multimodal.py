@@ -36,7 +36,8 @@ class MultimodalConfig:
     )
     image_tag_type: Literal["nvlm", "internvl", "smolvlm"] | None = flag(
         None,
-        "text around an image: <Image> and </Image>, <img> and </img>, or SmolVLM's tags of a whole image; left out: none",
+        "text around an image: <Image> and </Image>, <img> and </img>, or SmolVLM's tags, with --use-tiling those of rows and columns; "
+        "left out: none",
         role="data",
     )
     max_image_pixels: int = flag(
@@ -49,3 +50,8 @@ class MultimodalConfig:
         "num_samples_per_partition, out_seq_length",
         role="free",
     )
+
+    @property
+    def cuts_as_smolvlm(self) -> bool:
+        """Whether an image is cut by the grid of SmolVLM, with a tag for the row and column of each tile."""
+        return self.use_tiling and self.image_tag_type == "smolvlm"
