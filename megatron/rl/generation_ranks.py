@@ -10,6 +10,7 @@ commands over an axis on which ranks may wait as long as they like; weights go o
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,22 +37,27 @@ Played = tuple[list[Rollout | Draft], PlayTimes]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the ranks that generate are to do. tasks: with the number of the environment in its file, for an environment is not sent."""
+    """What the ranks that generate are to do. tasks: with the number of the environment in its file, for an environment is not sent.
+
+    version, until: see `rollouts.play_rollouts`.
+    """
 
     kind: Literal["refit", "play", "end"]
     tasks: tuple[tuple[int, Task], ...] = ()
     limits: Limits | None = None
     version: int = 0
+    until: int | None = None
 
 
 class GenerationRanks:
-    """The ranks that generate, as those that train see them. Every method is called by all ranks that train together."""
+    """The ranks that generate, as those that train see them. Every method is called by all ranks that train together. hosts: of all ranks."""
 
     def __init__(
         self, trainer: Trainer, job: SplitJob, environments: Sequence[WeightedEnvironment], *, verify: bool
     ) -> None:
         self.trainer, self.job, self._environments = trainer, job, tuple(environments)
         self._refit = Refit(job.tensors, job.mesh.device, verify=verify)
+        self.hosts = collectives.gather_objects(socket.gethostname(), job.objects)
         self.is_busy = False
 
     def refit(self) -> None:
@@ -59,11 +65,11 @@ class GenerationRanks:
         self._send(Command("refit"))
         self._refit.copy(weights_in_training(self.trainer), {})
 
-    def start(self, tasks: Sequence[Task], limits: Limits, *, version: int = 0) -> None:
-        """Let rollouts be played, with the weights as of the last refit."""
+    def start(self, tasks: Sequence[Task], limits: Limits, *, version: int = 0, until: int | None = None) -> None:
+        """Let rollouts be played, with the weights as of the last refit. version, until: see `rollouts.play_rollouts`."""
         places = {id(one.environment): place for place, one in enumerate(self._environments)}
         sent = ((places[id(task.environment)], dataclasses.replace(task, environment=None)) for task in tasks)  # type: ignore[arg-type]
-        self._send(Command("play", tuple(sent), limits, version))
+        self._send(Command("play", tuple(sent), limits, version, until))
         self.is_busy = True
 
     def collect(self) -> Played:
@@ -88,6 +94,7 @@ def generate(run: Run, rl: RLConfig, job: SplitJob, environments: Sequence[Weigh
     start_environments(environments, run.mesh.world)
     stages = generating_stages(run)
     refit = Refit(job.tensors, run.mesh.device, verify=rl.rl_verify_model_weights_swap)
+    collectives.gather_objects(socket.gethostname(), job.objects)  # for the plan that the first rank prints
     engine: Engine | None = None
     records = run.config.model.moe.moe_enable_routing_replay
     while (command := collectives.broadcast_object(None, job.objects)).kind != "end":
@@ -95,15 +102,21 @@ def generate(run: Run, rl: RLConfig, job: SplitJob, environments: Sequence[Weigh
             refit.copy({}, weights_of(stages, run.mesh))
             continue
         if engine is None:
-            engine = rollout_engine(
-                stages, run.tokenizer, rl.rollouts_per_round, command.limits, records_routes=records
-            )
+            most = rl.rollouts_per_round * (1 + rl.lag * rl.rl_partial_rollouts)
+            engine = rollout_engine(stages, run.tokenizer, most, command.limits, records_routes=records)
             engine.pause()
         tasks = [
             dataclasses.replace(task, environment=environments[place].environment) for place, task in command.tasks
         ]
         played = play_rollouts(
-            stages, run.tokenizer, tasks, command.limits, version=command.version, records_routes=records, engine=engine
+            stages,
+            run.tokenizer,
+            tasks,
+            command.limits,
+            version=command.version,
+            until=command.until,
+            records_routes=records,
+            engine=engine,
         )
         collectives.broadcast_object(played, job.objects, source=job.training)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -51,6 +52,47 @@ def generation_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[
     return parts
 
 
+def generating_ranks(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Return bytes of the fullest rank that only generates; none where --rl-generation-ranks leaves none. world_size: ranks that train."""
+    return generation_memory(rl, run, world_size) if rl.rl_generation_ranks else {}
+
+
+def rank_plan(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str]) -> list[str]:
+    """Return who holds what where some ranks only generate, a line each. world_size: ranks that train; hosts: of all ranks."""
+    dp = run.parallel.data_parallel_size(world_size)
+    count = max(1, run.train.global_batch_size // (run.train.micro_batch_size * dp))
+    ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=count)
+    training = {"policy in training": max(rank.total for rank in ranks), **memory_beside(rl, run, world_size)}
+    generating = generation_config(run, rl.inference_sizes)
+    return [
+        "who holds what, by the formulas, on the fullest rank of each kind:",
+        f"  training: {_host_ranges(hosts, range(world_size))} ({_layout(run, world_size)}): {memory_line(training)}",
+        f"  generation: {_host_ranges(hosts, range(world_size, len(hosts)))} ({_layout(generating, rl.rl_generation_ranks)}): "
+        f"{memory_line(generating_ranks(rl, run, world_size))}; rank {world_size} plays the environments",
+    ]
+
+
+def _layout(run: RunConfig, world_size: int) -> str:
+    """The sizes of a mesh above 1, and that of data parallelism."""
+    sizes = {
+        "tensor": run.parallel.tensor_model_parallel_size,
+        "pipeline": run.parallel.pipeline_model_parallel_size,
+        "context": run.parallel.context_parallel_size,
+        "expert": run.parallel.expert_model_parallel_size,
+    }
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return " x ".join([*parts, f"data {run.parallel.data_parallel_size(world_size)}"])
+
+
+def _host_ranges(hosts: Sequence[str], ranks: range) -> str:
+    """The ranks of each host: "ranks 0 to 7 on a, 8 to 15 on b"."""
+    parts: list[str] = []
+    for host, group in itertools.groupby(ranks, key=lambda rank: hosts[rank]):
+        held = list(group)
+        parts.append(f"{held[0]} to {held[-1]} on {host}" if len(held) > 1 else f"{held[0]} on {host}")
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+
+
 def least_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
     """Return bytes that the fullest rank needs at least, by parts, while it trains or while it generates, whichever needs more."""
     dp = run.parallel.data_parallel_size(world_size)
@@ -67,7 +109,7 @@ def least_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, 
         held = BYTES[run.precision.dtype] * fullest.parameters
     generating: Mapping[str, float] = {"policy while it generates": held, **beside, "keys and values": cache}
     if rl.rl_generation_ranks:
-        generating = generation_memory(rl, run, world_size)
+        generating = generating_ranks(rl, run, world_size)
     return max(training, generating, key=lambda parts: sum(parts.values()))
 
 

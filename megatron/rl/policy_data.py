@@ -36,7 +36,7 @@ from megatron.rl.environments.config import read_environments, start_environment
 from megatron.rl.evaluation import evaluate_held_out, text_of
 from megatron.rl.generation_ranks import GenerationRanks
 from megatron.rl.memory import offload_to_host
-from megatron.rl.planned_memory import generation_memory, memory_beside, memory_line
+from megatron.rl.planned_memory import memory_beside, memory_line, rank_plan
 from megatron.rl.policy_step import PolicyStep, score
 from megatron.rl.refit import Generator
 from megatron.rl.rollout_advantages import with_advantages, with_token_advantages
@@ -90,24 +90,22 @@ class PolicyData(StepHooks):
         self._since = time.monotonic()  # the last round was prepared, or the run began
         if trainer.samples is None and rl.rl_samples_per_round:
             trainer.samples = lambda stages: self._shown_answers()
-        self._tell_memory(job)
+        self._tell_memory()
         trainer.add_hook(self)
 
-    def _tell_memory(self, job: SplitJob | None) -> None:
-        """Say what ranks hold beside the policy in training."""
+    def _tell_memory(self) -> None:
+        """Say what ranks hold beside the policy in training; where some only generate, who holds what."""
         rl = self.rl
         if rl.rl_offload_optimizer_during_inference and not has_separate_memory(self.run.mesh.device):
             self.run.print_rank_0(
                 "--rl-offload-optimizer-during-inference moves nothing: this run's memory is the CPU's already"
             )
-        beside = memory_beside(rl, self.run.config, self.run.mesh.world.size)
-        self.run.print_rank_0(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
-        if job is not None:
-            generating = generation_memory(rl, self.run.config, job.training)
-            self.run.print_rank_0(
-                f"ranks 0 to {job.training - 1} train, {job.training} to {job.tensors.size - 1} generate; memory of one that generates: "
-                f"{memory_line(generating)}"
-            )
+        if isinstance(self._generator, GenerationRanks):
+            for line in rank_plan(rl, self.run.config, self.run.mesh.world.size, self._generator.hosts):
+                self.run.print_rank_0(line)
+        else:
+            beside = memory_beside(rl, self.run.config, self.run.mesh.world.size)
+            self.run.print_rank_0(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
 
     def _build_generator(self, job: SplitJob | None) -> Generator | GenerationRanks | None:
         """The network that generates; None: that in training."""
@@ -142,11 +140,9 @@ class PolicyData(StepHooks):
         if isinstance(self._generator, GenerationRanks):
             self._generator.end()
 
-    def end_step(self, *, updated: bool) -> None:
-        """Where a checkpoint may follow, collect what others generate meanwhile: the bank has to have it before."""
-        done, interval = self.run.progress.iteration + 1, self.run.config.checkpoint.save_interval
-        if self._round is not None and (done % self.step.steps == 0 or interval and done % interval == 0):
-            self._collect()
+    def before_save(self) -> None:
+        """Collect what other ranks play meanwhile: the bank has to have it before there is a checkpoint that needs it."""
+        self._collect()
 
     def begin(self, num_microbatches: int) -> int:
         """Prepare the next optimizer step; returns its number of microbatches."""
@@ -244,13 +240,19 @@ class PolicyData(StepHooks):
         """The rollouts of a round; other ranks may go on to play those ahead of it."""
         if not isinstance(self._generator, GenerationRanks):
             return self.queue.next_round(number, self._play)
-        tasks, times = self.queue.missing(number), PlayTimes()
-        if tasks:
-            self._generator.start(tasks, self._generation_limits, version=self.run.progress.iteration)
+        times = PlayTimes()
+        self._start(self._generator, number)
         if not self.queue.is_whole(number):
             played, times = self._generator.collect()
             self.queue.fill(played)
+            self._start(self._generator, number)
         return self.queue.pop(number), times
+
+    def _start(self, ranks: GenerationRanks, number: int) -> None:
+        """Let other ranks play what a round and those ahead of it miss; with partial rollouts, until the first of these rounds is whole."""
+        if tasks := self.queue.missing(number):
+            version = self.run.progress.iteration
+            ranks.start(tasks, self._generation_limits, version=version, until=self.queue.until)
 
     def _collect(self) -> None:
         """Wait for what other ranks play ahead of the round under way, and keep it."""

@@ -3,7 +3,8 @@
     lag 0            round n is sampled before round n is trained on
     lag 2            rounds 0, 1, 2 are sampled at first; then round n + 2 before round n is trained on
     lag 2, partial   before round n is trained on, rollouts of rounds n to n + 2 are sampled together until those of round n are whole; the
-                     others go on with the weights that come next, so that no replica waits for the longest answer
+                     others go on with the weights that come next, so that no replica waits for the longest answer. Ranks that only generate
+                     sample those of rounds n + 1 and n + 2 while round n is trained on, until round n + 1 is whole
 
 No token is older than the lag. What is ahead is written to a file of the bank, ahead_<iteration>.jsonl.gz, before the round is trained on, so that a
 run that is resumed goes on with it, to the last bit.
@@ -79,6 +80,11 @@ class RolloutQueue:
             if not isinstance(result, Rollout)
         ]
         return [self._task(one, place, self._ahead[one][place]) for one, place in self._places]  # type: ignore[arg-type]
+
+    @property
+    def until(self) -> int | None:
+        """How many of the first of what is being played have to end, those of one round; None: all."""
+        return sum(one == self._places[0][0] for one, _ in self._places) if self.rl.rl_partial_rollouts else None
 
     def fill(self, played: Sequence[Rollout | Draft]) -> None:
         """Take the results of what `missing` gave, in its order."""

@@ -268,11 +268,6 @@ def _generation_rank_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
         yield f"--rl-ray-seconds {rl.rl_ray_seconds} must be positive"
     if rl.rl_generation_ranks <= 0:
         return
-    if rl.rl_partial_rollouts:
-        yield (
-            "--rl-partial-rollouts pauses rollouts so that training need not wait, and ranks of --rl-generation-ranks generate while others train; leave it out, "
-            "and give --rl-generation-lag"
-        )
     idle = ("rl_offload_optimizer_during_inference", "rl_offload_inference_model_weights_when_idle")
     for name in idle:
         if getattr(rl, name):

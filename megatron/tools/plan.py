@@ -36,6 +36,7 @@ from megatron.trust.plan.layout_search import search_layouts
 from megatron.trust.plan.planner import DryRunner, plan, with_advice
 from megatron.trust.plan.report import found_plain, found_text, page, plain, text
 from megatron.trust.simulate.collective_matching import match_collectives
+from megatron.trust.units import bytes_text
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -183,12 +184,16 @@ def plan_one(
     beside = read.beside(config, setting.world_size)
     whole, budget = planned.run.worst_trace.peak + sum(beside.values()), hardware.usable_bytes()
     trouble = read.memory(config, setting.world_size, budget)  # also of ranks that do not train
-    lines = [f"beside that a rank holds: {memory_line(beside)}; {whole / 2**30:.2f} of {budget / 2**30:.2f} GiB in all"]
-    facts = {**plain(planned), **({"beside": dict(beside)} if beside else {})}
+    lines = [f"beside that a rank holds: {memory_line(beside)}; {bytes_text(whole)} of {bytes_text(budget)} in all"]
+    apart = read.apart(config, setting.world_size)
+    lines = lines * bool(beside) + [
+        f"a rank that only generates holds: {memory_line(apart)}; {bytes_text(sum(apart.values()))} of {bytes_text(budget)} in all"
+    ] * bool(apart)
+    facts = plain(planned) | {name: dict(parts) for name, parts in (("beside", beside), ("generating", apart)) if parts}
     sys.stdout.write(
         json.dumps(facts, indent=2) + "\n"
         if options.json
-        else "\n".join([text(planned).rstrip("\n"), *lines * bool(beside), *[trouble] * bool(trouble), ""])
+        else "\n".join([text(planned).rstrip("\n"), *lines, *[trouble] * bool(trouble), ""])
     )
     return 0 if planned.fits and planned.terminates and whole <= budget and not trouble else 1
 

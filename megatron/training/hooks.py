@@ -41,6 +41,10 @@ class StepHooks:
         """The step is over. updated: whether weights have changed."""
         return None
 
+    def before_save(self) -> None:
+        """Between two steps: a checkpoint is about to be made, for whatever reason."""
+        return None
+
 
 class ModuleHooks(StepHooks):
     """Calls `before_step` and `after_step` of the modules that have them, all modules of a class at once.

@@ -151,6 +151,8 @@ class Checkpoint:
                 )
         for parallel in self.trainer.parallels:
             parallel.finish_gather()  # overlapped with a forward pass that has not come yet
+        for hook in self.trainer.hooks:
+            hook.before_save()
         iteration = self.trainer.progress.iteration
         self.on_its_way = iteration
         writer, on_cpu = self._get_saver(), self.mesh.device.type == "cpu"

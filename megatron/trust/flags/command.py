@@ -23,7 +23,7 @@ from megatron.preference.planned_memory import memory_beside as preference_memor
 from megatron.preference.settings import PreferenceConfig
 from megatron.rl.arguments import defaults_of as rl_defaults
 from megatron.rl.arguments import none_trains, rl_problems, training_ranks
-from megatron.rl.planned_memory import memory_beside, memory_problem, too_large
+from megatron.rl.planned_memory import generating_ranks, memory_beside, memory_problem, too_large
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
@@ -51,15 +51,16 @@ class EntryScript:
     """A script that trains. defaults: values of flags that are not given, from the words of a command line; extra: its own flags.
 
     problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each. beside: of a
-    namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks. memory: of a
-    namespace, what tells why it cannot fit, from a config, a number of ranks and the bytes of a device. ranks: of a command line and the
-    ranks of its job, how many train. reads_data: how it reads the data that the flags name.
+    namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks. apart: the
+    same of a rank that does not train, none where all do. memory: of a namespace, what tells why it cannot fit, from a config, a number of
+    ranks and the bytes of a device. ranks: of a command line and the ranks of its job, how many train. reads_data: how it reads the data that the flags name.
     """
 
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
     extra: tuple[type, ...] = ()
     problems: Callable[[Any, int], Sequence[str]] = lambda args, ranks: ()
     beside: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
+    apart: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
     memory: Callable[[Any], MemoryProblem] = lambda args: _training_problem
     ranks: Callable[[Sequence[str], int], int] = lambda words, ranks: ranks
     reads_data: DataFiles = "datasets"
@@ -89,6 +90,7 @@ ENTRIES: Mapping[str, EntryScript] = {
         (RLConfig,),
         rl_problems,
         lambda args: partial(memory_beside, from_namespace(RLConfig, args)),
+        lambda args: partial(generating_ranks, from_namespace(RLConfig, args)),
         lambda args: partial(memory_problem, from_namespace(RLConfig, args)),
         training_ranks,
     ),
@@ -115,6 +117,7 @@ class Command:
     unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
     beside: MemoryBeside = _nothing_beside
+    apart: MemoryBeside = _nothing_beside
     memory: MemoryProblem = _training_problem
     finetuning: PreferenceConfig | None = None
 
@@ -153,6 +156,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         ),
         tuple(args.messages),
         script.beside(args),
+        script.apart(args),
         script.memory(args),
         from_namespace(PreferenceConfig, args) if PreferenceConfig in script.extra else None,
     )

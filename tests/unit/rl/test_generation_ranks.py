@@ -35,6 +35,12 @@ LAGS: dict[str, dict[str, Any]] = {
     "a round ahead": {"rl_generation_lag": 1},
     "two rounds ahead, twice": {"rl_generation_lag": 2, "grpo_iterations": 2},
 }
+PARTIAL: dict[str, Any] = {
+    "rl_generation_ranks": 1,
+    "rl_generation_lag": 2,
+    "rl_partial_rollouts": True,
+    "rl_max_inflight_requests": 20,
+}
 
 
 def train_or_generate_here(
@@ -119,6 +125,30 @@ def test_ranks_of_their_own_generate_the_same_rollouts(world: Worlds, lag: str) 
     check(world, 2, {"rl_generation_ranks": 1, **LAGS[lag]}, LLAMA, {}, 4)
 
 
+def test_partial_rollouts_a_round_ahead_are_those_that_are_played_whole(world: Worlds) -> None:
+    """Nothing is paused where all that is played is of the next round."""
+    partial = {**PARTIAL, "rl_generation_lag": 1}
+    whole = {"rl_generation_lag": 1}
+    results = world(2).run(train_or_generate_here, partial, LLAMA, 4)
+    compare(train_policy_here(whole, LLAMA, 4), results[0])
+
+
+@pytest.mark.nightly
+def test_paused_rollouts_are_the_same_for_one_rank_that_trains_and_for_two(world: Worlds) -> None:
+    changes = {**LLAMA, "lr": 3e-2}
+    (one, _) = world(2).run(train_or_generate_here, PARTIAL, changes, 5)
+    *two, _ = world(3).run(
+        train_or_generate_here,
+        {**PARTIAL, "rl_inference_tensor_model_parallel_size": 1},
+        {**changes, "tensor_model_parallel_size": 2},
+        5,
+    )
+    compare(one, (*two[0][:2], [held for rank in two for held in rank[2]], two[0][3]))
+    versions = [{version for version in rollout.versions if version >= 0} for rollout in one[3]]
+    assert any(len(each) > 1 for each in versions), "some were paused"
+    assert all(2 <= version <= 4 for each in versions for version in each), "none is older than the lag"
+
+
 @pytest.mark.nightly
 def test_two_ranks_that_train_are_refitted_into_two_that_generate(world: Worlds) -> None:
     rl = {"rl_generation_ranks": 2, "rl_generation_lag": 1}
@@ -145,11 +175,24 @@ def test_a_weight_that_is_left_out_is_found_by_both_sides(world: Worlds) -> None
         )
 
 
-def test_a_checkpoint_has_what_was_generated_meanwhile(world: Worlds, tmp_path: Path) -> None:
-    rl = {"rl_generation_ranks": 1, "rl_generation_lag": 1, "rl_rollout_bank_dir": str(tmp_path / "bank")}
-    changes = {**LLAMA, "save": str(tmp_path / "save"), "save_interval": 2}
-    (whole, _) = world(2).run(train_or_generate_here, rl, changes, 4, saves=(2,))
-    rl["rl_rollout_bank_dir"] = str(tmp_path / "bank then")
-    (resumed, _) = world(2).run(train_or_generate_here, rl, {**changes, "load": str(tmp_path / "save")}, 4)
+@pytest.mark.parametrize(
+    "rl, saved",
+    [
+        ({"rl_generation_ranks": 1, "rl_generation_lag": 1}, 2),
+        pytest.param({**PARTIAL, "grpo_iterations": 2}, 5, marks=pytest.mark.nightly),
+        pytest.param({**PARTIAL, "grpo_iterations": 2}, 4, marks=pytest.mark.nightly),
+    ],
+    ids=["ahead", "partial, within a round", "partial, between rounds"],
+)
+def test_a_checkpoint_has_what_was_generated_meanwhile(
+    world: Worlds, tmp_path: Path, rl: dict[str, Any], saved: int
+) -> None:
+    """Of no --save-interval: for whatever reason it is made, as at a signal."""
+    changes = {**LLAMA, "save": str(tmp_path / "save")}
+    bank = {"rl_rollout_bank_dir": str(tmp_path / "bank")}
+    (whole, _) = world(2).run(train_or_generate_here, {**rl, **bank}, changes, saved + 3, saves=(saved,))
+    bank["rl_rollout_bank_dir"] = str(tmp_path / "bank then")
+    changes["load"] = str(tmp_path / "save")
+    (resumed, _) = world(2).run(train_or_generate_here, {**rl, **bank}, changes, saved + 3)
     assert [one.ids for one in resumed[3]] == [one.ids for one in whole[3]]
     assert all(torch.equal(a, b) for (*_, a), (*_, b) in zip(whole[2], resumed[2], strict=True))

@@ -17,10 +17,10 @@ from megatron.rl import memory as rl_memory
 from megatron.rl.environments.base import Environment, Problem
 from megatron.rl.environments.config import WeightedEnvironment
 from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, text_of
-from megatron.rl.planned_memory import generation_memory, least_memory, memory_beside
+from megatron.rl.planned_memory import generation_memory, least_memory, memory_beside, rank_plan
 from megatron.rl.rollouts import Limits, Rollout
 from megatron.rl.samples import SampleFiles, read_samples
-from megatron.tools import check_config
+from megatron.tools import check_config, plan
 from megatron.training.step import train_step
 from megatron.trust.flags.command import read_command
 from megatron.trust.plan.analytic_estimate import with_vocabulary
@@ -153,6 +153,29 @@ def test_ranks_of_their_own_have_their_own_memory() -> None:
     assert least_memory(rl, config, 1).keys() == {"policy in training", "reference"}
     large = dataclasses.replace(rl, grpo_prompts_per_step=4000)
     assert least_memory(large, config, 1).keys() == generating.keys()
+
+
+def test_the_plan_of_ranks_says_who_holds_what_and_where() -> None:
+    trainer, _ = trainer_of(RL)
+    rl = dataclasses.replace(RL, rl_generation_ranks=3, rl_reference="x", grpo_kl_beta=1.0)
+    title, training, generation = rank_plan(rl, trainer.run.config, 1, ["a", "a", "b", "b"])
+    assert "who holds what" in title
+    assert "rank 0 on a (data 1): policy in training" in training and ", reference" in training
+    assert "ranks 1 on a, 2 to 3 on b (data 3): network that generates" in generation
+    assert generation.endswith("rank 1 plays the environments")
+
+
+def test_the_planner_always_tells_the_memory_of_ranks_that_only_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "train_rl.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
+        "--lr 1e-3 --train-iters 1 --langrl-env-config x --grpo-kl-beta 0 --lr-decay-style constant --grpo-prompts-per-step 2"
+    ).split()
+    with pytest.raises(SystemExit) as end:
+        plan.main(["--true-vocab-size", "256", "--world-size", "2", "--", *words, "--rl-generation-ranks", "1"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and "a rank that only generates holds: network that generates" in text, text
+    command = read_command(words, ranks=1)
+    assert command.setting is not None and not command.apart(command.setting.config.resolve(1), 1)
 
 
 def test_generation_and_training_need_memory_at_different_times() -> None:

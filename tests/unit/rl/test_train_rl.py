@@ -140,7 +140,6 @@ def test_what_the_run_refuses_the_checker_refuses_in_the_same_words(
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--rl-generation-ranks 1 --rl-partial-rollouts", "leave it out, and give --rl-generation-lag"),
         ("--rl-generation-ranks 1 --rl-offload-optimizer-during-inference", "no rank both trains and generates"),
         ("--rl-generation-ranks 1 --rl-inference-tensor-model-parallel-size 2", "the network that generates: "),
         ("--rl-generation-ranks 2 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
