@@ -6,13 +6,13 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.preference.arguments import parse_preference_args
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
-    PLACE = launcher_place()
+    PLACE = read_launch_info()
     ARGS, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
-from megatron.preference.data import data_source, kind_of, with_epochs
+from megatron.preference.data import data_source, dataset_kind, with_epochs
 from megatron.preference.step import PreferenceStep
 from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
@@ -31,7 +31,7 @@ def datasets(run: Run, counts: tuple[int, int | None, int]) -> Datasets:
 def main() -> None:
     """Initialize and train."""
     run = initialize_megatron(ARGS)
-    kind, learns_answers = kind_of(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
+    kind, learns_answers = dataset_kind(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
     step = forward_step if learns_answers else PreferenceStep(PREFERENCE)
     template = None if learns_answers else PREFERENCE.preference_prompt_format
     pretrain(

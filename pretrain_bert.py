@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.cli.arguments import parse_args
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
-    PLACE = launcher_place()
+    PLACE = read_launch_info()
     ARGS = parse_args(
         world_size=PLACE.size,
         speaks=PLACE.rank == 0,
@@ -24,7 +24,7 @@ from megatron.core.datasets.blend import build_splits
 from megatron.core.datasets.sentence_kinds import bert_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.data.bert_loss import pair_loss
+from megatron.training.data.bert_loss import mlm_and_pair_loss
 from megatron.training.entry import run_entry
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
@@ -56,7 +56,7 @@ def forward_step(
     )
 
     def loss(output: BERTOutput) -> Loss:
-        return pair_loss(output, batch, per_token=run.config.train.calculate_per_token_loss)
+        return mlm_and_pair_loss(output, batch, per_token=run.config.train.calculate_per_token_loss)
 
     return output, loss
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.cli.arguments import parse_args
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
-    PLACE = launcher_place()
+    PLACE = read_launch_info()
     ARGS = parse_args(
         world_size=PLACE.size,
         speaks=PLACE.rank == 0,

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.cli.arguments import parse_args
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 
 # An image is one sample with one label; there is no text.
 DEFAULTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": "vit", "seq_length": 1}
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
-    PLACE = launcher_place()
+    PLACE = read_launch_info()
     ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
 import torch

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron.training.cli.arguments import parse_args
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 
 DEFAULTS = {"tokenizer_type": "HuggingFaceTokenizer", "vision_model_type": "clip", "sft": True}
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
-    PLACE = launcher_place()
+    PLACE = read_launch_info()
     ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
 from megatron.core.config.stages import stages_of

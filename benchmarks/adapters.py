@@ -41,7 +41,7 @@ from megatron.core.families import peft as folders
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.preference.data import ReferencedBatches
+from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.dataset import PreferenceDataset, RowSource
 from megatron.preference.rows import RowReader, read_rows
 from megatron.preference.settings import PreferenceConfig
@@ -203,7 +203,7 @@ def preference(folder: str) -> Ways:
     Checkpoint(trainer).resume()
 
     def ours() -> float:
-        data = ReferencedBatches(trainer, iter((batch,)), None, config)  # type: ignore[arg-type]
+        data = ReferenceScoredBatches(trainer, iter((batch,)), None, config)  # type: ignore[arg-type]
         total, count = train_step(trainer, data).losses["preference loss"].tolist()
         return total / count
 

@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.kernels import fused, reference  # noqa: E402
-from megatron.core.kernels.mask import MaskSpec, Scores  # noqa: E402
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers  # noqa: E402
 
 
 def milliseconds(call: Callable[..., Tensor], inputs: list[Tensor], repeats: int) -> float:
@@ -37,7 +37,7 @@ def milliseconds(call: Callable[..., Tensor], inputs: list[Tensor], repeats: int
     return 1000 * statistics.median(times[1:])
 
 
-def by_torch(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, _: Scores) -> Tensor:
+def by_torch(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, _: ScoreModifiers) -> Tensor:
     """Causal attention as torch has it for this device: on a CPU with dropout it keeps all scores."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     return (
@@ -63,7 +63,7 @@ def main() -> None:
     def run(
         attention: Callable[..., Tensor], mask: MaskSpec, sink: bool, dropout: float = 0.0
     ) -> Callable[..., Tensor]:
-        return lambda q, k, v, z: attention(q, k, v, mask, dropout, Scores(sink=z if sink else None))
+        return lambda q, k, v, z: attention(q, k, v, mask, dropout, ScoreModifiers(sink=z if sink else None))
 
     rows = {
         "causal, fused": run(fused.attention, plain, False),

@@ -27,13 +27,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.kernels import linear_loss
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
 from megatron.core.tensor_parallel.region import Region
 from megatron.core.transformer.layer import Layer
@@ -102,8 +102,8 @@ def kept_here(changes: Changes) -> int:
     run = tiny.run_of(
         tiny.config(ranks, **{**SHAPE, **dropout, "bf16": True, "tensor_model_parallel_size": ranks, **changes})
     )
-    layer = Layer(layer_rows(run.config.model)[0], run.build)
-    name_all(layer)
+    layer = Layer(network_layer_plans(run.config.model)[0], run.build)
+    set_global_names(layer)
     materialize(layer, run.mesh, 1)
     parameters_memory = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     storages: dict[int, Tensor] = {}
@@ -112,7 +112,7 @@ def kept_here(changes: Changes) -> int:
         storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    x = torch.randn(run.build.region.length(LENGTH), BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(run.build.region.local_length(LENGTH), BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x, ForwardContext(MaskSpec()))
     return sum(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.rewrite import rewrite
 from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.families import hf
 from megatron.core.families.registry import model_of
 from megatron.core.models.describe import parameter_shapes
@@ -57,7 +57,7 @@ class Random:
             "add_bias_linear": False,
         }
         self.formats = {
-            f"model.{name}": Format(shape, torch.bfloat16)
+            f"model.{name}": TensorFormat(shape, torch.bfloat16)
             for name, shape in parameter_shapes(model_of(self.settings)).items()
         }
         self._pool = torch.randn(1 << 22).bfloat16()

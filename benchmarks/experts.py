@@ -26,8 +26,8 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models.flops import active_moe_elements
 from megatron.core.parallel.device import device_name, keep_freed_memory, pick_device, synchronize
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
-from megatron.core.transformer.build import Build
+from megatron.core.parallel.spec import set_global_names
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.dispatch import Dispatched, ExpertInputs
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
@@ -132,7 +132,7 @@ def layer_of(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    build: Build | None = None,
+    build: BuildContext | None = None,
     dense: int | None = None,
 ) -> Any:
     """A layer with experts, or a dense one of this width."""
@@ -140,7 +140,7 @@ def layer_of(
     if build is None:
         build = dataclasses.replace(tiny.run_of(settings, device).build, dtype=dtype)
     layer = MoELayer(build, LayerPlan(0, mlp="moe")) if dense is None else MLP(build, width=dense)
-    name_all(layer)
+    set_global_names(layer)
     materialize(layer, build.mesh, 1)
     return layer
 

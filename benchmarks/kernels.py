@@ -31,7 +31,7 @@ from benchmarks.gpu.timing import Timed, clock_of, one_round  # noqa: E402
 from megatron.core.kernels import reference  # noqa: E402
 from megatron.core.kernels.linear_loss import VocabularyShard  # noqa: E402
 from megatron.core.kernels.mask import MaskSpec  # noqa: E402
-from megatron.core.kernels.table import CANDIDATES, Need  # noqa: E402
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements  # noqa: E402
 from megatron.core.parallel.device import keep_freed_memory  # noqa: E402
 from megatron.core.parallel.mesh import Axis  # noqa: E402
 from megatron.core.tensor_parallel.loss import cross_entropy  # noqa: E402
@@ -146,11 +146,11 @@ def seconds(passes: dict[str, Callable[[], None]], rounds: int, calls: int, devi
     }
 
 
-def measure(job: Job, need: Need, options: argparse.Namespace) -> None:
+def measure(job: Job, need: KernelRequirements, options: argparse.Namespace) -> None:
     """Print the rows of one operation."""
     passes, refused = {}, {}
     fitting = [(one, one.unsupported_reason(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
-    kernels = [(one.name, None if reason else one.call, reason) for one, reason in fitting]
+    kernels = [(one.name, None if reason else one.function, reason) for one, reason in fitting]
     if options.compile and job.op in PLAIN:
         kernels.append(("compiled", torch.compile(PLAIN[job.op]), ""))
     for name, kernel, reason in kernels:
@@ -194,7 +194,7 @@ def main() -> None:
         setattr(options, name, getattr(options, name) or usual)
     options.calls = options.calls or (20 if device == "cuda" else 1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    need = Need(device=device, dtype=dtype, head_sizes=(options.hidden // options.heads,) * 2)
+    need = KernelRequirements(device=device, dtype=dtype, head_sizes=(options.hidden // options.heads,) * 2)
     print(
         ", ".join(f"{name.replace('_', ' ')} {getattr(options, name)}" for name in NAMES)
         + f"; {dtype} on {device}; forward and backward, by {clock_of(torch.device(device))} around {options.calls} calls"

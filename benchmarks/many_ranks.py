@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel import mesh
 from megatron.core.parallel.grid import axis_ranks
-from megatron.trust.flags.parameter_counts import mesh_of
+from megatron.trust.flags.parameter_counts import mesh_without_groups
 
 CPU = torch.device("cpu")
 LARGE = ParallelConfig(
@@ -75,7 +75,7 @@ def in_name(ranks: int) -> None:
     lists = axis_ranks(LARGE, ranks)
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        here = mesh_of(lists, rank)
+        here = mesh_without_groups(lists, rank)
         for name in ("tp", "cp", "dp", "pp", "ep", "edp", "dp_cp", "tp_cp", "model"):
             dist.new_group(list(here.axis(name).ranks), backend="fake")
         dist.destroy_process_group()

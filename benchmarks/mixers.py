@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.kernels.mask import MaskSpec  # noqa: E402
 from megatron.core.parallel.rng import materialize  # noqa: E402
-from megatron.core.parallel.spec import name_all  # noqa: E402
+from megatron.core.parallel.spec import set_global_names  # noqa: E402
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet  # noqa: E402
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes  # noqa: E402
 from megatron.core.transformer.passing import ForwardContext  # noqa: E402
@@ -38,7 +38,7 @@ def ours() -> dict[str, nn.Module]:
         "gated delta net": GatedDeltaNet(run.build, DeltaNetSizes(KEY_HEADS, HEADS, SIZE, SIZE)),
     }
     for mixer in mixers.values():
-        name_all(mixer)
+        set_global_names(mixer)
         materialize(mixer, run.mesh, seed=1)
     return mixers
 

@@ -39,7 +39,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.overlap import Overlap
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import ParamSpec, constant, name_all, parameter
+from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, set_global_names
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel import executor
 from megatron.core.pipeline_parallel.executor import Shape
@@ -214,7 +214,7 @@ class Slept(nn.Module):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.weight = parameter(ParamSpec((64,), constant(0.0), "vector"), mesh, torch.float32)
+        self.weight = meta_parameter(ParamSpec((64,), constant_initializer(0.0), "vector"), mesh, torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """x."""
@@ -227,7 +227,7 @@ def data_here(delay: float, count: int, what: str) -> tuple[list[float], float]:
 
     def wrapped(overlaps: bool) -> DataParallel:
         network = Layers(mesh, count)
-        name_all(network)
+        set_global_names(network)
         materialize(network, mesh, 1)
         return DataParallel(
             network,

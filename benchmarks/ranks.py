@@ -3,7 +3,7 @@
 
     python benchmarks/ranks.py
 
-Ranks tell Linux that they compute (`use_batch_scheduling`), so that their threads that wake up do not push each other off the
+Ranks tell Linux that they compute (`set_sched_batch_policy`), so that their threads that wake up do not push each other off the
 processors. Two pools of ranks take turns: one that tells it, and one that does not, since threads keep what was said when they
 started. fp32, one thread a rank, the slowest rank's seconds of a step.
 """
@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def steps_here(changes: dict[str, Any], is_batched: bool, steps: int) -> list[float]:
     """On every rank: seconds of training steps, after a first. told: Linux is told that the rank computes."""
-    with patch.object(mesh, "use_batch_scheduling", mesh.use_batch_scheduling if is_batched else lambda _: None):
+    with patch.object(mesh, "set_sched_batch_policy", mesh.set_sched_batch_policy if is_batched else lambda _: None):
         trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), **changes)))
     seconds = []
     for _ in range(steps + 1):

@@ -27,7 +27,7 @@ from megatron.core.config.settings.model import ModelConfig, RopeConfig
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -103,7 +103,7 @@ def main() -> None:
         args=argparse.Namespace(),
         config=config,
         mesh=mesh,
-        kernels=select(Need()),
+        kernels=select_kernels(KernelRequirements()),
         tokenizer=ByteTokenizer(),
         streams=RandomStreams.build(mesh, config.train.seed),
         timers=Timers(level=0),

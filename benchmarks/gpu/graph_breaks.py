@@ -80,7 +80,7 @@ def main() -> None:
     setattr(torch.utils._triton, "has_triton", lambda: True)  # noqa: B010 - a function that is replaced
     failed = False
     for op, given in inputs().items():
-        call = next(one.call for one in CANDIDATES if (one.op, one.name) == (op, OTHERS.get(op, "triton")))
+        call = next(one.function for one in CANDIDATES if (one.op, one.name) == (op, OTHERS.get(op, "triton")))
         assert call is not None, "there is a kernel for it"
         why = problem(call, given)
         failed = failed or bool(why)

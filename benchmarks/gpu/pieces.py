@@ -34,8 +34,8 @@ from benchmarks.gpu import results
 from benchmarks.gpu.layers import GPT, trainer_of
 from benchmarks.gpu.timing import both_passes, timed
 from megatron.core.kernels import flex, fused, reference
-from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.table import CANDIDATES, Need
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements
 from megatron.core.parallel.device import CudaGraphPool
 
 GPU = torch.device("cuda")
@@ -163,13 +163,13 @@ def attention(small: bool) -> None:
             return {"forward": work / forward, "backward": 2.5 * work / max(backward, 1e-9), "first_call_s": first}
 
         attempt("attention", {"what": name, "kernel": "torch chooses"}, choice)
-        need = Need(device="cuda", dtype=BF16, head_sizes=(d, d))
+        need = KernelRequirements(device="cuda", dtype=BF16, head_sizes=(d, d))
         for one in CANDIDATES:
             if one.op != "attention" or one.name in ("local", "unfused"):
                 continue
             if reason := one.unsupported_reason(need):
                 results.add("attention", what=name, kernel=one.name, unsupported_reason=reason[:80])
-            elif (call := one.call) is not None:
+            elif (call := one.function) is not None:
                 attempt("attention", {"what": name, "kernel": one.name}, partial(measure, call, q, k, v))
 
 
@@ -179,13 +179,15 @@ def masks(small: bool) -> None:
     q, k, v = draw(s, b, n, d), draw(s, b, g, d), draw(s, b, g, d)
     documents = (torch.arange(s, device=GPU)[None].expand(b, -1) // (s // 5)).contiguous()
     for name, mask, scores in (
-        ("documents", MaskSpec(documents=documents), Scores()),
-        ("window", MaskSpec(window=(min(512, s // 4), 0)), Scores()),
-        ("cap 50", MaskSpec(), Scores(softcap=50.0)),
-        ("sinks", MaskSpec(), Scores(sink=draw(n))),
+        ("documents", MaskSpec(documents=documents), ScoreModifiers()),
+        ("window", MaskSpec(window=(min(512, s // 4), 0)), ScoreModifiers()),
+        ("cap 50", MaskSpec(), ScoreModifiers(softcap=50.0)),
+        ("sinks", MaskSpec(), ScoreModifiers(sink=draw(n))),
     ):
 
-        def measure(call: Callable[..., Tensor], mask: MaskSpec = mask, scores: Scores = scores) -> dict[str, Any]:
+        def measure(
+            call: Callable[..., Tensor], mask: MaskSpec = mask, scores: ScoreModifiers = scores
+        ) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
             held, began = torch.cuda.memory_allocated(), time.perf_counter()
             both = both_passes(lambda *given: call(*given, mask, 0.0, scores), q, k, v)

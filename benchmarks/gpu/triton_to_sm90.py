@@ -40,9 +40,9 @@ from triton.runtime.jit import JITFunction
 from megatron.core.kernels.adamw import AdamRates, AdamTensors
 from megatron.core.kernels.linear_loss import VocabularyShard, linear_cross_entropy
 from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedRounding
-from megatron.core.kernels.mask import Scores
+from megatron.core.kernels.mask import ScoreModifiers
 from megatron.core.kernels.paged import BlockTables
-from megatron.core.kernels.reference import Gating
+from megatron.core.kernels.reference import GatingOptions
 from megatron.core.kernels.table import CANDIDATES
 
 SPILLS = 0  # bytes a thread of spilled registers that a kernel may have
@@ -108,12 +108,12 @@ def normed(size: int, *, centred: bool) -> Case:
     return lambda op: both_passes(op(draw(8, size), *(draw(size) for _ in range(1 + centred)), 1e-5))
 
 
-def gated(name: str, gating: Gating) -> Case:
+def gated(name: str, gating: GatingOptions) -> Case:
     """A gated activation of Llama's width."""
     return lambda op: both_passes(op(draw(8, 2 * 14336), name, gating))
 
 
-def biased(name: str, gating: Gating | None = None) -> Case:
+def biased(name: str, gating: GatingOptions | None = None) -> Case:
     """A bias and an activation of GPT 1.3B's width, or a gated one of gpt-oss's."""
     size = 8192 if gating is None else 2 * 2880
     return lambda op: both_passes(op(draw(80, size), draw(size), name, gating))
@@ -206,11 +206,11 @@ def quantised(block: tuple[int, int] | None, *, delayed: bool = False) -> Case:
     def call(op: FusedRounding) -> None:
         x = draw(4096, 4096)
         if block is not None:
-            op.by_blocks(x, E4M3, block)
+            op.quantize_per_block(x, E4M3, block)
         elif delayed:
-            op.by_tensor(x, E5M2, torch.ones(16), seen=torch.zeros(()))
+            op.quantize_per_tensor(x, E5M2, torch.ones(16), seen=torch.zeros(()))
         else:
-            op.by_tensor(x, E4M3, op.largest_of(x))
+            op.quantize_per_tensor(x, E4M3, op.largest_of(x))
 
     return call
 
@@ -242,13 +242,13 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "sum, rms 4096": lambda op: both_passes(op(draw(8, 4096), draw(8, 4096), draw(4096), None, 1e-5)),
     },
     "gated_activation": {
-        **{name: gated(name, Gating()) for name in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
-        "quick_gelu, clamp, offset": gated("quick_gelu", Gating(7.0, 1.0)),
+        **{name: gated(name, GatingOptions()) for name in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
+        "quick_gelu, clamp, offset": gated("quick_gelu", GatingOptions(7.0, 1.0)),
     },
     "bias_activation": {
         **{f"bias, {name}": biased(name) for name in ("gelu", "gelu_tanh", "squared_relu")},
-        "bias, silu, gated": biased("silu", Gating()),
-        "bias, quick_gelu, clamp, offset": biased("quick_gelu", Gating(7.0, 1.0)),
+        "bias, silu, gated": biased("silu", GatingOptions()),
+        "bias, quick_gelu, clamp, offset": biased("quick_gelu", GatingOptions(7.0, 1.0)),
     },
     "rotary": {
         **{f"rotary {size}": rotated(size, interleaved=False) for size in (64, 96, 128)},
@@ -284,7 +284,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "Llama 8B reads a prompt": paged(32, 8, (128, 128), 512),
         "heads of 64, window": paged(64, 8, (64, 64), window=128),
         "heads of 96": paged(32, 32, (96, 96)),
-        "heads of 256, window, cap": paged(16, 8, (256, 256), window=4096, scores=Scores(softcap=50.0)),
+        "heads of 256, window, cap": paged(16, 8, (256, 256), window=4096, scores=ScoreModifiers(softcap=50.0)),
         "latent": paged(128, 1, (576, 512)),
         "fp32": paged(32, 8, (128, 128), dtype=torch.float32),
     },
@@ -375,7 +375,7 @@ def main() -> int:
                 problems.append(f"{candidate.op} has a Triton kernel and no case in {Path(__file__).name}")
             for label, case in CASES.get(candidate.op, {}).items() if candidate.name == "triton" else ():
                 try:
-                    case(candidate.call)
+                    case(candidate.function)
                 except Exception as error:  # noqa: BLE001 - whatever the compiler says
                     problems.append(f"{candidate.op} ({label}): {type(error).__name__}: {str(error)[:500]}")
     problems += [

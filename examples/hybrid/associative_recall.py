@@ -31,7 +31,7 @@ from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -112,7 +112,7 @@ def learn(pattern: str, pairs: int, steps: int) -> tuple[int, Curve]:
         args=argparse.Namespace(),
         config=config,
         mesh=mesh,
-        kernels=select(Need()),
+        kernels=select_kernels(KernelRequirements()),
         tokenizer=NullTokenizer(KEYS + VALUES),
         streams=RandomStreams.build(mesh, config.train.seed),
         timers=Timers(level=0),

@@ -62,7 +62,7 @@ def _exact_match(answer: str, question: Question) -> float:
 
 def _mmmu_score(answer: str, question: Question) -> float:
     if not question.options:
-        return vision.open_answer(answer, question.references)
+        return vision.open_answer_score(answer, question.references)
     return float(vision.chosen_option(answer, question.options) in question.references)
 
 
@@ -74,28 +74,30 @@ def _caption_score(score: Callable[..., float]) -> Callable[[Scored], float]:
     return score_captions
 
 
-def _asked(prompt: str, question: str = "") -> list[Message]:
+def _user_message(prompt: str, question: str = "") -> list[Message]:
     return [{"role": "user", "content": prompt.replace("{question}", question)}]
 
 
-def _coco(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_coco(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     names = {image["id"]: image["file_name"] for image in files[0]["images"]}
     captions: dict[Any, list[str]] = {number: [] for number in names}
     for annotation in files[0]["annotations"]:
         captions[annotation["image_id"]].append(annotation["caption"])
-    return [Question(number, captions[number], _asked(prompt), [name]) for number, name in names.items()]
+    return [Question(number, captions[number], _user_message(prompt), [name]) for number, name in names.items()]
 
 
-def _texts(answers: Any) -> list[str]:
+def _answer_texts(answers: Any) -> list[str]:
     """Answers, each a text or an object with one, or one alone."""
     several = answers if isinstance(answers, list) else [answers]
     return [str(one["answer"] if isinstance(one, Mapping) else one) for one in several]
 
 
-def _vqav2(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_vqav2(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     if isinstance(files[0], list):  # Megatron's
         return [
-            Question(row["question_id"], _texts(row["answer"]), _asked(prompt, row["question"]), [row["image"]])
+            Question(
+                row["question_id"], _answer_texts(row["answer"]), _user_message(prompt, row["question"]), [row["image"]]
+            )
             for row in files[0]
         ]
     answers = next((file for file in files if "annotations" in file), None)
@@ -105,37 +107,42 @@ def _vqav2(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     subtype = inquiries.get("data_subtype", "val2014")
     given = {row["question_id"]: row for row in inquiries["questions"]}
     return [
-        Question(row["question_id"], _texts(row["answers"]))
+        Question(row["question_id"], _answer_texts(row["answers"]))
         if row["question_id"] not in given
         else Question(
             row["question_id"],
-            _texts(row["answers"]),
-            _asked(prompt, given[row["question_id"]]["question"]),
+            _answer_texts(row["answers"]),
+            _user_message(prompt, given[row["question_id"]]["question"]),
             [f"COCO_{subtype}_{int(row['image_id']):012d}.jpg"],
         )
         for row in answers["annotations"]
     ]
 
 
-def _textvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_textvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     return [
         Question(
-            row["question_id"], _texts(row["answers"]), _asked(prompt, row["question"]), [f"{row['image_id']}.jpg"]
+            row["question_id"],
+            _answer_texts(row["answers"]),
+            _user_message(prompt, row["question"]),
+            [f"{row['image_id']}.jpg"],
         )
         for row in files[0]["data"]
     ]
 
 
-def _chartqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_chartqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     return [
-        Question(number, _texts(row["label"]), _asked(prompt, row["query"]), [row["imgname"]])
+        Question(number, _answer_texts(row["label"]), _user_message(prompt, row["query"]), [row["imgname"]])
         for number, row in enumerate(files[0])
     ]
 
 
-def _docvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_docvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     return [
-        Question(row["questionId"], _texts(row["answers"]), _asked(prompt, row["question"]), [row["image"]])
+        Question(
+            row["questionId"], _answer_texts(row["answers"]), _user_message(prompt, row["question"]), [row["image"]]
+        )
         for row in files[0]["data"]
     ]
 
@@ -149,13 +156,13 @@ _RELAXED = _mean_score(
 )
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
-        "vqav2": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _vqav2),
-        "textvqa": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _textvqa),
-        "chartqa": Benchmark({"relaxed accuracy": _RELAXED}, None, _chartqa),
+        "vqav2": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_vqav2),
+        "textvqa": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_textvqa),
+        "chartqa": Benchmark({"relaxed accuracy": _RELAXED}, None, _read_chartqa),
         "docvqa": Benchmark(
             {"ANLS": _mean_score(lambda answer, one: vision.anls(answer, one.references))},
             lambda number, answer: {"questionId": number, "answer": answer},
-            _docvqa,
+            _read_docvqa,
         ),
         "mmmu": Benchmark({"accuracy": _mean_score(_mmmu_score)}),
         "exact": Benchmark({"accuracy": _mean_score(_exact_match)}),
@@ -166,7 +173,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "ROUGE-L": _caption_score(vision.rouge_l),
             },
             lambda number, answer: {"image_id": number, "caption": answer},
-            _coco,
+            _read_coco,
             _CAPTION,
         ),
     }
@@ -181,9 +188,11 @@ def read_questions(task: str, paths: Sequence[str], prompt: str | None = None) -
     benchmark, where = BENCHMARKS[task], ", ".join(paths)
     try:
         texts = [Path(path).read_text(encoding="utf-8") for path in paths]
-        contents = [_official(text) for text in texts]
+        contents = [_parse_official_file(text) for text in texts]
         if all(content is None for content in contents):
-            result = [_of_line(json.loads(line)) for text in texts for line in text.splitlines() if line.strip()]
+            result = [
+                _question_of_line(json.loads(line)) for text in texts for line in text.splitlines() if line.strip()
+            ]
         elif benchmark.read is None:
             raise ConfigError(
                 f"{where}: {task} has no official file that is read; give JSON lines with an id and references"
@@ -207,7 +216,7 @@ def _check_questions(questions: Sequence[Question], where: str) -> None:
         raise ConfigError(f"{where} has no lines")
 
 
-def _official(text: str) -> Any:
+def _parse_official_file(text: str) -> Any:
     """The content of a file that is one JSON list or object over all of its lines; None: a file of JSON lines."""
     try:
         content = json.loads(text)
@@ -216,7 +225,7 @@ def _official(text: str) -> Any:
     return None if isinstance(content, Mapping) and "id" in content else content
 
 
-def _of_line(row: Mapping[str, Any]) -> Question:
+def _question_of_line(row: Mapping[str, Any]) -> Question:
     references = row.get("references", [])
     if not isinstance(references, list):
         raise TypeError("references are no list")

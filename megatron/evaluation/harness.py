@@ -36,11 +36,11 @@ from megatron.core.datasets.marks import count_added_ids
 from megatron.core.datasets.templates import Template
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer, fingerprint, hash_parts
-from megatron.evaluation.likelihood import BatchSize, Ids, Prompt, Request, continuations, loglikelihoods
+from megatron.evaluation.likelihood import BatchSize, Ids, Prompt, Request, generate_continuations, loglikelihoods
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.entry import run_entry
-from megatron.training.launch.launch_info import launcher_place, world_size
+from megatron.training.launch.launch_info import read_launch_info, world_size
 
 AUTO_TOKENS = 16384  # of a batch, when its size is chosen here
 _NUMBERS_OF_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -72,7 +72,7 @@ class ModelArgs:
     device: str | None = None
 
     @property
-    def size(self) -> BatchSize:
+    def batch_limits(self) -> BatchSize:
         """The size of a batch."""
         word, _, _ = str(self.batch_size).partition(":")
         if word == "auto":
@@ -82,7 +82,7 @@ class ModelArgs:
         return BatchSize(int(word))
 
     @property
-    def place(self) -> torch.device | None:
+    def explicit_device(self) -> torch.device | None:
         """The device of this rank, if it is not its own to choose."""
         if self.device in (None, "cuda", "cuda:0"):
             return None
@@ -128,7 +128,7 @@ class MegatronLM(TemplateLM):
     def __init__(self, **given: Any) -> None:
         super().__init__()
         self.settings, tokenizer = parse_model_args(given)
-        self._size = self.settings.size
+        self._size = self.settings.batch_limits
         self.loaded = load_network(
             self.settings.load,
             GPT,
@@ -136,7 +136,7 @@ class MegatronLM(TemplateLM):
             parallel=self.settings.parallel,
             dtype=self.settings.dtype,
             tokenizer=tokenizer,
-            device=self.settings.place,
+            device=self.settings.explicit_device,
         )
         self._device = self.loaded.mesh.device
         positions = self.loaded.config.model.max_position_embeddings
@@ -200,7 +200,7 @@ class MegatronLM(TemplateLM):
         """The continuation of each context, up to the first of the texts that end it."""
         self._asked_alike(requests)
         prompts = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
-        texts = continuations(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
+        texts = generate_continuations(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
         return [cut_at_stop(self._generated_text(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -311,7 +311,7 @@ def cut_at_stop(text: str, until: Sequence[str]) -> str:
 @run_entry
 def main() -> None:
     """Hand over to lm_eval; ranks after the first report nothing."""
-    if launcher_place().rank == 0:
+    if read_launch_info().rank == 0:
         cli_evaluate()
         return
     logging.disable(logging.WARNING)

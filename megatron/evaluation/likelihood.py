@@ -116,7 +116,7 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
     mine = (
         batches[axis.rank :: axis.size]
         if loaded.config.parallel.expert_model_parallel_size == 1
-        else _equal_rounds(batches, axis)
+        else _pad_batch_rounds(batches, axis)
     )
 
     def keep(microbatch: int, logits: Tensor) -> None:
@@ -134,11 +134,11 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
 
     with _progress_bar(loaded, mine, "loglikelihoods") as bar:
         forward_batches(loaded, mine, keep, bar)
-    gathered = on_all_ranks(loaded, results)
+    gathered = gather_answers(loaded, results)
     return [gathered[number] for number in range(len(requests))]
 
 
-def _equal_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
+def _pad_batch_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
     """This rank's batches where ranks share experts: all have equally many, and each round the same rows and length.
 
     What is missing is filled with the round's longest input, whose answer then comes more than once.
@@ -191,7 +191,7 @@ def argmax_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
     return -collectives.all_reduce(-mine, axis, "max")
 
 
-def continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: BatchSize) -> list[list[int]]:
+def generate_continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: BatchSize) -> list[list[int]]:
     """New ids after each prompt, until it is ended or has its number of them; the end of document is the last, if it comes.
 
     Every step computes the whole of each text anew.
@@ -206,7 +206,7 @@ def continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: Ba
     mine = places[axis.rank :: axis.size]
     for batch in _progress_bar(loaded, mine, "continuations"):
         texts.update(zip(batch, _generate_batch(loaded, [prompts[number] for number in batch])))
-    gathered = on_all_ranks(loaded, texts)
+    gathered = gather_answers(loaded, texts)
     return [gathered[number] for number in range(len(prompts))]
 
 
@@ -221,7 +221,7 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[Prompt]) -> list[l
 
         def keep(_: int, logits: Tensor) -> None:
             places = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
-            last = _whole_rows(loaded, logits[places, torch.arange(len(texts), device=logits.device)])
+            last = _gather_logits(loaded, logits[places, torch.arange(len(texts), device=logits.device)])
             for place, row in enumerate(active):
                 tokens[place] = draw(last[place : place + 1], prompts[row].sampling, draws[row])[0]
 
@@ -236,7 +236,7 @@ def _is_over(prompt: Prompt, new: list[int], eod: int) -> bool:
     return len(new) == prompt.num_tokens or bool(new) and (new[-1] == eod or prompt.ended(new))
 
 
-def _whole_rows(loaded: InferenceModel, logits: Tensor) -> Tensor:
+def _gather_logits(loaded: InferenceModel, logits: Tensor) -> Tensor:
     """logits: [b, v/tp]. Returns [b, v] without padding, in fp32 (fp64 for fp64), the same on every tensor rank."""
     whole = collectives.all_gather(logits.t().contiguous(), loaded.mesh.tp).t()[
         :, : loaded.config.model.true_vocab_size
@@ -262,7 +262,7 @@ class _Pass:
         """The message of the stage before."""
         batch = self.batches[microbatch]
         chunk = self.loaded.stages[stage // self.loaded.mesh.pp.size]
-        return (chunk.message_shape(len(batch), self._padded_length(batch)),) * chunk.states
+        return (chunk.message_shape(len(batch), self._padded_length(batch)),) * chunk.num_received_states
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one batch; rows are filled up to the length of the first, the longest."""
@@ -309,7 +309,7 @@ def _progress_bar(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 
 
-def on_all_ranks(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
+def gather_answers(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
     """What the ranks found, of all data ranks, on all ranks."""
     speaks = loaded.stages[-1].stage.has_output and loaded.mesh.tp.is_first
     everyone = collectives.gather_objects(local if speaks else {}, loaded.mesh.world)

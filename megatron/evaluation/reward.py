@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.evaluation.likelihood import BatchSize, Ids, forward_batches, on_all_ranks
+from megatron.evaluation.likelihood import BatchSize, Ids, forward_batches, gather_answers
 from megatron.training.checkpoint.inference_model import REWARD, InferenceModel, load_network
 
 Message = Mapping[str, Any]
@@ -83,18 +83,18 @@ class RewardModel:
                 scores.update(dict.fromkeys(numbers[ids], float(values[row, len(ids) - 1])))
 
         forward_batches(self.loaded, batches, keep)
-        gathered = on_all_ranks(self.loaded, scores)
+        gathered = gather_answers(self.loaded, scores)
         return [gathered[number] for number in range(len(inputs))]
 
-    def lead(self, inputs: Sequence[Ids]) -> list[float]:
-        """`score_ids` on the first rank, while all others `follow`."""
+    def score_as_leader(self, inputs: Sequence[Ids]) -> list[float]:
+        """`score_ids` on the first rank, while all others `run_as_follower`."""
         return self.score_ids(collectives.broadcast_object(list(inputs), self.loaded.mesh.world))
 
-    def let_go(self) -> None:
-        """End `follow` on the other ranks."""
+    def release_followers(self) -> None:
+        """End `run_as_follower` on the other ranks."""
         collectives.broadcast_object(None, self.loaded.mesh.world)
 
-    def follow(self) -> None:
+    def run_as_follower(self) -> None:
         """Score what the first rank scores, until it lets go."""
         while (inputs := collectives.broadcast_object(None, self.loaded.mesh.world)) is not None:
             self.score_ids(inputs)
@@ -102,13 +102,15 @@ class RewardModel:
     def ids(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
         """The ids of each text or conversation, with its end."""
         tokenizer = self.loaded.tokenizer
-        encoder = Encoder(tokenizer, self.template) if any(not isinstance(text, str) for text in texts) else None
+        encoder = (
+            ConversationEncoder(tokenizer, self.template) if any(not isinstance(text, str) for text in texts) else None
+        )
         inputs: list[Ids] = []
         for text in texts:
             if isinstance(text, str):
                 inputs.append(tuple(text_ids(tokenizer, text)))
                 continue
             assert encoder is not None, "conversations are written by a template"
-            (ids,) = encoder.encode([encoder.template.pieces(text)])
+            (ids,) = encoder.encode([encoder.template.render_segments(text)])
             inputs.append(tuple((ids ^ (ids >> 31)).tolist()))  # an id that is not learnt is kept as ~id
         return inputs

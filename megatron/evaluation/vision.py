@@ -34,7 +34,7 @@ _TOKEN = re.compile(
 )
 
 
-def normalized(answer: str) -> str:
+def normalize_vqa_answer(answer: str) -> str:
     """An answer as VQA compares it: lower case, without punctuation and articles, numbers as digits, contractions with apostrophes."""
     text = answer.replace("\n", " ").replace("\t", " ").strip()
     result = text
@@ -51,7 +51,7 @@ def vqa(answer: str, references: Sequence[str], *, leave_one_out: bool = True) -
 
     leave_one_out: the official mean over all sets of the other nine; else min(1, people / 3) of all, as many count it.
     """
-    given, theirs = normalized(answer), [normalized(reference) for reference in references]
+    given, theirs = normalize_vqa_answer(answer), [normalize_vqa_answer(reference) for reference in references]
     same = sum(reference == given for reference in theirs)
     if not leave_one_out:
         return min(1.0, same / 3)
@@ -106,7 +106,7 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     return last if places[last] >= 0 else None
 
 
-def open_answer(answer: str, references: Sequence[str]) -> float:
+def open_answer_score(answer: str, references: Sequence[str]) -> float:
     """1 where the answer holds a reference: a number, rounded to two places, or a text."""
     text = answer.lower().replace(",", "")
     numbers = {round(float(one), 2) for one in re.findall(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", text)}

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.adapters import layer_name, linear_layers
-from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.adapter_set import AdapterSet, AdapterSource
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import local_shape, local_shards, spec_of
-from megatron.core.tensor_parallel.adapter import AdapterBuild, LinearAdapter
+from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter
 from megatron.core.tensor_parallel.linear import AdaptedLinear
 from megatron.core.tensor_parallel.quantized import dense
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ServedLinear(nn.Module):
         return any(number in self.factors for number in self.bank.active)
 
     @property
-    def has_lengths(self) -> bool:
+    def has_magnitudes(self) -> bool:
         """Whether rows have lengths of their own in one of them (DoRA), by which also the layer's product is multiplied."""
         return any(self.factors[number].lengths is not None for number in self.bank.active if number in self.factors)
 
@@ -79,7 +79,7 @@ class ServedLinear(nn.Module):
         result = base + F.linear(low * self.bank.mask(ranks, low), second)
         if lengths is None:
             return result
-        return result * lengths.index_select(0, self.bank.slots(numbers, result))[:, None]
+        return result * lengths.index_select(0, self.bank.adapter_slots(numbers, result))[:, None]
 
     def merged_weight(self, weight: Tensor) -> Tensor:
         """Return the weight (any shape) alone: an adapter of a layer that is multiplied by its weight is refused when it is loaded."""
@@ -94,7 +94,7 @@ class ServedLinear(nn.Module):
             first, second = torch.cat([one.first for one in chosen]), torch.cat([one.second.t() for one in chosen]).t()
             ones = torch.ones_like(second[:, 0])
             lengths = [ones, *(ones if one.lengths is None else one.lengths for one in chosen)]
-            self._last = numbers, first, second, torch.stack(lengths) if self.has_lengths else None
+            self._last = numbers, first, second, torch.stack(lengths) if self.has_magnitudes else None
         return self._last
 
 
@@ -105,7 +105,7 @@ class AdapterBank:
     """
 
     def __init__(self, stages: Sequence[GPTModel]) -> None:
-        self.build: Build = stages[0].build
+        self.build: BuildContext = stages[0].build
         self.active: tuple[int, ...] = ()
         self._of_token: Tensor | None = None
         self._masks: dict[tuple[tuple[int, int], ...], Tensor] = {}
@@ -126,7 +126,7 @@ class AdapterBank:
         mask = self._masks[ranks]
         return mask if len(mask) == len(low) else self.build.region.scatter_to_sequence(mask)
 
-    def slots(self, numbers: tuple[int, ...], result: Tensor) -> Tensor:
+    def adapter_slots(self, numbers: tuple[int, ...], result: Tensor) -> Tensor:
         """For each token 1 + the place of its adapter among these numbers, or 0, int64 [t or t/tp]."""
         if numbers not in self._places:
             known = torch.tensor(numbers, device=result.device)
@@ -154,7 +154,7 @@ class AdapterBank:
     def put(self, number: int, adapters: AdapterSet | None) -> None:
         """Add adapters under a number, or take those of the number out. All ranks that hold the network call this together."""
         model = self.build.model if adapters is None else replace(self.build.model, adapter=adapters.model.adapter)
-        plans = {plan.index: plan for plan in layer_rows(model)}
+        plans = {plan.index: plan for plan in network_layer_plans(model)}
         for served in self._served_layers():
             served.put(number, None)
         for index, layer in self._layers:
@@ -164,7 +164,7 @@ class AdapterBank:
     def _put_layer(
         self, number: int, layer: nn.Module, plan: LayerPlan, source: AdapterSource, model: ModelConfig
     ) -> None:
-        made = AdapterBuild(self.build.mesh, self.build.streams, self.build.dtype, 0.0, model.adapter.dora)
+        made = AdapterBuildContext(self.build.mesh, self.build.streams, self.build.dtype, 0.0, model.adapter.dora)
         shapes = linear_layers(model, plan)
         for path, group in groupby(plan.adapters, key=lambda one: one.linear):
             linear = layer.get_submodule(path)
@@ -178,7 +178,7 @@ class AdapterBank:
             served.put(number, _joint_factors(adapter, dense(linear.weight)))
 
 
-def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: Build) -> None:
+def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: BuildContext) -> None:
     """Give the parameters of an adapter this rank's shards of a source."""
     for name, param in list(adapter.named_parameters()):
         spec = spec_of(param)
@@ -196,6 +196,6 @@ def _joint_factors(adapter: LinearAdapter, weight: Tensor) -> _Factors:
     pairs = adapter.named_pairs
     first = torch.cat([pair.lora_A for _, pair in pairs])
     second = torch.cat(
-        [adapter.rows({name: pair.scale * pair.lora_B}, weight[:, : pair.rank]) for name, pair in pairs], 1
+        [adapter.join_part_rows({name: pair.scale * pair.lora_B}, weight[:, : pair.rank]) for name, pair in pairs], 1
     )
-    return _Factors(first.detach(), second.detach(), adapter.row_factors(weight))
+    return _Factors(first.detach(), second.detach(), adapter.dora_row_factors(weight))

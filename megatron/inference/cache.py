@@ -24,10 +24,10 @@ from torch import Tensor
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.kernels.paged import BlockTables
 from megatron.core.transformer.cache import Mix, StatefulMixer
-from megatron.inference.states import StateGroup, StatePool
+from megatron.inference.states import EqualLengthGroup, StatePool
 
 _SHORT = 128  # keys that a row may be filled up with, however few its own are
 _ALL = 2**62  # keys
@@ -43,7 +43,7 @@ class Span:
     blocks: tuple[int, ...]
 
     @property
-    def keys(self) -> int:
+    def num_keys(self) -> int:
         """Tokens that the last new one sees."""
         return self.start + self.count
 
@@ -111,7 +111,7 @@ class KVCache:
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Texts with equally many new tokens, which stand end to end, the first of them in place `first`. ragged: whether some have
-    fewer keys than `where.longest`. slots: what `keys` has found, by the number of keys.
+    fewer keys than `where.longest`. slots: what `keys_and_values` has found, by the number of keys.
     """
 
     first: int
@@ -130,11 +130,11 @@ class CacheGroup:
         """Positions of the new tokens, int64 [b, queries]."""
         return self.where.lengths[:, None] + torch.arange(-self.queries, 0, device=self.where.lengths.device)
 
-    def keys(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], Tensor | None]:
+    def keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], Tensor | None]:
         """The last `seen` keys and values of every text, [b, keys, heads * size] each, gathered; and their padding."""
         count = min(seen, self.where.longest)
         if count not in self.slots:  # all layers have the same
-            self.slots[count] = self.where.right_aligned(count)
+            self.slots[count] = self.where.last_slots(count)
         slots, there = self.slots[count]
         fetched = [pool.index_select(0, slots.reshape(-1)).view(*slots.shape, -1) for pool in stored]
         return fetched, there if self.ragged else None
@@ -151,7 +151,7 @@ class _View:
     start: int
     step: int
 
-    def keys(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], None]:
+    def keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], None]:
         """The last `seen` keys and values of every text, [b, keys, heads * size] each, where they lie."""
         count = min(seen, self.length)
         first = self.start + self.length - count
@@ -167,10 +167,10 @@ def group_order(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans, group by group: the order in which their tokens stand in a step."""
     groups: list[list[int]] = []
     for number in sorted(
-        range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].keys, spans[number].blocks[:1])
+        range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].num_keys, spans[number].blocks[:1])
     ):
         span, first = spans[number], spans[groups[-1][0]] if groups else None
-        if first is not None and first.count == span.count and first.keys <= max(2 * span.keys, _SHORT):
+        if first is not None and first.count == span.count and first.num_keys <= max(2 * span.num_keys, _SHORT):
             groups[-1].append(number)
         else:
             groups.append([number])
@@ -191,7 +191,7 @@ class StepCache:
         logit_positions: Tensor | None = None,
         filling: int = 0,
         depth: int = 0,
-        states: tuple[StatePool, Sequence[StateGroup]] | None = None,
+        states: tuple[StatePool, Sequence[EqualLengthGroup]] | None = None,
     ) -> None:
         self._state_slots = states
         self._pool, self._logit_positions, self._filling, self._depth = pool, logit_positions, filling, depth
@@ -202,7 +202,7 @@ class StepCache:
         self._new = _concat_outputs([*new, *nowhere])
         self.positions = _concat_outputs([*(at.reshape(-1) for at in places), *nowhere])
 
-    def states(self) -> Tensor:
+    def depth_inputs(self) -> Tensor:
         """What this pass's depth reads of its tokens, [t, 1, h]."""
         return self._pool.states[self._depth - 1].index_select(0, self._new)[:, None]
 
@@ -213,15 +213,15 @@ class StepCache:
         outputs = [group.scan(pool, mixer, parts, mix) for group in groups]
         if self._filling:
             # Without a text, what the mixer makes of one padding token has the shape: keys and values may differ in heads and size.
-            like = outputs[0] if outputs else mix([part[:1] for part in parts], mixer.first_state(1))[0]
+            like = outputs[0] if outputs else mix([part[:1] for part in parts], mixer.initial_state(1))[0]
             outputs.append(like.new_zeros((self._filling, *like.shape[1:])))
         return _concat_outputs(outputs)
 
-    def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+    def cross_attention_memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """Raise: a decoder without cross attention has no encoder output [s, b, h]."""
         raise AssertionError("a decoder alone has no memory")
 
-    def for_logits(self, x: Tensor) -> Tensor:
+    def select_logit_states(self, x: Tensor) -> Tensor:
         """The hidden states whose logits are asked for; all are kept for the next depth. x: [t, 1, h]; returns [w, 1, h]."""
         if self._depth < len(self._pool.states):
             self._pool.states[self._depth].index_copy_(0, self._new, x[:, 0].to(self._pool.states[0].dtype))
@@ -235,7 +235,12 @@ class StepCache:
         stored = self._pool.layers[self._pool.first_ahead + self._depth - 1 if self._depth else layer]
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            mask: MaskSpec,
+            dropout: float = 0.0,
+            scores: ScoreModifiers = ScoreModifiers(),
         ) -> Tensor:
             assert dropout == 0.0 and scores.bias is None, (
                 "texts are decoded without dropout and without a bias of the scores"
@@ -263,7 +268,7 @@ def tables_of(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
     tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int32)
     for row, span in enumerate(spans):
         tables[row, : len(span.blocks)] = span.blocks
-    return tables, np.array([span.keys for span in spans], np.int32)
+    return tables, np.array([span.num_keys for span in spans], np.int32)
 
 
 def step_cache(
@@ -275,7 +280,7 @@ def step_cache(
     logit_positions: Tensor | None,
     total: int,
     depth: int = 0,
-    states: tuple[StatePool, Sequence[StateGroup]] | None = None,
+    states: tuple[StatePool, Sequence[EqualLengthGroup]] | None = None,
 ) -> StepCache:
     """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `group_order`, then padding.
 
@@ -285,9 +290,9 @@ def step_cache(
     step_groups: list[tuple[CacheGroup, Sequence[_View]]] = []
     first = 0
     for number, spans in enumerate(groups):
-        longest, count = max(span.keys for span in spans), spans[0].count
+        longest, count = max(span.num_keys for span in spans), spans[0].count
         where = BlockTables(tables[2 * number], tables[2 * number + 1], block_size, longest)
-        group = CacheGroup(first, count, where, min(span.keys for span in spans) < longest)
+        group = CacheGroup(first, count, where, min(span.num_keys for span in spans) < longest)
         # Prompts that begin here are attention of a sequence to itself, which kernels for training do best.
         begins = count > 1 and all(span.start == 0 for span in spans)
         views = _pool_views(spans, block_size, first) if pool.paged is None or begins else []
@@ -304,15 +309,15 @@ def _pool_views(spans: Sequence[Span], block_size: int, first: int) -> list[_Vie
     """A group as views of the pool, as few as there can be in this order; none if the blocks of a text are scattered."""
     views: list[_View] = []
     for row, span in enumerate(spans):
-        blocks = span.blocks[: -(-span.keys // block_size)]
+        blocks = span.blocks[: -(-span.num_keys // block_size)]
         if blocks != tuple(range(blocks[0], blocks[0] + len(blocks))):
             return []
         start, last = blocks[0] * block_size, views[-1] if views else None
         step = 0 if last is None else start - last.start - (last.rows - 1) * last.step
-        if last is not None and span.keys == last.length and step > 0 and (last.rows == 1 or step == last.step):
+        if last is not None and span.num_keys == last.length and step > 0 and (last.rows == 1 or step == last.step):
             views[-1] = replace(last, rows=last.rows + 1, step=step)
         else:
-            views.append(_View(first + row * span.count, span.count, 1, span.keys, start, 0))
+            views.append(_View(first + row * span.count, span.count, 1, span.num_keys, start, 0))
     return views
 
 
@@ -323,13 +328,13 @@ def _attend_group(
     q: Tensor,
     v: Tensor,
     mask: MaskSpec,
-    scores: Scores,
+    scores: ScoreModifiers,
 ) -> Tensor:
     """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
     reach = -1 if mask.window is None else mask.window[0]
     windowed = reach >= 0
     # What no query of the group sees need not be fetched.
-    fetched, padding = group.keys(stored, reach + group.queries if windowed else _ALL)
+    fetched, padding = group.keys_and_values(stored, reach + group.queries if windowed else _ALL)
     rows, heads = fetched[0].shape[0], v.shape[2]
     k = fetched[0].unflatten(2, (heads, -1)).transpose(0, 1)
     values = fetched[1].unflatten(2, (heads, -1)).transpose(0, 1) if len(fetched) == 2 else k[..., : v.shape[-1]]
@@ -353,7 +358,7 @@ def _attend_paged(
     q: Tensor,
     v: Tensor,
     mask: MaskSpec,
-    scores: Scores,
+    scores: ScoreModifiers,
 ) -> Tensor:
     """The same by a kernel that reads blocks where they lie."""
     queries = q[group.first : group.first + group.rows * group.queries, 0].unflatten(0, (group.rows, group.queries))

@@ -129,7 +129,7 @@ class CapturedGraphs:
             values[:texts] = ids
         given, *places = devices.upload([values, *np.array(awaited, np.int32).reshape(-1, 2).T], self._pool.device)
         graph.given.copy_(given)
-        fill_in(graph.given[:rows], sampled, *places)
+        write_sampled_ids(graph.given[:rows], sampled, *places)
         graph.repeat()
         return graph.logits[:texts]
 
@@ -159,7 +159,7 @@ class CapturedGraphs:
         return list(dict.fromkeys(self.shape(rows, 1) for rows in sizes[::-1]))[: self._count]
 
 
-def fill_in(ids: Tensor, sampled: Tensor, places: Tensor, numbers: Tensor) -> None:
+def write_sampled_ids(ids: Tensor, sampled: Tensor, places: Tensor, numbers: Tensor) -> None:
     """Write sampled tokens into the ids of the next pass. ids: [t]; sampled: [w]; places: [n], among the ids; numbers: [n], of the tokens."""
     if len(places):
         # What is no token, since logits were no numbers, ends its text as soon as the host hears of it; until then any id will do.

@@ -31,7 +31,7 @@ class Detokenizer:
         self.ended = False
 
     @property
-    def whole(self) -> str:
+    def full_text(self) -> str:
         """All text so far, up to a stop word."""
         return self._text
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import refuse
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
@@ -31,7 +31,7 @@ from megatron.inference.step_input import SequenceInput
 from megatron.inference.throughput import ThroughputMeter
 
 
-class _Past:
+class _BatchCache:
     """The `Cache` of texts that grow together: keys and values of each layer, [t, b, g, d], room for `most` tokens."""
 
     def __init__(self, most: int) -> None:
@@ -39,7 +39,7 @@ class _Past:
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
         self._memories: dict[object, Tensor] = {}
 
-    def step(self, length: int) -> None:
+    def set_length(self, length: int) -> None:
         """The next pass brings the token that makes texts so long."""
         self._length = length
 
@@ -47,7 +47,12 @@ class _Past:
         """`kernel` for the last token of all texts, which sees those before."""
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            mask: MaskSpec,
+            dropout: float = 0.0,
+            scores: ScoreModifiers = ScoreModifiers(),
         ) -> Tensor:
             if layer not in self._stored:
                 self._stored[layer] = k.new_empty((self._most, *k.shape[1:])), v.new_empty((self._most, *v.shape[1:]))
@@ -62,13 +67,13 @@ class _Past:
         """Raise: no layer of these networks has a state."""
         raise AssertionError("an encoder and a decoder have attention alone")
 
-    def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+    def cross_attention_memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """Keys and values of the memory."""
         if layer not in self._memories:
             self._memories[layer] = make()
         return self._memories[layer]
 
-    def for_logits(self, x: Tensor) -> Tensor:
+    def select_logit_states(self, x: Tensor) -> Tensor:
         """All of them."""
         return x
 
@@ -76,7 +81,7 @@ class _Past:
 class EncoderDecoder:
     """Answers requests from a T5, as an `Engine` does from a GPT, a batch after the other.
 
-    start: the token that every decoded text begins with. The first rank submits and steps; all others call `follow`. The ranks of a
+    start: the token that every decoded text begins with. The first rank submits and steps; all others call `run_as_follower`. The ranks of a
     tensor group share the network, and copies share the requests. Raises `ConfigError` for what does not fit together.
     """
 
@@ -166,7 +171,7 @@ class EncoderDecoder:
             pass
         return [replies[ticket] for ticket in tickets]
 
-    def follow(self) -> None:
+    def run_as_follower(self) -> None:
         """On every rank but the first: take part in steps until the first closes."""
         while (requests := collectives.broadcast_object(None, self.mesh.world)) is not None:
             self._replies_of_all(requests)
@@ -224,10 +229,10 @@ class EncoderDecoder:
         )
         padding = None if bool(there.all()) else there
         message = self._stage.encode(ids, padding)
-        past = _Past(max(one.request.num_tokens for one in texts))
+        past = _BatchCache(max(one.request.num_tokens for one in texts))
         last = torch.full((len(texts), 1), self._start, device=device)
         for place in itertools.count():
-            past.step(place + 1)
+            past.set_length(place + 1)
             logits = self._stage.decode(last, place, message, padding=padding, cache=past)
             rows = [one.next_input(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
             numbers = [number for number, row in enumerate(rows) if row.num_logits]

@@ -29,7 +29,7 @@ from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.model_runner import CachedNetwork, LaunchedStep, ModelRunner
 from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
-from megatron.inference.routes import RouteRecorder
+from megatron.inference.routes import ExpertChoiceRecorder
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
@@ -46,7 +46,7 @@ class Engine:
     stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout, for
     speculative decoding; without, the layers of multi-token prediction are used. records_routes: replies tell the experts of each token, all of
     which are computed: no prefix is shared, and no step is captured as a graph. The first rank of the mesh submits and steps; all others call
-    `follow`. Raises `ConfigError` for settings that do not fit together.
+    `run_as_follower`. Raises `ConfigError` for settings that do not fit together.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Engine:
             for part, depths in parts
         ]
         if snapshots is not None:
-            networks[0].keep_states(engine_setup.state_slots(snapshots, config))
+            networks[0].allocate_state_slots(engine_setup.state_slots(snapshots, config))
         self.runner = ModelRunner(networks)
-        networks[0].recorder = RouteRecorder(stages) if records_routes else None
+        networks[0].recorder = ExpertChoiceRecorder(stages) if records_routes else None
         self.adapters = ServedAdapters(self.runner, most=config.max_loras, rank=config.max_lora_rank)
         self.allocators = [
             BlockAllocator(count, size, sharing=config.inference_dynamic_batching_prefix_caching)
@@ -107,7 +107,7 @@ class Engine:
         # All keys from the start: other threads read it.
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
         self._throughput = ThroughputMeter()
-        self._after = _line_end(tokenizer)
+        self._after = _colon_newline_ids(tokenizer)
         self._in_flight: _Pass | None = None
         self.is_paused = False
         self._overlaps = config.inference_async_scheduling and has_separate_memory(self.mesh.device)
@@ -150,14 +150,14 @@ class Engine:
         """Whether there is nothing to do."""
         return not (self._inbox or self._waiting or self._running or self._cancelled)
 
-    def capture_next(self) -> bool:
+    def capture_next_graph(self) -> bool:
         """In a moment without requests: capture a shape of a step as a CUDA graph; False if there is none left."""
-        return self.runner.capture_next()
+        return self.runner.capture_next_graph()
 
-    def capture_ahead(self, say: Callable[[str], None]) -> None:
+    def capture_all_graphs(self, say: Callable[[str], None]) -> None:
         """Capture all shapes that are known beforehand, before there are requests. say: is told how far it is."""
         number, total = 0, self.runner.num_uncaptured()
-        while self.capture_next():
+        while self.capture_next_graph():
             number += 1
             say(f"CUDA graphs: {number} of {total} shapes of a step are captured")
 
@@ -248,9 +248,9 @@ class Engine:
             self.step()
         return [replies[ticket] for ticket in tickets]
 
-    def follow(self) -> None:
+    def run_as_follower(self) -> None:
         """On every rank but the first: take part in steps until the first closes the engine."""
-        self.runner.follow()
+        self.runner.run_as_follower()
 
     def heartbeat(self) -> None:
         """To be called now and then while idle, so that the collectives of other ranks do not time out."""
@@ -263,7 +263,7 @@ class Engine:
         self._cancel([*self._waiting, *self._running])
 
     def close(self) -> None:
-        """Cancel all requests, and end `follow` on the other ranks."""
+        """Cancel all requests, and end `run_as_follower` on the other ranks."""
         self.cancel_all()
         self.runner.shut_down()
 
@@ -284,7 +284,7 @@ class Engine:
         for blocks in self.allocators:
             blocks.clear()
         for slots in self.slots:
-            slots.clear()
+            slots.clear_snapshots()
 
     def pause(self) -> None:
         """Stop between two steps until `resume`, as while the weights change. Requests wait, and new ones are taken; those that were
@@ -319,7 +319,7 @@ class Engine:
             blocks_kept=cached,
             bytes_per_token=self._bytes,
             state_bytes=self._state_bytes,
-            states_kept=sum(slots.kept for slots in self.slots),
+            states_kept=sum(slots.num_snapshots for slots in self.slots),
             finished=dict(self._finished),
             tokens_per_second=self._throughput.current_rate(),
             **{
@@ -526,7 +526,7 @@ class _Pass:
         return any(one.reason is None for shares in self.chosen for one, _ in shares)
 
 
-def _line_end(tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:
+def _colon_newline_ids(tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:
     """(colon, newline) if the tokenizer writes each as one id."""
     try:
         colon, newline = tokenizer.tokenize(":"), tokenizer.tokenize("\n")

@@ -11,10 +11,10 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import MOST_CACHE_BYTES, InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels import paged
-from megatron.core.kernels.table import CANDIDATES, Need, select
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.inference import cuda_graphs
 from megatron.inference.cache import bytes_per_token
 from megatron.inference.model_runner import stored_layers
@@ -53,7 +53,7 @@ def problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequenc
     return problems
 
 
-def _speculation_problems(build: Build, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
+def _speculation_problems(build: BuildContext, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
     """What speaks against speculative decoding as it is asked for. draft: the stages of the draft model, if there is one."""
     problems = []
     guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
@@ -89,18 +89,20 @@ def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceC
     return problems
 
 
-def paged_attention(build: Build, config: InferenceConfig) -> Callable[..., Tensor] | None:
+def paged_attention(build: BuildContext, config: InferenceConfig) -> Callable[..., Tensor] | None:
     """Return the kernel that reads blocks where they lie (signature of `kernels.paged.attention`, q [b, queries, n, d]), after a trial on this
     device; None: keys are gathered.
     """
-    need, dtype = Need(device=build.mesh.device.type, dtype=build.dtype), build.dtype
+    need, dtype = KernelRequirements(device=build.mesh.device.type, dtype=build.dtype), build.dtype
     offers = tuple(one for one in CANDIDATES if one.op == "paged_attention")
-    kernel = select(need, {"paged_attention": config.inference_paged_attention}, offers).paged_attention
+    kernel = select_kernels(need, {"paged_attention": config.inference_paged_attention}, offers).paged_attention
     if kernel is None:
         return None
     heads, groups = build.model.num_attention_heads, build.model.num_query_groups
     repeats = 1 if build.model.mla.multi_latent_attention else heads // groups
-    gap = paged.error(kernel, build.mesh.device, dtype, heads=2 * repeats, groups=2, size=build.model.kv_channels)
+    gap = paged.max_kernel_error(
+        kernel, build.mesh.device, dtype, heads=2 * repeats, groups=2, size=build.model.kv_channels
+    )
     if gap > paged.TOLERANCE[dtype]:
         raise ConfigError(
             f"--inference-paged-attention {config.inference_paged_attention}: Triton's kernel is {gap:.2g} off its definition on this "

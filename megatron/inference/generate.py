@@ -71,7 +71,7 @@ def decode_following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int
     return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)) :]
 
 
-def segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def split_by_token(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text of each id, as far as it can be told apart; together they are the text of all.
 
     An id that ends in the middle of a character has no text, and the one that completes the character has all of it.

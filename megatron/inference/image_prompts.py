@@ -17,10 +17,10 @@ from megatron.core.config.flags import from_values
 from megatron.core.config.settings.data import ChatConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
-from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.image_conversations import SLOT, ConversationWriter
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_grid, tile_image
-from megatron.core.datasets.multimodal import filler_of, slot_writer
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, empty_image_batch, read_grid, tile_image
+from megatron.core.datasets.multimodal import image_filler_id, image_token_writer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.step_input import PromptImages
 
@@ -45,12 +45,15 @@ class ImagePrompts:
     ) -> ImagePrompts:
         """As the network was trained. settings: of its checkpoint. format: how conversations are written, if another."""
         data, chat = from_values(MultimodalConfig, settings), from_values(ChatConfig, settings)
-        encoder = Encoder(tokenizer, format or chat.sft_tokenizer_prompt_format)
+        encoder = ConversationEncoder(tokenizer, format or chat.sft_tokenizer_prompt_format)
         writer = ConversationWriter(
-            encoder, slot_writer(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
+            encoder, image_token_writer(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
         )
         return ImagePrompts(
-            writer, ImageOptions.from_config(model, data), model.vision.rows, filler_of(model, tokenizer)
+            writer,
+            ImageOptions.from_config(model, data),
+            model.vision.num_image_embeddings,
+            image_filler_id(model, tokenizer),
         )
 
     def write(
@@ -62,8 +65,8 @@ class ImagePrompts:
         and `ImageError` for a file that cannot be used.
         """
         parts = [self._tiles(file) for file in files]
-        ids = self.writer.prompt(messages, [read_grid(file, self.options) for file in files])
-        images = np.concatenate([no_images(self.options), *parts])
+        ids = self.writer.encode_prompt(messages, [read_grid(file, self.options) for file in files])
+        images = np.concatenate([empty_image_batch(self.options), *parts])
         is_slot = ids == SLOT
         slots = np.where(is_slot, np.cumsum(is_slot) - 1, -1)
         digest = hashlib.blake2b(images.tobytes(), digest_size=16).digest()

@@ -36,7 +36,7 @@ class RankLiveness:
         """The rank that ended first; empty while all are alive."""
         return self._lost
 
-    def wait(self, seconds: float) -> str:
+    def wait_for_loss(self, seconds: float) -> str:
         """`lost`, after waiting up to so many seconds: the news may come later than the failure that it explains."""
         if self._watches:
             self._news.wait(seconds)
@@ -67,7 +67,7 @@ def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
         return
     with ExitStack() as stack:
         if axis.is_first:
-            ranks = gathered(axis.size, lambda line: collectives.broadcast_object(line, axis), stack)
+            ranks = accept_ranks(axis.size, lambda line: collectives.broadcast_object(line, axis), stack)
             here, there = (stack.enter_context(end) for end in socket.socketpair())
             watching = threading.Thread(target=liveness.watch, args=(ranks, there), name="rank liveness", daemon=True)
             watching.start()
@@ -82,7 +82,7 @@ def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
             yield liveness
 
 
-def gathered(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitStack) -> dict[socket.socket, str]:
+def accept_ranks(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitStack) -> dict[socket.socket, str]:
     """On the first rank: accept a connection of every other rank; connection -> its name."""
     secret, ranks = secrets.token_hex(16), dict[socket.socket, str]()
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET

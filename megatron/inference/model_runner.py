@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan, mtp_rows
+from megatron.core.config.plan import LayerPlan, mtp_layer_plans
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.vision import IdsWithImages, ImageInput
+from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
-from megatron.core.pipeline_parallel.transfers import Script, rank_script
+from megatron.core.pipeline_parallel.transfers import RankScript, rank_script
 from megatron.inference.adapters import AdapterBank
 from megatron.inference.cache import KVCache, bytes_per_token, group_order, step_cache, tables_of
-from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, fill_in
-from megatron.inference.routes import RouteRecorder, Routes, with_routes
+from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, write_sampled_ids
+from megatron.inference.routes import ExpertChoiceRecorder, Routes, attach_expert_choices
 from megatron.inference.sampled_tokens import SampledTokens, sample
 from megatron.inference.states import StatePool, StepSlots
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceOutput, StepInput
@@ -46,7 +46,7 @@ class AdapterChange:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsChange:
+class ForgetImagesCommand:
     """All ranks are to forget the images that they have encoded."""
 
 
@@ -55,7 +55,7 @@ def stored_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerP
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
         return plans, 0
-    return plans + tuple(row for depth in range(depths) for row in mtp_rows(model, depth)), depths
+    return plans + tuple(row for depth in range(depths) for row in mtp_layer_plans(model, depth)), depths
 
 
 class CachedNetwork:
@@ -78,7 +78,9 @@ class CachedNetwork:
         captured_graphs: int = 0,
         paged: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.recorder: RouteRecorder | None = None  # notes the experts of each token, where the caller wants them
+        self.recorder: ExpertChoiceRecorder | None = (
+            None  # notes the experts of each token, where the caller wants them
+        )
         self.routes: Routes = []  # of the rows of the last pass, by the layers of this rank
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
@@ -109,11 +111,11 @@ class CachedNetwork:
             if captured_graphs
             else None
         )
-        self._scripts: dict[int, Script] = {}
+        self._scripts: dict[int, RankScript] = {}
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
 
-    def keep_states(self, slots: int) -> None:
+    def allocate_state_slots(self, slots: int) -> None:
         """Make slots for the states of layers that have them (inference/states.py)."""
         self.state_pool = StatePool(self.stages, slots)
 
@@ -126,17 +128,17 @@ class CachedNetwork:
         slots: list[int] = []
         for row in rows:
             first = sum(map(len, encoded))
-            slots += [slot if slot < 0 else first + slot for slot in row.slots]
+            slots += [slot if slot < 0 else first + slot for slot in row.image_slots]
             if row.images is not None:
                 encoded.append(self._encode_images(image_input, row.images))
         slots += [-1] * (ids.shape[1] - len(slots))
         return IdsWithImages(ids, torch.cat(encoded), torch.tensor([slots], device=self.mesh.device))
 
-    def _encode_images(self, image_input: ImageInput, images: PromptImages) -> Tensor:
+    def _encode_images(self, image_input: ImageEmbedder, images: PromptImages) -> Tensor:
         """The rows of a prompt's images, which are kept for its next pass and for prompts with the same images."""
         if images.digest not in self._image_rows:
             pixels = torch.from_numpy(images.images).to(self.mesh.device)
-            self._image_rows[images.digest] = image_input.rows(pixels)
+            self._image_rows[images.digest] = image_input.encode_images(pixels)
         self._image_rows.move_to_end(images.digest)
         while len(self._image_rows) > _KEPT_IMAGES:
             self._image_rows.popitem(last=False)
@@ -156,7 +158,7 @@ class CachedNetwork:
                 [row.ids[0] for row in rows],
                 [(n, row.awaits) for n, row in enumerate(rows) if row.awaits is not None],
             )
-            spans = [row.span for row in rows]
+            spans = [row.cache_span for row in rows]
             logits = self.captured_graphs.logits(shape, ids, spans, awaited, self.sampled_before)
             sampled = [sample(rows, logits, self.build)]
         else:
@@ -167,7 +169,7 @@ class CachedNetwork:
                 self._scripts[parts] = rank_script(
                     forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
                 )
-            run(self._scripts[parts], work=_Work(self, steps), axis=axis, backward_axis=self.mesh.pp_backward)
+            run(self._scripts[parts], work=_PipelinePass(self, steps), axis=axis, backward_axis=self.mesh.pp_backward)
             self._keep_routes(steps)
             sampled = [step.sampled for step in steps]
         if len(sampled) == 1:
@@ -177,7 +179,7 @@ class CachedNetwork:
     def _keep_routes(self, steps: Sequence[_Step]) -> None:
         """Keep the experts of the tokens of a pass, of which each step has every len(steps)-th row."""
         if self.recorder is not None:
-            self.routes = self.recorder.rows(
+            self.routes = self.recorder.choices_of_rows(
                 [(step.rows, [part + len(steps) * place for place in step.order]) for part, step in enumerate(steps)]
             )
 
@@ -192,7 +194,7 @@ class CachedNetwork:
         if not plain or not all(plain):
             return None
         self.adapters.select_adapters(None)
-        shape = graphs.shape(max(map(len, together)), max(row.span.keys for row in rows))
+        shape = graphs.shape(max(map(len, together)), max(row.cache_span.num_keys for row in rows))
         return shape if graphs.has_graph(shape, on_demand=on_demand) else None
 
     def run(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SequenceOutput]:
@@ -211,7 +213,7 @@ class CachedNetwork:
             return []
         step = _Step(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
         self.adapters.select_adapters(None)  # what is proposed is verified with them
-        _, logits = stage.predict_depth(depth, step.cache.states(), step.ids, step.positions, step.cache)
+        _, logits = stage.run_mtp_depth(depth, step.cache.depth_inputs(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
             step.sample(self, logits)
         return step.sampled.collect()
@@ -228,13 +230,13 @@ class _Step:
     """One microbatch of a pass: its tokens in the order of the cache's groups, and what is sampled."""
 
     def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
-        spans = [row.span for row in rows]
+        spans = [row.cache_span for row in rows]
         groups = group_order(spans)
         self.order = [number for group in groups for number in group]
         self.rows = [rows[number] for number in self.order]
         ids = [token for row in self.rows for token in row.ids]
         padding = [0] * (length - len(ids))
-        logit_positions, awaited = _positions(self.rows)
+        logit_positions, awaited = _logit_positions(self.rows)
         self.length = length
         self.adapters = sorted({row.adapter for row in self.rows})
         of_token = _adapters_of_tokens(self.rows)
@@ -248,13 +250,13 @@ class _Step:
             (spans[group[0]].count for group in groups),
             network.state_pool,
         )
-        known += slots.arrays
+        known += slots.arrays_to_upload
         if of_token:
             known.append(np.array(of_token + padding, np.int32))
         given, positions, awaited_at, sampled, *tables = devices.upload(known, device)
         self.of_token = tables.pop().to(torch.int64) if of_token else None
         self.ids, self.logit_positions = given.to(torch.int64)[None], positions.to(torch.int64)
-        fill_in(self.ids[0], network.sampled_before, awaited_at, sampled)
+        write_sampled_ids(self.ids[0], network.sampled_before, awaited_at, sampled)
         self._cut = (
             network.build.region.sequence_parallel
         )  # ranks hold pieces of the tokens: the positions with logits are chosen at the end
@@ -283,7 +285,7 @@ def _adapters_of_tokens(rows: Sequence[SequenceInput]) -> list[int]:
     return numbers if any(numbers) else []
 
 
-def _positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tuple[int, int]]]:
+def _logit_positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the positions with logits of the rows' joined tokens, and (position, number of the sampled token) of ids not known yet."""
     logit_positions: list[int] = []
     awaited: list[tuple[int, int]] = []
@@ -297,7 +299,7 @@ def _positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tuple[int
 
 
 @dataclass(slots=True)
-class _Work:
+class _PipelinePass:
     """The executor's view of a pass."""
 
     network: CachedNetwork
@@ -311,7 +313,7 @@ class _Work:
     def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
         """The message of the stage before."""
         chunk = self.network.stages[stage // self.network.mesh.pp.size]
-        return (chunk.message_shape(1, self.steps[microbatch].length),) * chunk.states
+        return (chunk.message_shape(1, self.steps[microbatch].length),) * chunk.num_received_states
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage on one microbatch."""
@@ -363,7 +365,7 @@ class ModelRunner:
     @contextmanager
     def _grad_mode(self) -> Iterator[None]:
         """What a step runs in: prompts come in ever new lengths."""
-        with self._without_gradients(), devices.without_attention_plans():
+        with self._without_gradients(), devices.without_cudnn_attention():
             yield
 
     @property
@@ -386,17 +388,19 @@ class ModelRunner:
                 network = self.networks[step.network]
             if network.recorder is not None:
                 routes = network.routes
-                return LaunchedStep(sampled.first_token_indices(), lambda: [with_routes(sampled.collect(), [routes])])
+                return LaunchedStep(
+                    sampled.first_token_indices(), lambda: [attach_expert_choices(sampled.collect(), [routes])]
+                )
             return LaunchedStep(sampled.first_token_indices(), lambda: [sampled.collect()])
         outputs = self._run_step(step)
         return LaunchedStep([], lambda: outputs)
 
-    def follow(self) -> None:
+    def run_as_follower(self) -> None:
         """On all other ranks: run the leader's steps until it shuts down."""
         while (step := collectives.broadcast_object(None, self.mesh.world)) is not None:
             if isinstance(step, AdapterChange):
                 self.networks[0].adapters.put(step.number, step.adapters)
-            elif isinstance(step, WeightsChange):
+            elif isinstance(step, ForgetImagesCommand):
                 self._forget_images()
             elif step.capture is not None:
                 self._capture_graphs(step)
@@ -410,7 +414,7 @@ class ModelRunner:
 
     def forget_images(self) -> None:
         """On the leader: forget the images that are encoded, on all ranks, as when the weights change."""
-        collectives.broadcast_object(WeightsChange(), self.mesh.world)
+        collectives.broadcast_object(ForgetImagesCommand(), self.mesh.world)
         self._forget_images()
 
     def _forget_images(self) -> None:
@@ -421,7 +425,7 @@ class ModelRunner:
         """On the leader: how many shapes of a step wait to be captured."""
         return sum(len(one.captured_graphs.requested) for one in self.networks if one.captured_graphs is not None)
 
-    def capture_next(self) -> bool:
+    def capture_next_graph(self) -> bool:
         """On the leader, in a moment without requests: capture one shape that was asked for; False if there is none."""
         for number, network in enumerate(self.networks):
             if network.captured_graphs is not None and network.captured_graphs.requested:
@@ -443,7 +447,7 @@ class ModelRunner:
         collectives.broadcast_object(StepInput(0, ()), self.mesh.world)
 
     def shut_down(self) -> None:
-        """On the leader: end `follow` on the other ranks."""
+        """On the leader: end `run_as_follower` on the other ranks."""
         collectives.broadcast_object(None, self.mesh.world)
 
     def _run_step(self, step: StepInput) -> list[list[SequenceOutput]]:
@@ -466,6 +470,6 @@ class ModelRunner:
         recorded = collectives.gather_objects((self.mesh.dp.rank, network.routes) if first else None, self.mesh.world)
         parts = [part for part in recorded if part is not None]
         return [
-            with_routes(outputs, [routes for replica, routes in parts if replica == number])
+            attach_expert_choices(outputs, [routes for replica, routes in parts if replica == number])
             for number, outputs in enumerate(outputs_of_all)
         ]

@@ -19,7 +19,7 @@ from megatron.inference.step_input import SequenceInput, SequenceOutput
 Routes = list[dict[int, np.ndarray]]  # for each row of a pass: layer -> experts of its new tokens, [tokens, k]
 
 
-class RouteRecorder:
+class ExpertChoiceRecorder:
     """Records the choices of the routers of this rank's stages. experts: of the microbatches of the pass under way, layer by layer."""
 
     def __init__(self, stages: Sequence[GPTModel]) -> None:
@@ -40,7 +40,7 @@ class RouteRecorder:
             kept[router.layer] = collectives.all_gather(router.observed[0], self._tp)[:length]
             router.observed = None
 
-    def rows(self, shares: Sequence[tuple[Sequence[SequenceInput], Sequence[int]]]) -> Routes:
+    def choices_of_rows(self, shares: Sequence[tuple[Sequence[SequenceInput], Sequence[int]]]) -> Routes:
         """The choices of each row of the pass. shares: of each microbatch, its rows in their order there, and which row of the pass each is."""
         result: Routes = [{} for rows, _ in shares for _ in rows]
         for microbatch, (rows, places) in enumerate(shares):
@@ -53,7 +53,7 @@ class RouteRecorder:
         return result
 
 
-def with_routes(outputs: Sequence[SequenceOutput], parts: Iterable[Routes]) -> list[SequenceOutput]:
+def attach_expert_choices(outputs: Sequence[SequenceOutput], parts: Iterable[Routes]) -> list[SequenceOutput]:
     """The outputs of a pass with the choices of all layers. parts: of each pipeline stage."""
     every = list(parts)
     result = []

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
-from megatron.core.transformer.build import Build
-from megatron.inference.sampling import Sampling, apply_repetition_penalty, sample_at, uniform
+from megatron.core.transformer.build import BuildContext
+from megatron.inference.sampling import Sampling, apply_repetition_penalty, sample_at, uniform_random
 from megatron.inference.step_input import SamplingState, SequenceInput, SequenceOutput
 
 
@@ -36,7 +36,7 @@ class SampledTokens:
         self.tokens = torch.zeros(0, dtype=torch.int64) if tokens is None else tokens
         self._scored, self._best = scores is not None, best is not None
         tensors = [self.tokens, *(() if scores is None else (scores,)), *(best or ())]
-        self._coming = devices.Download(tensors, self.tokens.device)
+        self._coming = devices.DeviceToHostCopy(tensors, self.tokens.device)
 
     def first_token_indices(self) -> list[int]:
         """For each of the caller's rows, the number of its first sampled token."""
@@ -69,7 +69,7 @@ class SampledTokens:
 
 
 def sample(
-    rows: Sequence[SequenceInput], logits: Tensor, build: Build, order: Sequence[int] | None = None
+    rows: Sequence[SequenceInput], logits: Tensor, build: BuildContext, order: Sequence[int] | None = None
 ) -> SampledTokens:
     """Sample the next tokens at the positions with logits of each row, on the first tensor rank, without waiting for the device.
 
@@ -100,7 +100,9 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
             step = place - first
             settings.append(row.sampling_state.sampling.for_token(row.sampling_state.first + step))
             numbers.append(
-                0.0 if settings[-1].is_greedy else uniform(row.sampling_state.seed, row.sampling_state.first + step)
+                0.0
+                if settings[-1].is_greedy
+                else uniform_random(row.sampling_state.seed, row.sampling_state.first + step)
             )
             places.append(place)
             before = row.ids[: len(row.ids) - row.num_logits + len(row.targets) + step + 1]

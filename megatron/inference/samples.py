@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError, refuse
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.images import ImageError, read_bytes
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
@@ -167,7 +167,7 @@ class _PromptReader:
     def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
         self.stops: tuple[Ids, tuple[str, ...]] = ((), ())
         self._tokenizer, self._template = tokenizer, template
-        self._encoder: Encoder | None = None
+        self._encoder: ConversationEncoder | None = None
 
     def read(self, line: str, where: str) -> tuple[str, Ids]:
         """Raises `ConfigError` for a line that is neither text nor a conversation."""
@@ -175,17 +175,17 @@ class _PromptReader:
             if self._template is None or not line.lstrip().startswith("{"):
                 return line, tuple(prompt_ids(self._tokenizer, line))
             messages = json.loads(line)["messages"]
-            return str(messages[-1]["content"]), tuple(self._conversations.prompt(messages))
+            return str(messages[-1]["content"]), tuple(self._conversations.encode_prompt(messages))
         except ConfigError as error:
             raise ConfigError(f"{where} is a conversation: {error}") from error
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError) as error:
             raise ConfigError(f"{where} cannot be read: {error}") from error
 
     @property
-    def _conversations(self) -> Encoder:
+    def _conversations(self) -> ConversationEncoder:
         if self._encoder is None:
             assert self._template is not None, "conversations have a template"
-            self._encoder = Encoder(self._tokenizer, self._template)
+            self._encoder = ConversationEncoder(self._tokenizer, self._template)
             self.stops = self._encoder.answer_end()
         return self._encoder
 
@@ -197,7 +197,7 @@ def continuations(stages: Sequence[GPTModel], tokenizer: Tokenizer, prompts: Pro
     length = max(2, max(map(len, prompts.ids)) + prompts.num_tokens)
     engine = Engine(stages, tokenizer, InferenceConfig(inference_max_requests=each, inference_max_seq_length=length))
     if not mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return collectives.broadcast_object(None, mesh.world)
     replies = engine.run(
         Request(

@@ -110,7 +110,7 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
     return logits.index_copy(0, seen, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 
-def uniform(seed: int, number: int) -> float:
+def uniform_random(seed: int, number: int) -> float:
     """The random number in [0, 1) of a request's token of that number: Philox (Salmon et al., 2011) keyed by both."""
     key = np.array((seed % 2**64, number), np.uint64)
     return (

@@ -54,7 +54,7 @@ class ScoreService:
         return self._failure or ("" if self._ending else self._liveness.lost)
 
     @property
-    def closing(self) -> str:
+    def closing_reason(self) -> str:
         """Why no more texts are accepted; empty while they are."""
         return self._closing
 
@@ -127,7 +127,7 @@ class ScoreService:
             self._close()
             self._end(Stopped(self._closing))
         except BaseException as error:  # noqa: BLE001 - every waiting call must get an answer
-            lost = self._liveness.wait(_EXPLAINED_SECONDS)
+            lost = self._liveness.wait_for_loss(_EXPLAINED_SECONDS)
             with self._lock:
                 self._failure = lost or f"{type(error).__name__}: {error}"
             self._end(Stopped(self._failure))

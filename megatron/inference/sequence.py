@@ -9,7 +9,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.detokenizer import Detokenizer
 from megatron.inference.requests import Event, Listener, Reason, Reply, Request, Token
-from megatron.inference.states import StateSlots, TextStates, next_snapshot
+from megatron.inference.states import StateSlots, TextStates, next_snapshot_position
 from megatron.inference.step_input import PromptImages, SamplingState, SequenceInput, SequenceOutput
 
 
@@ -151,11 +151,11 @@ class SequenceState:
         end = self.computed + count
         at_snapshot = self.states.takes_snapshots and not self.awaited and end == self.snapshot_place(blocks)
         mark = blocks.block_hashes(self.ids[:end], self.hash_root)[-1] if at_snapshot else None
-        return self.states.step(len(self.drafts), mark)
+        return self.states.slots_for_step(len(self.drafts), mark)
 
     def snapshot_place(self, blocks: BlockAllocator) -> int:
         """Behind how many tokens the next snapshot is to be taken."""
-        return next_snapshot(self.computed, len(self.ids), blocks.size)
+        return next_snapshot_position(self.computed, len(self.ids), blocks.size)
 
     def advance(self, row: SequenceInput, place: int = 0) -> None:
         """Note that a step computes this row. place: which of the sampled tokens its first is."""
@@ -265,7 +265,7 @@ class SequenceState:
         return Reply(
             self.reason,
             tuple(self._tokens),
-            self._text.whole,
+            self._text.full_text,
             prompt,
             self.seed,
             self._cached,

@@ -9,7 +9,7 @@ from megatron.core.config.adapters import EXPERTS
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, demand_fit
+from megatron.core.families.adapter_set import AdapterSet, require_matching_network
 from megatron.inference.model_runner import AdapterChange, ModelRunner
 
 # What decoding multiplies by the weight of, and not by calling the layer (latent attention).
@@ -53,7 +53,7 @@ class ServedAdapters:
             problems.append("another engine of this process has adapters beside this network")
         if problems:
             raise CheckpointError(f"{adapters.where} cannot be served", problems)
-        demand_fit(adapters, self._model)
+        require_matching_network(adapters, self._model)
         number = next(self._serial)
         self._runner.change_adapter(AdapterChange(number, adapters))
         self._numbers = {**self._numbers, name: number}  # anew, since other threads read it

@@ -7,7 +7,7 @@
         stream.cancel()
 
 An event loop gives a listener instead, which hands each event over: `lambda event: loop.call_soon_threadsafe(queue.put_nowait,
-event)`. On ranks other than the first no service is made; they call `engine.follow`.
+event)`. On ranks other than the first no service is made; they call `engine.run_as_follower`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Service:
         return self._failure or ("" if self._ending else self._liveness.lost)
 
     @property
-    def closing(self) -> str:
+    def closing_reason(self) -> str:
         """Why no more requests are accepted; empty while they are."""
         return self._closing
 
@@ -182,7 +182,7 @@ class Service:
                 while self._calls:
                     self._calls[0][0]()
                     self._calls.popleft()
-                if self.engine.step() or self.engine.capture_next():
+                if self.engine.step() or self.engine.capture_next_graph():
                     continue
                 if not self._news.wait(_HEARTBEAT_SECONDS):
                     self.engine.heartbeat()
@@ -190,7 +190,7 @@ class Service:
             self.engine.close()
             self._end_calls(self._closing)
         except BaseException as error:  # noqa: BLE001 - every waiting request must get an answer
-            lost = self._liveness.wait(_EXPLAINED_SECONDS)
+            lost = self._liveness.wait_for_loss(_EXPLAINED_SECONDS)
             with self._lock:
                 self._failure = lost or f"{type(error).__name__}: {error}"
                 self.engine.fail(self._failure)

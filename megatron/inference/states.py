@@ -45,7 +45,7 @@ def stateful_mixers(stages: Iterable[nn.Module]) -> list[StatefulMixer]:
 
 def state_bytes(stages: Iterable[nn.Module]) -> int:
     """Bytes of the states of one text on this rank."""
-    first = [mixer.first_state(1) for mixer in stateful_mixers(stages)]
+    first = [mixer.initial_state(1) for mixer in stateful_mixers(stages)]
     return sum(part.numel() * part.element_size() for state in first for part in (state.conv, state.scan))
 
 
@@ -60,7 +60,7 @@ class StatePool:
     def __init__(self, stages: Iterable[nn.Module], slots: int) -> None:
         self._states: dict[StatefulMixer, tuple[Tensor, Tensor]] = {}
         for mixer in stateful_mixers(stages):
-            first = mixer.first_state(1)
+            first = mixer.initial_state(1)
             self._states[mixer] = tuple(  # type: ignore[assignment]
                 part.new_zeros((slots, *part.shape[1:])) for part in (first.conv.transpose(0, 1), first.scan)
             )
@@ -77,7 +77,7 @@ class StatePool:
         scan.index_copy_(0, slots, state.scan.to(scan.dtype))
 
 
-def columns_of(rows: Sequence[StateSlots], queries: int) -> list[list[int]]:
+def slot_columns(rows: Sequence[StateSlots], queries: int) -> list[list[int]]:
     """Of texts with equally many new tokens, the slots that each pass over a column of them needs: read, snapshot, and those written.
 
     There is one column written if only the states behind the last tokens are asked for, else one for every token.
@@ -88,8 +88,8 @@ def columns_of(rows: Sequence[StateSlots], queries: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class StateGroup:
-    """Texts with equally many new tokens, end to end from place `first` on. columns: as `columns_of` returns them, int64 [b] each;
+class EqualLengthGroup:
+    """Texts with equally many new tokens, end to end from place `first` on. columns: as `slot_columns` returns them, int64 [b] each;
     keeps: whether some are to be kept as snapshots.
     """
 
@@ -122,23 +122,23 @@ class StepSlots:
 
     def __init__(self, rows: Iterable[Sequence[StateSlots]], queries: Iterable[int], pool: StatePool | None) -> None:
         self._pool, self._queries = pool, list(queries)
-        self._columns = [columns_of(group, count) for group, count in zip(rows, self._queries, strict=True)]
+        self._columns = [slot_columns(group, count) for group, count in zip(rows, self._queries, strict=True)]
 
     @property
-    def arrays(self) -> list[np.ndarray]:
+    def arrays_to_upload(self) -> list[np.ndarray]:
         """What is to be uploaded, int32 [b] each."""
         if self._pool is None:
             return []
         return [np.array(column, np.int32) for group in self._columns for column in group]
 
-    def groups(self, uploaded: Iterable[Tensor]) -> tuple[StatePool, list[StateGroup]] | None:
+    def groups(self, uploaded: Iterable[Tensor]) -> tuple[StatePool, list[EqualLengthGroup]] | None:
         """The pool and the groups. uploaded: the arrays in their order, [b] each."""
         if self._pool is None:
             return None
-        groups, first, given = list[StateGroup](), 0, iter(uploaded)
+        groups, first, given = list[EqualLengthGroup](), 0, iter(uploaded)
         for queries, columns in zip(self._queries, self._columns, strict=True):
             slots = [next(given).to(torch.int64) for _ in columns]
-            groups.append(StateGroup(first, queries, slots, any(slot != NOWHERE for slot in columns[1])))
+            groups.append(EqualLengthGroup(first, queries, slots, any(slot != NOWHERE for slot in columns[1])))
             first += queries * len(columns[0])
         return self._pool, groups
 
@@ -160,7 +160,7 @@ class SlotAllocator:
         self.shares = snapshots > 0
 
     @property
-    def kept(self) -> int:
+    def num_snapshots(self) -> int:
         """How many snapshots there are."""
         return len(self._snapshots)
 
@@ -188,7 +188,7 @@ class SlotAllocator:
         if not self._pinned[mark]:
             del self._pinned[mark]
 
-    def blank(self, mark: bytes) -> int:
+    def allocate_snapshot(self, mark: bytes) -> int:
         """A slot for a new snapshot; NOWHERE if there is one of these tokens, or no room."""
         if mark in self._snapshots:
             return NOWHERE
@@ -210,13 +210,13 @@ class SlotAllocator:
         """Give back a slot for a snapshot that was not written."""
         self._blank.append(slot)
 
-    def clear(self) -> None:
+    def clear_snapshots(self) -> None:
         """Forget all snapshots, as when the weights have changed."""
         for mark in [known for known in self._snapshots if known not in self._pinned]:
             self._blank.append(self._snapshots.pop(mark))
 
 
-def next_snapshot(start: int, known: int, block: int) -> int:
+def next_snapshot_position(start: int, known: int, block: int) -> int:
     """Where, behind `start` tokens of a text of which `known` are known, a snapshot is to be taken: at the end of a block."""
     interval = max(block, _INTERVAL // block * block)
     regular, last = (start // interval + 1) * interval, (known - 1) // block * block
@@ -236,9 +236,9 @@ class TextStates:
         """Whether snapshots are taken."""
         return self._slots.shares
 
-    def step(self, drafts: int, mark: bytes | None) -> StateSlots:
+    def slots_for_step(self, drafts: int, mark: bytes | None) -> StateSlots:
         """Slots for the next pass. mark: of the tokens behind which a snapshot is to be taken, if any."""
-        slot = NOWHERE if mark is None else self._slots.blank(mark)
+        slot = NOWHERE if mark is None else self._slots.allocate_snapshot(mark)
         self._pending.append(None if mark is None or slot == NOWHERE else (mark, slot))
         result = StateSlots(self._read, self._own[: 1 + drafts], slot)
         self._read = self._own[0]

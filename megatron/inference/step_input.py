@@ -65,7 +65,7 @@ class SequenceInput:
     states: StateSlots = StateSlots()
 
     @property
-    def slots(self) -> tuple[int, ...]:
+    def image_slots(self) -> tuple[int, ...]:
         """The row of an image that stands at each of the new tokens, -1 for none."""
         given = () if self.images is None else self.images.slots[self.start : self.start + len(self.ids)]
         return (*given, *(-1 for _ in range(len(self.ids) - len(given))))
@@ -76,7 +76,7 @@ class SequenceInput:
         return self.num_logits - len(self.targets)
 
     @property
-    def span(self) -> Span:
+    def cache_span(self) -> Span:
         """Where its keys and values are in the cache."""
         return Span(len(self.ids), self.start, self.blocks)
 

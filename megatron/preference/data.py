@@ -23,16 +23,16 @@ from megatron.core.parallel import collectives
 from megatron.core.transformer.adapters import without_adapters
 from megatron.preference.asking import logprobs, mismatched_batch
 from megatron.preference.dataset import PreferenceKind
-from megatron.preference.reference_cache import referenced_rows
+from megatron.preference.reference_cache import attach_reference_logprobs
 from megatron.preference.settings import PreferenceConfig, reference_folder
 from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.data.batch import Batch
-from megatron.training.loader import Batches, Data, Datasets, build_data
+from megatron.training.loader import Batches, Datasets, SplitBatches, build_data
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
 
 
-def kind_of(run: Run, config: PreferenceConfig) -> DatasetKind:
+def dataset_kind(run: Run, config: PreferenceConfig) -> DatasetKind:
     """How files become samples."""
     train, data = run.config.train, run.config.data
     if config.finetune_task == "sft":
@@ -59,7 +59,7 @@ def with_epochs(run: Run, config: PreferenceConfig, kind: DatasetKind) -> Run:
     return dataclasses.replace(run, config=changed)
 
 
-class ReferencedBatches:
+class ReferenceScoredBatches:
     """The microbatches of a split, with what is asked of networks about each global batch. All ranks call everything together."""
 
     def __init__(self, trainer: Trainer, inner: Batches, reference: Trainer | None, config: PreferenceConfig) -> None:
@@ -67,24 +67,24 @@ class ReferencedBatches:
         self._trainer, self._inner, self._reference, self._config = trainer, inner, reference, config
         self._batches: Iterator[Batch] = iter(())
 
-    def __iter__(self) -> ReferencedBatches:
+    def __iter__(self) -> ReferenceScoredBatches:
         return self
 
     def __next__(self) -> Batch:
         return next(self._batches)
 
-    def begin(self, num_microbatches: int) -> int:
+    def prepare_step(self, num_microbatches: int) -> int:
         """Read the next global batch and ask the networks; returns its number of microbatches."""
         batches = [next(self._inner) for _ in range(num_microbatches)]
         is_cached = self._config.preference_reference_cache is not None
         if self._config.has_reference and not is_cached:
-            batches = _with(batches, "reference", self._reference_logprobs(batches))
+            batches = _add_tensors(batches, "reference", self._reference_logprobs(batches))
         if self._config.finetune_task == "kto":
             others = [mismatched_batch(batch, self._trainer.run.mesh.cp) for batch in batches]
             if not is_cached:
-                others = _with(others, "reference", self._reference_logprobs(others))
+                others = _add_tensors(others, "reference", self._reference_logprobs(others))
             divergence = self._divergence(others, logprobs(self._trainer, self._trainer, others))
-            batches = [_extended(batch, {"divergence": divergence}) for batch in batches]
+            batches = [_with_extras(batch, {"divergence": divergence}) for batch in batches]
         self._batches = iter(batches)
         return num_microbatches
 
@@ -114,31 +114,31 @@ class ReferencedBatches:
         return (total / count.clamp(min=1.0)).clamp(min=0.0).detach()
 
 
-def _extended(batch: Batch, values: Mapping[str, Tensor]) -> Batch:
+def _with_extras(batch: Batch, values: Mapping[str, Tensor]) -> Batch:
     return dataclasses.replace(batch, extras={**batch.extras, **values})
 
 
-def _with(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
+def _add_tensors(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
     """The batches with a tensor of each; as they are on stages that have none."""
     if not values:
         return list(batches)
-    return [_extended(batch, {name: value}) for batch, value in zip(batches, values, strict=True)]
+    return [_with_extras(batch, {name: value}) for batch, value in zip(batches, values, strict=True)]
 
 
-def data_source(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], Data]:
+def data_source(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], SplitBatches]:
     """What gives the shared training loop its data. The reference is loaded once."""
     references: list[Trainer | None] = []
 
     def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
         return build_splits(run.config.data, kind, samples)
 
-    def data_of(trainer: Trainer) -> Data:
+    def data_of(trainer: Trainer) -> SplitBatches:
         if config.finetune_task == "sft":
             return build_data(trainer, datasets)
         assert isinstance(kind, PreferenceKind), "answers are read by their own kind"
         if not references:
             if config.preference_reference_cache:
-                referenced_rows(
+                attach_reference_logprobs(
                     trainer,
                     config,
                     kind,
@@ -150,7 +150,7 @@ def data_source(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Traine
         data = build_data(trainer, datasets)
 
         def referenced(batches: Batches) -> Batches:
-            return ReferencedBatches(trainer, batches, references[0], config)
+            return ReferenceScoredBatches(trainer, batches, references[0], config)
 
         train = None if data.train is None else referenced(data.train)
         splits = []
@@ -163,6 +163,6 @@ def data_source(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Traine
                     once=None if once is None else lambda once=once: referenced(once()),  # type: ignore[misc]
                 )
             splits.append(part)
-        return Data(train, *splits)
+        return SplitBatches(train, *splits)
 
     return data_of

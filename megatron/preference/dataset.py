@@ -25,7 +25,7 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.packing import plan_packs
 from megatron.core.datasets.samples import Sample, Span
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.preference.rows import Judged, Pair, Row, RowReader, read_rows
+from megatron.preference.rows import LabeledAnswer, Pair, Row, RowReader, read_rows
 from megatron.preference.settings import PreferenceConfig, Task
 
 FURTHEST = 100  # rows behind a row, among which one with another prompt is looked for
@@ -81,7 +81,7 @@ class PreferenceDataset:
             long = [f"line {row.line}" for row, size in zip(rows, sizes, strict=True) if size > length]
             logger.warning(
                 "%s (%s): %d of %d rows are left out: their answers with their prompts do not fit into --seq-length %d: %s",
-                self.prefix, split, len(long), len(rows), length, _first_of(long, ", "),
+                self.prefix, split, len(long), len(rows), length, _shorten_names(long, ", "),
             )  # fmt: skip
         if len(fitting) == 0:
             raise DataError(
@@ -116,18 +116,18 @@ class PreferenceDataset:
         """The index-th sample in shuffled order, [length] each."""
         places = self._places(index)
         count = len(self._rows[places[0]].answers)
-        sample = _sample([ids for place in places for ids in self._documents[place][:count]], self._length)
+        sample = _build_sample([ids for place in places for ids in self._documents[place][:count]], self._length)
         values = {name: np.zeros(self._length) for name in ("reference", "margin", "desirable")}
         ends = np.flatnonzero(sample["loss_mask"])
         for number, place in enumerate(places):
             end, row = ends[number * count], self._rows[place]
             values["margin"][end] = row.margin if isinstance(row, Pair) else 0.0
-            values["desirable"][end] = isinstance(row, Judged) and row.desirable
+            values["desirable"][end] = isinstance(row, LabeledAnswer) and row.desirable
         self._put_reference(values["reference"], ends, places, slice(0, count))
         sample["loss_mask"][:] = 0
         sample["loss_mask"][ends[::count]] = 1
         if self._task == "kto":
-            other = _sample([self._documents[place][1] for place in places], self._length)
+            other = _build_sample([self._documents[place][1] for place in places], self._length)
             known = np.zeros(self._length)
             self._put_reference(known, np.flatnonzero(other["loss_mask"]), places, slice(1, 2))
             # One longer, so that documents stay whole where context ranks cut what is as long as a sample.
@@ -175,30 +175,30 @@ def _documents(rows: Sequence[Row], place: int, task: Task) -> list[np.ndarray]:
     answers = list(rows[place].answers)
     if task == "reward":  # a text is read to its end, where its score is: one more label, and the only one that counts
         return [np.append(np.where(ids < 0, ids, ~ids), np.int32(0)) for ids in answers]
-    return [*answers, _mismatched(rows, place)] if task == "kto" else answers
+    return [*answers, _mismatched_answer(rows, place)] if task == "kto" else answers
 
 
-def _mismatched(rows: Sequence[Row], place: int) -> np.ndarray:
+def _mismatched_answer(rows: Sequence[Row], place: int) -> np.ndarray:
     """The prompt of a row with the answer of the next one that has another prompt; of the next one if none has.
 
     It does not depend on --split, so that what a reference says of it can be kept.
     """
-    prompt, _ = _parted(rows[place].answers[0])
+    prompt, _ = _split_prompt_answer(rows[place].answers[0])
     others = [(place + step) % len(rows) for step in range(1, min(len(rows), FURTHEST))] or [place]
     for other in others:
-        theirs, answer = _parted(rows[other].answers[0])
+        theirs, answer = _split_prompt_answer(rows[other].answers[0])
         if not np.array_equal(theirs, prompt):
             return np.concatenate([prompt, answer])
-    return np.concatenate([prompt, _parted(rows[others[0]].answers[0])[1]])
+    return np.concatenate([prompt, _split_prompt_answer(rows[others[0]].answers[0])[1]])
 
 
-def _parted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _split_prompt_answer(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(prompt, answer) of a document."""
     first = int(np.flatnonzero(ids >= 0)[0])
     return ids[:first], ids[first:]
 
 
-def _sample(documents: Sequence[np.ndarray], size: int) -> Sample:
+def _build_sample(documents: Sequence[np.ndarray], size: int) -> Sample:
     """Documents end to end. loss_mask: where each answer has its last label."""
     names = ("tokens", "labels", "position_ids", "document_ids", "preference", "answer_mask")
     sample: Sample = {name: np.zeros(size, np.int64) for name in names}
@@ -218,7 +218,7 @@ def _sample(documents: Sequence[np.ndarray], size: int) -> Sample:
     return sample
 
 
-def _first_of(names: Sequence[str], separator: str) -> str:
+def _shorten_names(names: Sequence[str], separator: str) -> str:
     """The first of many names, and how many more there are."""
     more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     return separator.join([*names[:MOST_NAMED], *more])
@@ -251,7 +251,7 @@ class PreferenceKind:
                 f"{prefix} cannot be read: {error.strerror}; give JSONL files by their whole names"
             ) from error
         if dropped:
-            named = _first_of([f"line {number}: {reason}" for number, reason in dropped], "; ")
+            named = _shorten_names([f"line {number}: {reason}" for number, reason in dropped], "; ")
             logger.warning("%s: %d lines are left out: %s", prefix, len(dropped), named)
         if not rows:
             raise DataError(f"{prefix} holds no row of answers")

@@ -38,19 +38,19 @@ class AnswerScores:
     tokens: Tensor
 
     @property
-    def ratio(self) -> Tensor:
+    def log_ratio(self) -> Tensor:
         """The policy's log-probability less the reference's, [pairs]."""
         return self.logprob - self.reference
 
     @property
-    def mean(self) -> Tensor:
+    def mean_logprob(self) -> Tensor:
         """The mean log-probability of a token, [pairs]."""
         return self.logprob / self.tokens.clamp(min=1.0)
 
 
 def kto_loss(answers: AnswerScores, desirable: Tensor, divergence: Tensor, options: KTOOptions) -> Tensor:
     """Return the loss of each answer, [answers]. desirable: [answers], 1 or 0. divergence: z, a scalar without a gradient."""
-    against = options.beta * (answers.ratio - divergence)
+    against = options.beta * (answers.log_ratio - divergence)
     good, bad = (weight * (1.0 - signed.sigmoid()) for weight, signed in zip(options.weights, (against, -against)))
     return torch.where(desirable > 0, good, bad)
 
@@ -65,33 +65,37 @@ def _label_smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:
 
 
 def _dpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    return _label_smoothed_loss(options.beta * (chosen.ratio - rejected.ratio), options.smoothing)
+    return _label_smoothed_loss(options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing)
 
 
 def _robust_dpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    logits, e = options.beta * (chosen.ratio - rejected.ratio), options.smoothing
+    logits, e = options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing
     return (-(1.0 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1.0 - 2.0 * e)
 
 
 def _hinge_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    return (1.0 - options.beta * (chosen.ratio - rejected.ratio)).relu()
+    return (1.0 - options.beta * (chosen.log_ratio - rejected.log_ratio)).relu()
 
 
 def _ipo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    means = (one.ratio / one.tokens.clamp(min=1.0) for one in (chosen, rejected))
+    means = (one.log_ratio / one.tokens.clamp(min=1.0) for one in (chosen, rejected))
     return (next(means) - next(means) - 1.0 / (2.0 * options.beta)).square()
 
 
 def _apo_zero(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    return 1.0 - (options.beta * chosen.ratio).sigmoid() + (options.beta * rejected.ratio).sigmoid()
+    return 1.0 - (options.beta * chosen.log_ratio).sigmoid() + (options.beta * rejected.log_ratio).sigmoid()
 
 
 def _simpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    return _label_smoothed_loss(options.beta * (chosen.mean - rejected.mean) - options.gamma, options.smoothing)
+    return _label_smoothed_loss(
+        options.beta * (chosen.mean_logprob - rejected.mean_logprob) - options.gamma, options.smoothing
+    )
 
 
 def _orpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
-    return -chosen.mean - options.beta * F.logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
+    return -chosen.mean_logprob - options.beta * F.logsigmoid(
+        _log_odds(chosen.mean_logprob) - _log_odds(rejected.mean_logprob)
+    )
 
 
 def _log_odds(logprob: Tensor) -> Tensor:

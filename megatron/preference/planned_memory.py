@@ -11,7 +11,7 @@ from megatron.core.models.flops import BYTES, rank_memory
 from megatron.preference.settings import PreferenceConfig, reference_folder
 
 
-def memory_beside(preference: PreferenceConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+def reference_memory(preference: PreferenceConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
     """Return bytes of the fullest rank: of the reference network, where it is one of its own. The base under adapters takes none.
 
     A cache of the reference's log-probabilities is on disk. The network that fills it is there before the first step, when there are no

@@ -36,7 +36,7 @@ from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import FILL, needs_text
-from megatron.training.loader import all_once
+from megatron.training.loader import single_pass_microbatches
 from megatron.training.trainer import Trainer
 
 _EVERYTHING = AdapterConfig(lora_rank=1)  # of whose base all weights are hashed
@@ -50,7 +50,7 @@ _WORDS = {
 Identity = Mapping[str, str]
 
 
-def referenced_rows(
+def attach_reference_logprobs(
     trainer: Trainer, config: PreferenceConfig, kind: PreferenceKind, network: Callable[[], Trainer | None]
 ) -> None:
     """Let the files of a run say what the reference gives their answers; computed and kept where that is not known yet.
@@ -63,7 +63,7 @@ def referenced_rows(
         prefix for plan in plan_splits(run.config.data) if plan is not None for prefix in plan.blend.prefixes
     )
     weights = decide_on_first_rank(
-        run.mesh.world, lambda: _weights(config, run.config.checkpoint.pretrained_checkpoint)
+        run.mesh.world, lambda: _reference_weights_hash(config, run.config.checkpoint.pretrained_checkpoint)
     )
     loaded: list[Trainer | None] = []
     for prefix in prefixes:
@@ -73,7 +73,7 @@ def referenced_rows(
         values = decide_on_first_rank(run.mesh.world, partial(read_cache, file, identity))
         if values is None:
             loaded = loaded or [network()]
-            values = _computed(trainer, loaded[0], kind, source)
+            values = _compute_logprobs(trainer, loaded[0], kind, source)
             if run.mesh.world.is_first:
                 _write(file, values, identity)
             run.print_rank_0(
@@ -121,7 +121,7 @@ def _write(file: Path, values: np.ndarray, identity: Identity) -> None:
     os.replace(made, file)
 
 
-def _weights(config: PreferenceConfig, pretrained: str | None) -> str:
+def _reference_weights_hash(config: PreferenceConfig, pretrained: str | None) -> str:
     """A hash of the reference's weights, the same in every format of a checkpoint."""
     folder = config.preference_reference or pretrained
     assert folder is not None, "a rule asks for a checkpoint"
@@ -141,7 +141,9 @@ def _identity(source: RowSource, kind: PreferenceKind, weights: str) -> Identity
     }
 
 
-def _computed(trainer: Trainer, reference: Trainer | None, kind: PreferenceKind, source: RowSource) -> np.ndarray:
+def _compute_logprobs(
+    trainer: Trainer, reference: Trainer | None, kind: PreferenceKind, source: RowSource
+) -> np.ndarray:
     """What the reference gives each answer, float64 [rows, documents]; NaN for rows that fit into no sample."""
     run, task = trainer.run, kind.config.finetune_task
     train, mesh = run.config.train, run.mesh
@@ -155,7 +157,7 @@ def _computed(trainer: Trainer, reference: Trainer | None, kind: PreferenceKind,
         task=task,
     )
     reads = needs_text(run.config, trainer.specs)
-    batches = all_once(run, dataset, full_batch=train.global_batch_size, reads=reads, split="reference")
+    batches = single_pass_microbatches(run, dataset, full_batch=train.global_batch_size, reads=reads, split="reference")
     rounds = -(-len(dataset) // train.global_batch_size)
     sums: dict[tuple[int, int], float] = defaultdict(float)
     for _ in range(rounds):
@@ -165,7 +167,7 @@ def _computed(trainer: Trainer, reference: Trainer | None, kind: PreferenceKind,
             with nullcontext() if reference is not None else without_adapters(*trainer.stages):
                 result = logprobs(trainer, reference or trainer, part)
             for batch, values in zip(part if result else (), result, strict=True):
-                _add(sums, dataset, batch, values, first)
+                _add_answer_sums(sums, dataset, batch, values, first)
     batches.close()
     everywhere = collectives.gather_objects(dict(sums) if mesh.tp.is_first else {}, mesh.world)
     table = np.full((len(source.rows), 2), np.nan)
@@ -175,7 +177,7 @@ def _computed(trainer: Trainer, reference: Trainer | None, kind: PreferenceKind,
     return table
 
 
-def _add(
+def _add_answer_sums(
     sums: dict[tuple[int, int], float], dataset: PreferenceDataset, batch: Batch, values: Tensor, first: int
 ) -> None:
     """Add the sums over this rank's tokens of each answer of a microbatch. first: number of a row's first document. values: [b, s]."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import count_added_ids
 from megatron.core.tokenizers.base import Tokenizer
@@ -45,7 +45,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class LabeledAnswer:
     """An answer to a prompt, prompt included, and whether it is desirable (kto): int32 [tokens], ids of the prompt as ~id. line: of its file."""
 
     answer: np.ndarray
@@ -58,7 +58,7 @@ class Judged:
         return (self.answer,)
 
 
-Row = Pair | Judged
+Row = Pair | LabeledAnswer
 
 
 class RowReader:
@@ -66,7 +66,7 @@ class RowReader:
 
     def __init__(self, tokenizer: Tokenizer, template: str, task: Task = "dpo") -> None:
         self.tokenizer, self.task, self._template = tokenizer, task, template
-        self._encoder: Encoder | None = None
+        self._encoder: ConversationEncoder | None = None
         self._frame: tuple[int, int] | None = None
 
     def read(self, line: bytes) -> Row | None:
@@ -94,13 +94,13 @@ class RowReader:
             raise DataError("both answers are the same ids")
         return Pair(first, second, float(margin))
 
-    def _judged(self, row: Any) -> Judged:
+    def _judged(self, row: Any) -> LabeledAnswer:
         if not isinstance(row, dict) or not {"prompt", "completion", "label"} <= row.keys():
             raise DataError('no "prompt", "completion" and "label"')
         if not isinstance(row["label"], bool):
             raise DataError('"label" is neither true nor false')
         (answer,) = self._answers(row["prompt"], {"completion": row["completion"]})
-        return Judged(answer, row["label"])
+        return LabeledAnswer(answer, row["label"])
 
     def _answers(self, prompt: Any, answers: dict[str, Any]) -> list[np.ndarray]:
         """The ids of each answer behind the prompt; all are text, or all are lists of messages."""
@@ -151,7 +151,7 @@ class RowReader:
         if not isinstance(prompt, list):
             raise DataError('"prompt" is a list of messages where the answers are')
         if self._encoder is None:
-            self._encoder = Encoder(self.tokenizer, self._template)
+            self._encoder = ConversationEncoder(self.tokenizer, self._template)
         whole = [[*prompt, *answer] for answer in answers]
         for messages in whole:
             if any(not isinstance(one, dict) or not isinstance(one.get("role"), str) for one in messages):
@@ -159,7 +159,7 @@ class RowReader:
             if not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content"):
                 raise DataError("the last message is no answer of the assistant's")
         try:
-            ids = self._encoder.encode([self._encoder.template.pieces(messages) for messages in whole])
+            ids = self._encoder.encode([self._encoder.template.render_segments(messages) for messages in whole])
         except ValueError as error:
             raise DataError(f"text that the tokenizer does not take: {error}") from error
         return list(map(_last_answer, ids))

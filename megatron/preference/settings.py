@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.adapters import is_trained
-from megatron.core.config.figures import figure_named
-from megatron.core.config.flags import flag, flag_fields, spelling
+from megatron.core.config.figures import find_metric
+from megatron.core.config.flags import flag, flag_fields, flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.preference.options import WITHOUT_REFERENCE, PreferenceLoss
 
@@ -107,7 +107,7 @@ def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = 
     task = config.finetune_task
     yield from _epoch_problems(config, given)
     strangers = [
-        spelling(field.name)
+        flag_name(field.name)
         for field, _ in flag_fields(PreferenceConfig)
         if getattr(config, field.name) != field.default and task not in _TASKS_OF.get(field.name, _ALL)
     ]
@@ -116,7 +116,7 @@ def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = 
     else:
         yield from _number_problems(config)
     yield from _reference_problems(config, run)
-    if (best := run.checkpoint.save_best) is not None and figure_named(best, FIGURES[task]) is None:
+    if (best := run.checkpoint.save_best) is not None and find_metric(best, FIGURES[task]) is None:
         yield f"--save-best {best}: --finetune-task {task} has no such figure; choose of: {', '.join(FIGURES[task])}"
     if task == "sft":
         if not run.data.chat.sft:
@@ -136,7 +136,7 @@ def _epoch_problems(config: PreferenceConfig, given: Collection[str]) -> Iterato
     ):
         yield f"--finetune-epochs {config.finetune_epochs} is not a positive number"
     if config.finetune_epochs is not None and (both := [name for name in _DURATION if name in given]):
-        yield f"--finetune-epochs and {spelling(both[0])} both say how long the run is; keep one"
+        yield f"--finetune-epochs and {flag_name(both[0])} both say how long the run is; keep one"
 
 
 def _number_problems(config: PreferenceConfig) -> Iterator[str]:
@@ -175,7 +175,7 @@ def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[st
     if not config.has_reference:
         needless = [name for name in ("preference_reference", "preference_reference_cache") if getattr(config, name)]
         if needless:
-            yield f"{loss} has no reference; leave out {', '.join(map(spelling, needless))}"
+            yield f"{loss} has no reference; leave out {', '.join(map(flag_name, needless))}"
     elif not run.model.adapter.has_adapters and reference_folder(config, run) is None:
         yield (
             f"{loss} compares with a reference; give --pretrained-checkpoint, which is also where "

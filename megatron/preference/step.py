@@ -100,8 +100,8 @@ def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, cont
     options = LossOptions(config.preference_beta, config.preference_label_smoothing, config.preference_margin)
     losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, options)
     if config.preference_sft_weight:
-        losses = losses - config.preference_sft_weight * chosen.mean
-    rewards = [config.preference_beta * one.ratio for one in (chosen, rejected)]
+        losses = losses - config.preference_sft_weight * chosen.mean_logprob
+    rewards = [config.preference_beta * one.log_ratio for one in (chosen, rejected)]
     margin = rewards[0] - rewards[1]
     figures = {
         "preference loss": losses,
@@ -109,28 +109,28 @@ def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, cont
         "reward margin": margin,
         "chosen reward": rewards[0],
         "rejected reward": rewards[1],
-        "chosen logprob": chosen.mean,
+        "chosen logprob": chosen.mean_logprob,
     }
     return answers.loss(losses, figures)
 
 
-def judged_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
+def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
     """Return (sum over answers, number of answers, figures to log) of KTO. token_losses: [b, s], as of `pair_loss`."""
     answers = Answers(batch, context, token_losses.dtype, each=1)
     (scores,), (desirable,) = answers.answer_scores(token_losses, reference=True), answers.sample_values("desirable")
     options = KTOOptions(config.preference_beta, (config.kto_desirable_weight, config.kto_undesirable_weight))
     losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), options)
-    above = scores.ratio.detach() > batch.extras["divergence"].to(scores.ratio.dtype)
+    above = scores.log_ratio.detach() > batch.extras["divergence"].to(scores.log_ratio.dtype)
     figures = {"preference loss": losses, "preference accuracy": above == (desirable > 0)}
     total, count, report = answers.loss(losses, figures)
-    reward = config.preference_beta * scores.ratio.detach()
+    reward = config.preference_beta * scores.log_ratio.detach()
     for name, which in (("chosen reward", desirable > 0), ("rejected reward", desirable <= 0)):
         report[name] = torch.stack((reward[which].sum(), which.sum().to(reward.dtype)))
     report["divergence"] = torch.stack((batch.extras["divergence"].to(count.dtype) * count, count))
     return total, count, report
 
 
-def score_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: Axis) -> Loss:
+def reward_model_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: Axis) -> Loss:
     """Return (sum over pairs, number of pairs, figures to log) of a reward model. values: [b, s], the score at every position."""
     answers = Answers(batch, context, values.dtype, each=2)
     (chosen, rejected), (margin, _) = answers.sums(values), answers.sample_values("margin")
@@ -145,4 +145,4 @@ def score_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: 
     return answers.loss(losses, figures)
 
 
-LOSSES = {"dpo": pair_loss, "kto": judged_loss, "reward": score_loss}
+LOSSES = {"dpo": pair_loss, "kto": kto_step_loss, "reward": reward_model_loss}

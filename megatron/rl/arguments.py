@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.config.flags import from_namespace
 from megatron.core.config.rules.engine import NEEDS, broken_rules
-from megatron.core.config.rules.rule import Setting
+from megatron.core.config.rules.rule import RuleInput
 from megatron.core.config.settings.run import RequestedRun
 from megatron.rl.settings import RLConfig, generation_config, problems
 from megatron.training.cli.arguments import parse_args
@@ -35,7 +35,7 @@ def defaults_of(words: Sequence[str]) -> Mapping[str, Any]:
     }
 
 
-def training_ranks(words: Sequence[str], world_size: int) -> int:
+def num_training_ranks(words: Sequence[str], world_size: int) -> int:
     """How many of the ranks of a job train: all but those of --rl-generation-ranks, which Ray starts beside them with
     --rl-ray-address. 0 or less: none is left.
     """
@@ -45,7 +45,7 @@ def training_ranks(words: Sequence[str], world_size: int) -> int:
     return world_size - int(count) if count.isdecimal() else world_size
 
 
-def none_trains(world_size: int) -> str:
+def no_training_ranks_message(world_size: int) -> str:
     """What is wrong where --rl-generation-ranks leaves no rank to train."""
     return f"--rl-generation-ranks leaves none of the {world_size} ranks of the job to train; give fewer, or start more ranks"
 
@@ -55,8 +55,10 @@ def rl_problems(args: Namespace, world_size: int) -> list[str]:
     rl, requested = from_namespace(RLConfig, args), from_namespace(RequestedRun, args)
     run = requested.resolve(world_size)
     lines = list(problems(rl, run))
-    if rl.copies_network(run) and not any(rule.says(Setting(run, world_size)) for rule in NEEDS):
-        generating = broken_rules(generation_config(run, rl.inference_sizes), rl.rl_generation_ranks or world_size)
+    if rl.needs_network_copy(run) and not any(rule.says(RuleInput(run, world_size)) for rule in NEEDS):
+        generating = broken_rules(
+            generation_config(run, rl.inference_parallel_sizes), rl.rl_generation_ranks or world_size
+        )
         lines += [f"the network that generates: {message}" for _, message in generating]
     return lines
 
@@ -67,10 +69,10 @@ def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks:
     argv: left out, the words of this process. world_size: ranks of the job; speaks: this rank is the one that says what is wrong.
     """
     argv = sys.argv[1:] if argv is None else argv
-    ranks = training_ranks(argv, world_size)
+    ranks = num_training_ranks(argv, world_size)
     if ranks < 1:
         if speaks:
-            sys.stderr.write(f"ConfigError: {none_trains(world_size)}\n")
+            sys.stderr.write(f"ConfigError: {no_training_ranks_message(world_size)}\n")
         raise SystemExit(2)
     args = parse_args(
         argv,

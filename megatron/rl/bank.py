@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing.store import scan_folder
-from megatron.rl.batches import TrainedRollout
+from megatron.rl.batches import TrainingRollout
 from megatron.rl.rollouts import Rollout
 
 
@@ -25,17 +25,17 @@ def bank_file(folder: Path, first: int) -> Path:
     return folder / f"round_{first:07d}.jsonl.gz"
 
 
-def ahead_file(folder: Path, first: int) -> Path:
+def queue_file(folder: Path, first: int) -> Path:
     """The file of what was ahead of the round that begins at an iteration."""
     return folder / f"ahead_{first:07d}.jsonl.gz"
 
 
-def write_bank(file: Path, trained: Sequence[TrainedRollout]) -> None:
+def write_bank(file: Path, trained: Sequence[TrainingRollout]) -> None:
     """Write a round, complete or not at all."""
     write_lines(file, map(dataclasses.asdict, trained))
 
 
-def read_bank(file: str | Path) -> list[TrainedRollout]:
+def read_bank(file: str | Path) -> list[TrainingRollout]:
     """Read the rollouts of a round. Raises `DataError` for a file that is damaged."""
     try:
         return [_rollout_from_json(values) for values in read_lines(file)]
@@ -112,10 +112,10 @@ def _files_before(folder: Path, kind: str, first: int) -> list[tuple[Path, int]]
     return [(file, begin) for file, begin in files if begin < first]
 
 
-def _rollout_from_json(values: dict[str, Any]) -> TrainedRollout:
-    return TrainedRollout(**tuples(values) | {"rollout": Rollout(**tuples(values["rollout"]))})
+def _rollout_from_json(values: dict[str, Any]) -> TrainingRollout:
+    return TrainingRollout(**lists_to_tuples(values) | {"rollout": Rollout(**lists_to_tuples(values["rollout"]))})
 
 
-def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+def lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with tuples for lists."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

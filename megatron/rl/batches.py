@@ -29,7 +29,7 @@ Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedRollout:
+class TrainingRollout:
     """A rollout with what the loss needs.
 
     advantage: of all its tokens; with a critic, its reward. old, reference: log-probabilities of its ids, [tokens]; empty until they are
@@ -54,7 +54,7 @@ class Slot:
     number: int
 
 
-def slots_of(rollouts: Sequence[TrainedRollout], length: int, *, packed: bool) -> list[Slot]:
+def pack_rollouts(rollouts: Sequence[TrainingRollout], length: int, *, packed: bool) -> list[Slot]:
     """Assign rollouts to rows of `length` positions; packed: several to a row, the longest first into the first row with room."""
     if not packed:
         return [Slot(row, 0, 0) for row in range(len(rollouts))]
@@ -74,7 +74,7 @@ def slots_of(rollouts: Sequence[TrainedRollout], length: int, *, packed: bool) -
 
 
 def rows_of(
-    rollouts: Sequence[TrainedRollout],
+    rollouts: Sequence[TrainingRollout],
     length: int,
     *,
     average: Average,
@@ -87,7 +87,7 @@ def rows_of(
 
     length: positions of a row. limit: the longest answer, for average "length". padding: the id of positions behind a rollout.
     """
-    slots = slots_of(rollouts, length, packed=packed)
+    slots = pack_rollouts(rollouts, length, packed=packed)
     count = max(1, -(-(max((slot.row for slot in slots), default=-1) + 1) // multiple)) * multiple
     integers = ("labels", "position_ids", "document_ids", "rl_answer", "loss_mask")
     floats = ("rl_advantage", "rl_weight", "rl_generation", "rl_old", "rl_reference", "rl_value", "rl_return")
@@ -139,16 +139,16 @@ def microbatches(rows: Arrays, mesh: Mesh, micro_batch_size: int, *, packed: boo
         if not packed:
             del chosen["document_ids"], chosen["position_ids"]
         batch = Batch.from_arrays(chosen, mesh.device, positions=packed)
-        yield batch.over_context(mesh.cp)
+        yield batch.shard_over_context(mesh.cp)
 
 
-def values_of(
-    rollouts: Sequence[TrainedRollout], rows: Arrays, table: np.ndarray, *, packed: bool
+def values_per_rollout(
+    rollouts: Sequence[TrainingRollout], rows: Arrays, table: np.ndarray, *, packed: bool
 ) -> list[tuple[float, ...]]:
     """Return for each rollout a value of each of its ids, 0.0 for the first, from a table over `rl_place`, [rows * s]."""
     length = rows["tokens"].shape[1]
     values = table.reshape(-1, length)
     return [
         (0.0, *values[slot.row, slot.start : slot.start + len(trained.rollout.ids) - 1].tolist())
-        for trained, slot in zip(rollouts, slots_of(rollouts, length, packed=packed), strict=True)
+        for trained, slot in zip(rollouts, pack_rollouts(rollouts, length, packed=packed), strict=True)
     ]

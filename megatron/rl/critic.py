@@ -18,22 +18,22 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.output_heads import ScalarHead
-from megatron.core.parallel.spec import constant, name_all, spec_of
-from megatron.core.transformer.build import Build
+from megatron.core.parallel.spec import constant_initializer, set_global_names, spec_of
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
-from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import Stack
 
 
 class Critic(nn.Module):
     """One pipeline stage of the critic."""
 
-    def __init__(self, stage: StageSpec, build: Build) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
         super().__init__()
         self.build = build
         self.embedding = Embedding(build, tied=False) if stage.has_embedding else None
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_output)
-        self.value_head = ScalarHead(build, init=constant(0.0), bias=True) if stage.has_output else None
+        self.value_head = ScalarHead(build, init=constant_initializer(0.0), bias=True) if stage.has_output else None
 
     def forward(
         self,
@@ -51,7 +51,7 @@ class Critic(nn.Module):
         assert hidden is not None, "a later stage receives the output of the previous stage"
         context = ForwardContext(
             self.build.causal_mask(hidden, documents),
-            rotary_of(self.build, hidden, positions),
+            rotary_table_for(self.build, hidden, positions),
             microbatch_context=microbatch_context,
         )
         x = self.decoder(hidden, context)
@@ -69,7 +69,7 @@ class ActorCritic(GPTModel):
 
     optional_weights = ("critic.",)
 
-    def __init__(self, stage: StageSpec, build: Build, *, lr_ratio: float = 1.0) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext, *, lr_ratio: float = 1.0) -> None:
         super().__init__(stage, build)
         self.critic = Critic(stage, build)
         for name, param in self.critic.named_parameters():
@@ -77,7 +77,7 @@ class ActorCritic(GPTModel):
             param.spec = dataclasses.replace(  # type: ignore[attr-defined]
                 spec_of(param), name="", starts_from=same, lr_ratio=lr_ratio
             )
-        name_all(self)
+        set_global_names(self)
 
     def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], object], ...]:  # type: ignore[override]
         """Shape and dtype of each tensor that a stage receives: the policy's hidden states, and the critic's."""

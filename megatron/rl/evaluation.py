@@ -63,7 +63,7 @@ def powers_of_two(most: int) -> list[int]:
     return sorted({*(2**power for power in range(most.bit_length())), most})
 
 
-def text_of(results: Mapping[str, Mapping[str, float]]) -> str:
+def results_text(results: Mapping[str, Mapping[str, float]]) -> str:
     """The results in a line."""
     return ", ".join(
         f"{name} "

@@ -21,10 +21,10 @@ import torch
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import backend_of
-from megatron.core.parallel.mesh import Mesh, SplitJob
+from megatron.core.parallel.mesh import Mesh, SplitMeshJob
 from megatron.inference.engine import Engine
 from megatron.rl.environments.config import WeightedEnvironment, start_environments
-from megatron.rl.refit import Refit, generating_stages, weights_in_training, weights_of
+from megatron.rl.refit import Refit, generating_stages, refit_targets, weights_in_training
 from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play_rollouts, rollout_engine
 from megatron.rl.settings import RLConfig, generation_config
 from megatron.training.launch.launch_info import LaunchInfo
@@ -53,7 +53,7 @@ class GenerationRanks:
     """The ranks that generate, as those that train see them. Every method is called by all ranks that train together. hosts: of all ranks."""
 
     def __init__(
-        self, trainer: Trainer, job: SplitJob, environments: Sequence[WeightedEnvironment], *, verify: bool
+        self, trainer: Trainer, job: SplitMeshJob, environments: Sequence[WeightedEnvironment], *, verify: bool
     ) -> None:
         self.trainer, self.job, self._environments = trainer, job, tuple(environments)
         self._refit = Refit(job.tensors, job.mesh.device, verify=verify)
@@ -65,7 +65,9 @@ class GenerationRanks:
         self._send(Command("refit"))
         self._refit.copy(weights_in_training(self.trainer), {})
 
-    def start(self, tasks: Sequence[Task], limits: Limits, *, version: int = 0, until: int | None = None) -> None:
+    def start_rollouts(
+        self, tasks: Sequence[Task], limits: Limits, *, version: int = 0, until: int | None = None
+    ) -> None:
         """Let rollouts be played, with the weights as of the last refit. version, until: see `rollouts.play_rollouts`."""
         places = {id(one.environment): place for place, one in enumerate(self._environments)}
         sent = ((places[id(task.environment)], dataclasses.replace(task, environment=None)) for task in tasks)  # type: ignore[arg-type]
@@ -89,7 +91,7 @@ class GenerationRanks:
         collectives.broadcast_object(command, self.job.objects)
 
 
-def generate(run: Run, rl: RLConfig, job: SplitJob, environments: Sequence[WeightedEnvironment]) -> None:
+def run_generation_rank(run: Run, rl: RLConfig, job: SplitMeshJob, environments: Sequence[WeightedEnvironment]) -> None:
     """On the ranks that generate: carry out commands until the last. run: of their mesh. The engine is paused while weights change."""
     start_environments(environments, run.mesh.world)
     stages = generating_stages(run)
@@ -99,7 +101,7 @@ def generate(run: Run, rl: RLConfig, job: SplitJob, environments: Sequence[Weigh
     records = run.config.model.moe.moe_enable_routing_replay
     while (command := collectives.broadcast_object(None, job.objects)).kind != "end":
         if command.kind == "refit":
-            refit.copy({}, weights_of(stages, run.mesh))
+            refit.copy({}, refit_targets(stages, run.mesh))
             continue
         if engine is None:
             most = rl.rollouts_per_round * (1 + rl.lag * rl.rl_partial_rollouts)
@@ -121,8 +123,8 @@ def generate(run: Run, rl: RLConfig, job: SplitJob, environments: Sequence[Weigh
         collectives.broadcast_object(played, job.objects, source=job.training)
 
 
-def mesh_of(
-    rl: RLConfig, place: LaunchInfo, jobs: list[SplitJob]
+def split_mesh_builder(
+    rl: RLConfig, place: LaunchInfo, jobs: list[SplitMeshJob]
 ) -> Callable[[RunConfig, torch.device], tuple[Mesh, RunConfig]]:
     """What makes the mesh of this rank's half, and its config. place: with all ranks of the job. jobs: the split is appended."""
 
@@ -134,8 +136,8 @@ def mesh_of(
             timedelta(minutes=parallel.distributed_timeout_minutes),
             device if device.type == "cuda" else None,
         )
-        generating = generation_config(config, rl.inference_sizes)
-        jobs.append(SplitJob.build(parallel, generating.parallel, device, last_ranks=rl.rl_generation_ranks))
+        generating = generation_config(config, rl.inference_parallel_sizes)
+        jobs.append(SplitMeshJob.build(parallel, generating.parallel, device, last_ranks=rl.rl_generation_ranks))
         return jobs[0].mesh, generating if place.rank >= jobs[0].training else config
 
     return make

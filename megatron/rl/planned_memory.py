@@ -20,7 +20,7 @@ from megatron.rl.settings import RLConfig, generation_config, reference_folder
 TOGETHER = 64  # sequences decoded at once by each replica
 
 
-def memory_beside(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+def extra_network_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
     """Return bytes of the fullest rank that trains: of the reference, the critic, and where it also generates the copy that does, and the
     cache of keys and values.
 
@@ -38,9 +38,9 @@ def memory_beside(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str,
 def generation_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
     """Return bytes of the fullest rank that generates: beside the policy in training, or with --rl-generation-ranks all of it."""
     own, parts = rl.rl_generation_ranks, dict[str, float]()
-    generating = generation_config(run, rl.inference_sizes) if rl.copies_network(run) else run
+    generating = generation_config(run, rl.inference_parallel_sizes) if rl.needs_network_copy(run) else run
     replicas = generating.parallel.data_parallel_size(own or world_size)
-    if rl.copies_network(run):
+    if rl.needs_network_copy(run):
         copies = rank_memory(generating, stages_of(generating), data_parallel_size=replicas, num_microbatches=1)
         name = "network that generates" if own else "copy that generates"
         parts[name] = BYTES[run.precision.dtype] * max(rank.parameters for rank in copies)
@@ -62,8 +62,8 @@ def rank_plan(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str
     dp = run.parallel.data_parallel_size(world_size)
     count = max(1, run.train.global_batch_size // (run.train.micro_batch_size * dp))
     ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=count)
-    training = {"policy in training": max(rank.total for rank in ranks), **memory_beside(rl, run, world_size)}
-    generating = generation_config(run, rl.inference_sizes)
+    training = {"policy in training": max(rank.total for rank in ranks), **extra_network_memory(rl, run, world_size)}
+    generating = generation_config(run, rl.inference_parallel_sizes)
     return [
         "who holds what, by the formulas, on the fullest rank of each kind:",
         f"  training: {_host_ranges(hosts, range(world_size))} ({_layout(run, world_size)}): {memory_line(training)}",
@@ -99,7 +99,7 @@ def least_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, 
     count = max(1, (run.train.global_batch_size or 1) // (run.train.micro_batch_size * dp))
     ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=count)
     fullest = max(ranks, key=lambda rank: rank.total)
-    beside = dict(memory_beside(rl, run, world_size))
+    beside = dict(extra_network_memory(rl, run, world_size))
     cache = beside.pop("keys and values", 0.0)
     training = {"policy in training": fullest.total, **beside}
     if rl.rl_offload_inference_model_weights_when_idle:
@@ -118,10 +118,10 @@ def memory_problem(rl: RLConfig, run: RunConfig, world_size: int, memory: float)
     parts = least_memory(rl, run, world_size)
     if sum(parts.values()) <= memory:
         return ""
-    return too_large(parts, memory) + ", --rl-offload-optimizer-during-inference, or a shorter --seq-length"
+    return memory_error_message(parts, memory) + ", --rl-offload-optimizer-during-inference, or a shorter --seq-length"
 
 
-def too_large(parts: Mapping[str, float], memory: float) -> str:
+def memory_error_message(parts: Mapping[str, float], memory: float) -> str:
     """Why a run does not fit."""
     return (
         f"the fullest rank needs at least {sum(parts.values()) / 2**30:.2f} GiB ({memory_line(parts)}), and its device has {memory / 2**30:.2f} GiB "

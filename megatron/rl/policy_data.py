@@ -25,31 +25,31 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, has_separate_memory
-from megatron.core.parallel.mesh import SplitJob
+from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import Sampling
 from megatron.rl import batches
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.bank import bank_file, read_bank, remove_expired, saved_iterations, write_bank
-from megatron.rl.batches import Arrays, TrainedRollout
+from megatron.rl.batches import Arrays, TrainingRollout
 from megatron.rl.environments.config import read_environments, start_environments
-from megatron.rl.evaluation import evaluate_held_out, text_of
+from megatron.rl.evaluation import evaluate_held_out, results_text
 from megatron.rl.generation_ranks import GenerationRanks
 from megatron.rl.memory import offload_to_host
-from megatron.rl.planned_memory import memory_beside, memory_line, rank_plan
-from megatron.rl.policy_step import PolicyStep, score
-from megatron.rl.refit import Generator
+from megatron.rl.planned_memory import extra_network_memory, memory_line, rank_plan
+from megatron.rl.policy_step import PolicyStep, compute_logprobs_and_values
+from megatron.rl.refit import GenerationNetwork
 from megatron.rl.rollout_advantages import with_advantages, with_token_advantages
 from megatron.rl.rollout_queue import RolloutQueue
 from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play_rollouts
-from megatron.rl.samples import SampleFiles, facts_of
+from megatron.rl.samples import SampleFiles, sample_records
 from megatron.rl.settings import RLConfig, generation_config, reference_folder
 from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.health.bad_steps import BadStep
 from megatron.training.hooks import StepHooks
-from megatron.training.loader import Data
+from megatron.training.loader import SplitBatches
 from megatron.training.trainer import Trainer
 
 
@@ -59,14 +59,14 @@ class PolicyData(StepHooks):
     job: with --rl-generation-ranks, the ranks that train and those that generate.
     """
 
-    def __init__(self, trainer: Trainer, rl: RLConfig, job: SplitJob | None = None) -> None:
+    def __init__(self, trainer: Trainer, rl: RLConfig, job: SplitMeshJob | None = None) -> None:
         assert isinstance(trainer.forward_step, PolicyStep), "policy data are trained by a policy step"
         self.trainer, self.rl, self.step = trainer, rl, trainer.forward_step
         self.run = trainer.run
         train = self.run.config.train
         self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
         self._reference = reference_trainer(trainer, reference_folder(rl, trainer.run.config))
-        self._round: tuple[int, list[TrainedRollout]] | None = None
+        self._round: tuple[int, list[TrainingRollout]] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._informative = True
         folder = rl.rl_rollout_bank_dir or (
@@ -104,18 +104,18 @@ class PolicyData(StepHooks):
             for line in rank_plan(rl, self.run.config, self.run.mesh.world.size, self._generator.hosts):
                 self.run.print_rank_0(line)
         else:
-            beside = memory_beside(rl, self.run.config, self.run.mesh.world.size)
+            beside = extra_network_memory(rl, self.run.config, self.run.mesh.world.size)
             self.run.print_rank_0(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
 
-    def _build_generator(self, job: SplitJob | None) -> Generator | GenerationRanks | None:
+    def _build_generator(self, job: SplitMeshJob | None) -> GenerationNetwork | GenerationRanks | None:
         """The network that generates; None: that in training."""
         rl, config = self.rl, self.run.config
         verify = rl.rl_verify_model_weights_swap
         if job is not None:
             return GenerationRanks(self.trainer, job, self.queue.environments, verify=verify)
-        if not rl.copies_network(config):
+        if not rl.needs_network_copy(config):
             return None
-        return Generator(self.trainer, generation_config(config, rl.inference_sizes), verify=verify)
+        return GenerationNetwork(self.trainer, generation_config(config, rl.inference_parallel_sizes), verify=verify)
 
     def __iter__(self) -> PolicyData:
         return self
@@ -124,7 +124,7 @@ class PolicyData(StepHooks):
         return next(self._batches)
 
     @property
-    def rollouts(self) -> list[TrainedRollout] | None:
+    def rollouts(self) -> list[TrainingRollout] | None:
         """The rollouts of the round under way."""
         return None if self._round is None else self._round[1]
 
@@ -144,7 +144,7 @@ class PolicyData(StepHooks):
         """Collect what other ranks play meanwhile: the bank has to have it before there is a checkpoint that needs it."""
         self._collect()
 
-    def begin(self, num_microbatches: int) -> int:
+    def prepare_step(self, num_microbatches: int) -> int:
         """Prepare the next optimizer step; returns its number of microbatches."""
         progress, train = self.run.progress, self.run.config.train
         first = progress.iteration - progress.iteration % self.step.steps
@@ -172,7 +172,7 @@ class PolicyData(StepHooks):
             facts["policy lag"] = self._lags(trained) if speaks else []
         return {name: (sum(values), len(values)) for name, values in facts.items()}
 
-    def _lags(self, trained: Sequence[TrainedRollout]) -> list[float]:
+    def _lags(self, trained: Sequence[TrainingRollout]) -> list[float]:
         """Of each sampled token, how many iterations its weights were behind those at the beginning of the round."""
         first = 0 if self._round is None else self._round[0]
         return [float(first - version) for one in trained for version in one.rollout.versions if version >= 0]
@@ -196,7 +196,7 @@ class PolicyData(StepHooks):
                 )
         return self._informative
 
-    def _new_round(self, first: int) -> list[TrainedRollout]:
+    def _new_round(self, first: int) -> list[TrainingRollout]:
         """The rollouts of the round that begins at an iteration: new ones, or those of the bank if the run was resumed within it."""
         self._collect()
         file, number = None if self._bank is None else bank_file(self._bank, first), first // self.step.steps
@@ -232,7 +232,7 @@ class PolicyData(StepHooks):
             write_bank(file, trained)
             self._remove_expired(file.parent, first)
         if self._samples is not None:
-            self._samples.write(first, facts_of(first, trained, self.rl.rl_samples_per_round))
+            self._samples.write(first, sample_records(first, trained, self.rl.rl_samples_per_round))
         collectives.barrier(self.run.mesh.world)
         return trained
 
@@ -252,7 +252,7 @@ class PolicyData(StepHooks):
         """Let other ranks play what a round and those ahead of it miss; with partial rollouts, until the first of these rounds is whole."""
         if tasks := self.queue.missing(number):
             version = self.run.progress.iteration
-            ranks.start(tasks, self._generation_limits, version=version, until=self.queue.until)
+            ranks.start_rollouts(tasks, self._generation_limits, version=version, until=self.queue.until)
 
     def _collect(self) -> None:
         """Wait for what other ranks play ahead of the round under way, and keep it."""
@@ -286,7 +286,7 @@ class PolicyData(StepHooks):
             if self.rl.rl_offload_optimizer_during_inference and has_separate_memory(device):
                 for hook in self.trainer.hooks:
                     hook.before_update()  # a save on its way has copied the state
-                around.enter_context(offload_to_host(self.trainer.optimizer.memory()))
+                around.enter_context(offload_to_host(self.trainer.optimizer.stored_tensors()))
                 empty_cache(device)
             if self._generator is not None:
                 self._generator.refit()
@@ -344,7 +344,7 @@ class PolicyData(StepHooks):
             sampling, length, rl.rl_max_new_tokens or length, rl.rl_rollout_seconds, rl.rl_max_inflight_requests
         )
 
-    def _with_logprobs(self, trained: list[TrainedRollout]) -> list[TrainedRollout]:
+    def _with_logprobs(self, trained: list[TrainingRollout]) -> list[TrainingRollout]:
         """Add the log-probabilities by the weights of this round, if they change before it ends, and by the reference."""
         train = self.run.config.train
         for start in range(0, len(trained), train.global_batch_size):
@@ -354,7 +354,7 @@ class PolicyData(StepHooks):
             kept = [place for place, one in enumerate(chosen) if one.rollout.num_sampled]
             for name, table in names.items():
                 packed = self.rl.rl_use_sequence_packing
-                values = batches.values_of([chosen[place] for place in kept], rows, table, packed=packed)
+                values = batches.values_per_rollout([chosen[place] for place in kept], rows, table, packed=packed)
                 for place, value in zip(kept, values, strict=True):
                     trained[start + place] = dataclasses.replace(
                         trained[start + place], **dict[str, Any]({name: value})
@@ -364,9 +364,9 @@ class PolicyData(StepHooks):
     def _tables(self, rows: Arrays) -> dict[str, np.ndarray]:
         """What a round needs of its tokens before its first step, over `rl_place`: old and reference log-probabilities, values."""
         names: dict[str, np.ndarray] = {}
-        if self.step.has_old or self._has_critic:
+        if self.step.has_old_logprobs or self._has_critic:
             scores = self._score_rows(self.trainer, rows)
-            names |= {"old": scores["logprobs"]} if self.step.has_old else {}
+            names |= {"old": scores["logprobs"]} if self.step.has_old_logprobs else {}
             names |= {"values": scores["values"]} if self._has_critic else {}
         if self.rl.grpo_kl_beta:
             base = self._reference
@@ -382,9 +382,11 @@ class PolicyData(StepHooks):
     def _score_rows(self, trainer: Trainer, rows: Arrays) -> Mapping[str, np.ndarray]:
         """Log-probabilities and values of all labels that count, by a network's present weights; see `score`."""
         count = len(rows["tokens"]) // (self.run.config.train.micro_batch_size * self.run.mesh.dp.size)
-        return score(trainer, self.step, self._microbatches(rows), count=count, size=rows["tokens"].size)
+        return compute_logprobs_and_values(
+            trainer, self.step, self._microbatches(rows), count=count, size=rows["tokens"].size
+        )
 
-    def _training_rows(self, trained: Sequence[TrainedRollout]) -> Arrays:
+    def _training_rows(self, trained: Sequence[TrainingRollout]) -> Arrays:
         train, limits = self.run.config.train, self._generation_limits
         return batches.rows_of(
             trained,
@@ -426,7 +428,7 @@ class PolicyData(StepHooks):
 
         def played(tasks: Sequence[Task], limits: Limits) -> list[Rollout]:
             if isinstance(self._generator, GenerationRanks):
-                self._generator.start(tasks, limits)
+                self._generator.start_rollouts(tasks, limits)
                 results, _ = self._generator.collect()
             else:
                 results, _ = play_rollouts(self._generation_stages, self.run.tokenizer, tasks, limits)
@@ -434,10 +436,10 @@ class PolicyData(StepHooks):
 
         results = evaluate_held_out(self.rl, self.queue.environments, self._generation_limits, played)
         self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, results=results)
-        self.run.print_rank_0(f"held-out problems at iteration {self.run.progress.iteration}: {text_of(results)}")
+        self.run.print_rank_0(f"held-out problems at iteration {self.run.progress.iteration}: {results_text(results)}")
         return results
 
-    def _from_bank(self, file: Path | None, first: int) -> list[TrainedRollout]:
+    def _from_bank(self, file: Path | None, first: int) -> list[TrainingRollout]:
         """The rollouts of a round that was begun before the run was resumed."""
         if file is None or not file.is_file():
             raise DataError(
@@ -451,18 +453,18 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-class PolicySource:
+class PolicyDataSource:
     """What gives the shared training loop its data: one `PolicyData`, also after the run has gone back to a checkpoint."""
 
-    def __init__(self, rl: RLConfig, job: SplitJob | None = None) -> None:
+    def __init__(self, rl: RLConfig, job: SplitMeshJob | None = None) -> None:
         self._rl, self._job = rl, job
         self._made: PolicyData | None = None
 
-    def __call__(self, trainer: Trainer) -> Data:
+    def __call__(self, trainer: Trainer) -> SplitBatches:
         """The data of a trainer."""
         if self._made is None:
             self._made = PolicyData(trainer, self._rl, self._job)
-        return Data(self._made, None, None)
+        return SplitBatches(self._made, None, None)
 
     def end_generation(self) -> None:
         """At the end of the run."""

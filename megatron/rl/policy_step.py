@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec, layer_rows
+from megatron.core.config.plan import StageSpec, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
@@ -28,7 +28,7 @@ class PolicyStep:
     """The forward step of policy training.
 
     steps: optimizer steps of a round. collected: (places, log-probabilities, and values where there is a critic) of the microbatches
-    so far, [b, s] each, while `score` runs; else None.
+    so far, [b, s] each, while `compute_logprobs_and_values` runs; else None.
     """
 
     steps: int = 1
@@ -38,7 +38,7 @@ class PolicyStep:
         self.collected: list[tuple[Tensor, ...]] | None = None
 
     @property
-    def has_old(self) -> bool:
+    def has_old_logprobs(self) -> bool:
         """Whether weights change within a round, so that log-probabilities from before its first step are needed."""
         return self.steps > 1
 
@@ -63,7 +63,7 @@ class PolicyStep:
             entropy, stage.output_layer.entropy = stage.output_layer.entropy, None
         if isinstance(stage, ActorCritic):
             output = (output, stage.critic(hidden=None if batch.message is None else batch.message[-1], **inputs))
-        loss = PolicyLoss(self.rl, run.mesh.cp, self.has_old, self.rl.grpo_kl_beta != 0)
+        loss = PolicyLoss(self.rl, run.mesh.cp, self.has_old_logprobs, self.rl.grpo_kl_beta != 0)
 
         def of_tokens(output: Any) -> Loss:
             token_losses, values = output if isinstance(output, tuple) else (output, None)
@@ -80,12 +80,12 @@ class PolicyStep:
 
 def routes_by_layer(routes: Tensor, model: ModelConfig) -> Mapping[int, Tensor]:
     """Return layer -> experts, int64 [s, b, k]. routes: [b, layers * k, s]; layers that have experts are counted."""
-    layers = [row.index for row in layer_rows(model) if row.mlp == "moe"]
+    layers = [row.index for row in network_layer_plans(model) if row.mlp == "moe"]
     by_layer = routes.unflatten(1, (len(layers), model.moe.moe_router_topk)).permute(1, 3, 0, 2)
     return dict(zip(layers, by_layer, strict=True))
 
 
-def policy_model(rl: RLConfig) -> ModelProvider:
+def policy_model_provider(rl: RLConfig) -> ModelProvider:
     """What builds a pipeline stage of the policy, with its critic where --rl-algorithm has one."""
 
     def model(run: Run, stage: StageSpec) -> GPTModel:
@@ -96,7 +96,7 @@ def policy_model(rl: RLConfig) -> ModelProvider:
     return model
 
 
-def score(
+def compute_logprobs_and_values(
     trainer: Trainer, step: PolicyStep, microbatches: Iterator[Batch], *, count: int, size: int
 ) -> Mapping[str, np.ndarray]:
     """Return `logprobs`, and with a critic `values`, of all labels that count, by a network's present weights: [size] over `rl_place`.

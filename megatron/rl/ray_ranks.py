@@ -15,17 +15,17 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.rl.settings import RLConfig
-from megatron.training.launch.launch_info import LaunchInfo, own_environment, rendezvous_environment
+from megatron.training.launch.launch_info import LaunchInfo, child_environment, rendezvous_environment
 
 _FLAG = "--rl-ray-address"
 
 
-def job_place(place: LaunchInfo, rl: RLConfig) -> LaunchInfo:
+def job_launch_info(place: LaunchInfo, rl: RLConfig) -> LaunchInfo:
     """This rank's place in the job of all ranks, those over Ray included."""
     return dataclasses.replace(place, size=place.size + rl.rl_generation_ranks) if rl.rl_ray_address else place
 
 
-def words_of_a_rank(words: Sequence[str]) -> list[str]:
+def rank_command_line(words: Sequence[str]) -> list[str]:
     """The command line of a rank over Ray: that of a job whose last ranks generate."""
     kept, skips = list[str](), False
     for word in words:
@@ -38,7 +38,7 @@ def words_of_a_rank(words: Sequence[str]) -> list[str]:
 class _Rank:
     """An actor of Ray: one rank, in a process of its own."""
 
-    def where(self) -> str:
+    def node_name(self) -> str:
         """The node that it was given."""
         return os.uname().nodename
 
@@ -46,7 +46,7 @@ class _Rank:
         """Run a rank to its end; its exit code, and the end of what it wrote."""
         done = subprocess.run(
             command,
-            env=own_environment(environment),
+            env=child_environment(environment),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -91,7 +91,7 @@ class RayRanks:
         self.plan = [
             f"rank {place.size + number} of {size} generates on {host}, over Ray" for number, host in enumerate(hosts)
         ]
-        command = [sys.executable, *words_of_a_rank(words)]
+        command = [sys.executable, *rank_command_line(words)]
         self._running = [
             one.run.remote(command, rendezvous_environment(place.size + number, size), os.getcwd())
             for number, one in enumerate(self._actors)

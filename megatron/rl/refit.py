@@ -96,7 +96,7 @@ def generating_stages(run: Run) -> list[GPTModel]:
     return stages
 
 
-def weights_of(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
+def refit_targets(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
     """What a refit fills."""
     target: Tree = {}
     for stage in stages:
@@ -106,7 +106,7 @@ def weights_of(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
     return target
 
 
-class Generator:
+class GenerationNetwork:
     """A network of its own for generation, on the ranks of the training. stages: this rank's, in evaluation mode."""
 
     def __init__(self, trainer: Trainer, config: RunConfig, *, verify: bool) -> None:
@@ -129,7 +129,7 @@ class Generator:
 
     def refit(self) -> None:
         """Copy the weights in training, which must be whole on their ranks; see `Refit.copy`. All ranks call this together."""
-        self._refit.copy(weights_in_training(self.trainer), weights_of(self.stages, self.mesh))
+        self._refit.copy(weights_in_training(self.trainer), refit_targets(self.stages, self.mesh))
 
 
 def tree_hash(tree: Tree, world: Axis) -> str:
@@ -186,14 +186,14 @@ def _sources_of(
             for place, held in enumerate(sources[other].get(name, [])):
                 for part in [common for rest in missing if (common := intersect(rest, held)) is not None]:
                     yield Transfer(name, other, rank, place, index, part, dtype)
-                    missing = [piece for rest in missing for piece in without(rest, part)]
+                    missing = [piece for rest in missing for piece in subtract_box(rest, part)]
             if not missing:
                 break
         if missing:
             raise CheckpointError(f"no rank holds {missing[0]} of {name}")
 
 
-def without(box: Box, part: Box) -> list[Box]:
+def subtract_box(box: Box, part: Box) -> list[Box]:
     """Return the rest of a box without a part, as boxes that do not overlap."""
     common = intersect(box, part)
     if common is None:

@@ -9,12 +9,12 @@ import torch
 
 from megatron.rl.advantages import advantages, generalized_advantages, informative_groups, overlong_penalty, whiten
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.batches import TrainedRollout
+from megatron.rl.batches import TrainingRollout
 from megatron.rl.rollouts import Rollout
 from megatron.rl.settings import RLConfig
 
 
-def with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) -> list[TrainedRollout]:
+def with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) -> list[TrainingRollout]:
     """Compare the answers to each prompt. A rollout that failed counts as the mean of its group, and is not trained on.
 
     longest: most tokens of an answer. With a critic the advantage is the reward.
@@ -32,14 +32,14 @@ def with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) 
     if rl.grpo_filter_groups_with_same_reward:
         dropped = dropped | ~informative_groups(rewards)[:, None]
     return [
-        TrainedRollout(
+        TrainingRollout(
             dataclasses.replace(one, sampled=(False,) * len(one.ids)) if drop else one, 0.0 if drop else value
         )
         for one, value, drop in zip(rollouts, values.flatten().tolist(), dropped.flatten().tolist(), strict=True)
     ]
 
 
-def with_token_advantages(trained: Sequence[TrainedRollout], rl: RLConfig) -> list[TrainedRollout]:
+def with_token_advantages(trained: Sequence[TrainingRollout], rl: RLConfig) -> list[TrainingRollout]:
     """Return the rollouts with advantages and returns of each token, from their values and rewards (`advantage`)."""
     longest = max((len(one.rollout.ids) for one in trained), default=0)
     table = torch.zeros(3, len(trained), longest, dtype=torch.float64)

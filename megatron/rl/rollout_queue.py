@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import ahead_file, read_lines, tuples, write_lines
+from megatron.rl.bank import lists_to_tuples, queue_file, read_lines, write_lines
 from megatron.rl.environments.config import WeightedEnvironment, environment_of
 from megatron.rl.rollouts import Answer, Draft, PlayTimes, Rollout, Task
 from megatron.rl.settings import RLConfig
@@ -106,7 +106,7 @@ class RolloutQueue:
         """Write what is ahead of a round, on the first rank."""
         if self._folder is not None and self.rl.lag:
             lines = (
-                {"round": one, "place": place, **_values(result)}
+                {"round": one, "place": place, **_result_to_json(result)}
                 for one, results in self._ahead.items()
                 for place, result in enumerate(results)
             )
@@ -121,7 +121,7 @@ class RolloutQueue:
         for line in read_lines(file):
             try:
                 results = self._ahead.setdefault(line["round"], [()] * self.rl.rollouts_per_round)
-                results[line["place"]] = _result(line)
+                results[line["place"]] = _result_from_json(line)
             except (KeyError, TypeError, IndexError) as error:
                 raise DataError(
                     f"the rollouts of {file} are not those of this run: {type(error).__name__}: {error}"
@@ -130,7 +130,7 @@ class RolloutQueue:
 
     def _file(self, number: int) -> Path:
         assert self._folder is not None, "asked where there is a bank"
-        return ahead_file(self._folder, number * self._steps)
+        return queue_file(self._folder, number * self._steps)
 
     def _task(self, number: int, place: int, draft: Draft) -> Task:
         """The rollout at a place of a round. The same problem and the same draws in every run of this seed."""
@@ -141,13 +141,13 @@ class RolloutQueue:
         return Task(chosen.environment, chosen.name, problem, group, seed, draft)
 
 
-def _values(result: Rollout | Draft) -> Mapping[str, Any]:
+def _result_to_json(result: Rollout | Draft) -> Mapping[str, Any]:
     if isinstance(result, Rollout):
         return {"rollout": dataclasses.asdict(result)}
     return {"draft": [dataclasses.asdict(answer) for answer in result]}
 
 
-def _result(line: Mapping[str, Any]) -> Rollout | Draft:
+def _result_from_json(line: Mapping[str, Any]) -> Rollout | Draft:
     if "rollout" in line:
-        return Rollout(**tuples(line["rollout"]))
-    return tuple(Answer(**tuples(answer)) for answer in line["draft"])
+        return Rollout(**lists_to_tuples(line["rollout"]))
+    return tuple(Answer(**lists_to_tuples(answer)) for answer in line["draft"])

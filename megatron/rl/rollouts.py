@@ -232,7 +232,7 @@ def play_rollouts(
     mesh, lasting = stages[0].build.mesh, engine is not None
     engine = engine or rollout_engine(stages, tokenizer, len(tasks), limits, records_routes=records_routes)
     if not mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return collectives.broadcast_object(None, mesh.world)
     times = PlayTimes()
     engine.resume()

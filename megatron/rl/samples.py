@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.rl.batches import TrainedRollout
-from megatron.training.report.run_log import LogFile, plain
+from megatron.rl.batches import TrainingRollout
+from megatron.training.report.run_log import LogFile, to_json_value
 
 _ROUNDS = 50  # latest rounds on the page
 _STYLE = (
@@ -21,7 +21,7 @@ _STYLE = (
 )
 
 
-def facts_of(iteration: int, trained: Sequence[TrainedRollout], prompts: int) -> list[dict[str, Any]]:
+def sample_records(iteration: int, trained: Sequence[TrainingRollout], prompts: int) -> list[dict[str, Any]]:
     """What is told of the answers to the first prompts of a round."""
     return [
         {
@@ -51,14 +51,14 @@ class SampleFiles:
 
     def write(self, iteration: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Add a round. The page is complete at any time."""
-        lines = [plain(dict(sample)) for sample in samples]
+        lines = [to_json_value(dict(sample)) for sample in samples]
         self._file.add("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         self._rounds[iteration] = lines
         for number in sorted(self._rounds)[:-_ROUNDS]:
             del self._rounds[number]
         made = self._page.with_suffix(f".{os.getpid()}.tmp")
         try:
-            made.write_text(page_of(self._rounds), encoding="utf-8")
+            made.write_text(html_page(self._rounds), encoding="utf-8")
             os.replace(made, self._page)
         except OSError:  # a full disk ends no run, and the file of samples has told of it
             made.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     return rounds
 
 
-def page_of(rounds: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+def html_page(rounds: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     """A page with a table of each round, the latest first. All texts are escaped."""
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src "
@@ -100,11 +100,11 @@ def _table(iteration: int, samples: Iterable[Mapping[str, Any]]) -> str:
         outcome = outcome or ("" if one.get("finished") else "cut off")
         rows.append(
             f"<tr><td><pre>{html.escape(str(one.get('prompt')))}</pre><td><pre>{html.escape(str(one.get('answer')))}</pre>"
-            f"<td><span class=bar style=width:{4 * share:.2f}em></span>{html.escape(_number(reward))}<td class=n>"
-            f"{html.escape(_number(one.get('advantage')))}<td class=n>{html.escape(str(one.get('tokens')))}<td>{outcome}"
+            f"<td><span class=bar style=width:{4 * share:.2f}em></span>{html.escape(_format_number(reward))}<td class=n>"
+            f"{html.escape(_format_number(one.get('advantage')))}<td class=n>{html.escape(str(one.get('tokens')))}<td>{outcome}"
         )
     return f"<h2>Iteration {iteration}</h2><table><tr><th>prompt<th>answer<th>reward<th>advantage<th>tokens<th></tr>{''.join(rows)}</table>"
 
 
-def _number(value: object) -> str:
+def _format_number(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else str(value)

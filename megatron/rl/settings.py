@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
 
-from megatron.core.config.flags import flag, spelling
+from megatron.core.config.flags import flag, flag_name
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
 
@@ -159,7 +159,7 @@ class RLConfig:
         return int(self.rl_partial_rollouts) if self.rl_generation_lag is None else self.rl_generation_lag
 
     @property
-    def inference_sizes(self) -> tuple[int | None, int | None, int | None, int | None]:
+    def inference_parallel_sizes(self) -> tuple[int | None, int | None, int | None, int | None]:
         """Tensor, pipeline, expert and expert-tensor size of the network that generates; None: as in training."""
         return (
             self.rl_inference_tensor_model_parallel_size,
@@ -168,12 +168,12 @@ class RLConfig:
             self.rl_inference_expert_tensor_model_parallel_size,
         )
 
-    def copies_network(self, run: RunConfig) -> bool:
+    def needs_network_copy(self, run: RunConfig) -> bool:
         """Whether a network of its own generates: in another layout, or because sequences are cut in training."""
         return (
             self.rl_generation_ranks > 0
             or run.parallel.context_parallel_size > 1
-            or any(size is not None for size in self.inference_sizes)
+            or any(size is not None for size in self.inference_parallel_sizes)
         )
 
 
@@ -209,7 +209,7 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     if rl.langrl_env_config is None:
         yield "nothing says what is rewarded; give --langrl-env-config"
     sizes = ("grpo_prompts_per_step", "grpo_group_size", "grpo_iterations")
-    bad_sizes = [f"{spelling(name)} {getattr(rl, name)}" for name in sizes if getattr(rl, name) < 1]
+    bad_sizes = [f"{flag_name(name)} {getattr(rl, name)}" for name in sizes if getattr(rl, name) < 1]
     if bad_sizes:
         yield f"{', '.join(bad_sizes)} is not a positive number"
     elif run.train.global_batch_size and rl.rollouts_per_round % run.train.global_batch_size:
@@ -235,7 +235,7 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
 def _critic_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     """What a critic does not go with."""
     if rl.rl_algorithm != "ppo":
-        given = [spelling(name) for name in _CRITIC_FLAGS if getattr(rl, name) != getattr(RLConfig(), name)]
+        given = [flag_name(name) for name in _CRITIC_FLAGS if getattr(rl, name) != getattr(RLConfig(), name)]
         if given:
             yield f"{', '.join(given)} set up the critic of --rl-algorithm ppo; leave them out with {rl.rl_algorithm}"
         return
@@ -244,7 +244,7 @@ def _critic_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     bad = [name for name in ("rl_value_clip", "rl_value_loss_coef") if getattr(rl, name) < 0]
     bad += ["rl_critic_lr_ratio"] if rl.rl_critic_lr_ratio <= 0 else []
     if bad:
-        yield f"{', '.join(f'{spelling(name)} {getattr(rl, name)}' for name in bad)} must be positive"
+        yield f"{', '.join(f'{flag_name(name)} {getattr(rl, name)}' for name in bad)} must be positive"
     if run.model.moe.moe_enable_routing_replay:
         yield "--moe-enable-routing-replay: the critic of --rl-algorithm ppo has routers of its own; leave it out"
     if run.model.adapter.has_adapters:
@@ -271,7 +271,7 @@ def _generation_rank_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     idle = ("rl_offload_optimizer_during_inference", "rl_offload_inference_model_weights_when_idle")
     for name in idle:
         if getattr(rl, name):
-            yield f"{spelling(name)}: with --rl-generation-ranks no rank both trains and generates, so that nothing has to make room; leave it out"
+            yield f"{flag_name(name)}: with --rl-generation-ranks no rank both trains and generates, so that nothing has to make room; leave it out"
     if run.parallel.elastic:
         yield "--elastic chooses which ranks train, and so does --rl-generation-ranks; leave one out"
 
@@ -302,8 +302,8 @@ def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     counts |= {"rl_rollout_bank_max_bytes": 0}
     for name, least in counts.items():
         if (given := getattr(rl, name)) is not None and given < least:
-            yield f"{spelling(name)} {given} is too small; give {least} or more"
-    if rl.rl_offload_inference_model_weights_when_idle and not rl.copies_network(run):
+            yield f"{flag_name(name)} {given} is too small; give {least} or more"
+    if rl.rl_offload_inference_model_weights_when_idle and not rl.needs_network_copy(run):
         yield (
             "--rl-offload-inference-model-weights-when-idle needs a network of its own for generation, and the one in training generates; "
             "leave it out, or give one of the --rl-inference-... sizes"
@@ -320,7 +320,7 @@ def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
         yield "losses are means over the tokens of a step; leave out --no-calculate-per-token-loss"
     if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
         yield "a round has a fixed number of rollouts; leave out --rampup-batch-size and --step-batch-size-schedule"
-    if run.model.adapter.lora_base_quantization != "none" and rl.copies_network(run):
+    if run.model.adapter.lora_base_quantization != "none" and rl.needs_network_copy(run):
         yield (
             "--lora-base-quantization: weights of 4 or 8 bits are not copied into a network of its own for generation; leave out the "
             "--rl-inference-... sizes and --context-parallel-size, or the quantization"

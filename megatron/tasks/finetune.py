@@ -32,16 +32,16 @@ from megatron.core.parallel import collectives
 from megatron.tasks.flags import TaskConfig
 from megatron.tasks.glue import TASKS, Pairs, accuracy, read_glue, task_metrics
 from megatron.tasks.race import CHOICES, read_race
-from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
+from megatron.tasks.texts import ChoiceSamples, PairSamples, TextPairTokenizer, truncation_warning
 from megatron.training.accelerate.compile import Compiler
-from megatron.training.checkpoint.checkpointing import Checkpoint, own_save_folder
+from megatron.training.checkpoint.checkpointing import Checkpoint, lock_save_folder
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.data.sample_order import FILL, needs_text, read
+from megatron.training.data.sample_order import FILL, needs_text, read_microbatch
 from megatron.training.evaluate import evaluate
 from megatron.training.health.bad_steps import StepValidator
 from megatron.training.health.exit_conditions import ExitConditions
-from megatron.training.loader import all_once
+from megatron.training.loader import single_pass_microbatches
 from megatron.training.report.metrics import Meter
 from megatron.training.report.run_record import record_steps
 from megatron.training.report.writers import Writers
@@ -79,7 +79,7 @@ def read_sets(task: TaskConfig, run: Run) -> TaskData:
         raise ConfigError(f"--task {task.task} needs --valid-data")
     if task.epochs and not task.train_data:
         raise ConfigError(f"--epochs {task.epochs} of --task {task.task} need --train-data")
-    encoder = Encoder(run.tokenizer, run.config.train.seq_length)
+    encoder = TextPairTokenizer(run.tokenizer, run.config.train.seq_length)
 
     def samples(paths: Sequence[str], name: str) -> Samples:
         if task.task == "RACE":
@@ -87,7 +87,7 @@ def read_sets(task: TaskConfig, run: Run) -> TaskData:
         else:
             texts = [text for path in paths for text in read_glue(str(task.task), path)]
             samples = PairSamples(texts, encoder, numbers=TASKS[str(task.task)].scale is not None)
-        message = about_long_texts(samples, name, encoder.length, refuse=task.long_texts == "refuse")
+        message = truncation_warning(samples, name, encoder.length, refuse=task.long_texts == "refuse")
         if message:
             run.print_rank_0(message)
         return samples
@@ -134,7 +134,7 @@ def classifier_output(batch: Batch, stage: ClassifierModel) -> Tensor:
     return scores + batch.extras["choices"] if stage.stage.has_output and stage.choices > 1 else scores
 
 
-class Epochs:
+class EpochBatches:
     """The microbatches of one data-parallel rank over all epochs, each in an order of its own.
 
     The order of an epoch follows from the seed and its number alone. A last batch that is not full is left out, or filled up
@@ -157,13 +157,13 @@ class Epochs:
         order += [FILL] * (self.steps * self.full - len(order))
         block = train.micro_batch_size * axis.size
         for start in range(axis.rank * train.micro_batch_size, self.steps * self.full, block):
-            arrays = read(self.samples, order[start : start + train.micro_batch_size])
+            arrays = read_microbatch(self.samples, order[start : start + train.micro_batch_size])
             yield Batch.from_arrays(arrays, self.run.mesh.device, positions=False)
 
 
 def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
     """Finetune and evaluate. Returns the metrics of the last epoch over all evaluation sets together."""
-    with own_save_folder(run) if task.epochs else nullcontext() as lock:
+    with lock_save_folder(run) if task.epochs else nullcontext() as lock:
         return _finetune_locked(run, task, lock)
 
 
@@ -172,7 +172,7 @@ def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dic
     sets = read_sets(task, run)
     train = run.config.train
     epochs = (
-        Epochs(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last)
+        EpochBatches(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last)
         if sets.train is not None
         else None
     )
@@ -197,14 +197,14 @@ def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dic
     if run.config.faults.validates_steps:
         trainer.add_hook(validator)
     with closing(writers_of(run)) as writers:
-        return _best_of(trainer, task, sets, epochs, checkpoint, validator, writers)
+        return _train_and_keep_best(trainer, task, sets, epochs, checkpoint, validator, writers)
 
 
-def _best_of(
+def _train_and_keep_best(
     trainer: Trainer,
     task: TaskConfig,
     sets: TaskData,
-    epochs: Epochs | None,
+    epochs: EpochBatches | None,
     checkpoint: Checkpoint,
     validator: StepValidator,
     writers: Writers,
@@ -257,7 +257,9 @@ def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
                 f"--load {requested.load} holds no checkpoint; a pretrained encoder is given by --pretrained-checkpoint"
             )
     elif requested.pretrained_checkpoint:
-        source = encoder_of(requested.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size})
+        source = open_encoder_checkpoint(
+            requested.pretrained_checkpoint, {"true_vocab_size": run.config.model.true_vocab_size}
+        )
         checkpoint.adopt_weights(source, initial=_HEADS, unused=_UNUSED)
     elif task.epochs:
         run.print_rank_0("neither --pretrained-checkpoint nor --load is given: the encoder begins with random weights")
@@ -265,7 +267,7 @@ def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
         raise ConfigError(f"--task {task.task} without --epochs evaluates a finetuned model: give it by --load")
 
 
-def encoder_of(path: str, given: dict[str, Any]) -> Source:
+def open_encoder_checkpoint(path: str, given: dict[str, Any]) -> Source:
     """The checkpoint of an encoder; `CheckpointError` for one of another kind of network."""
     source = open_checkpoint(path, given=given)
     if not any(name.startswith("model.encoder.") for name in source.formats) or any(
@@ -279,7 +281,7 @@ def encoder_of(path: str, given: dict[str, Any]) -> Source:
     return source
 
 
-def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, validator: StepValidator, writers: Writers) -> None:
+def train_epoch(trainer: Trainer, epochs: EpochBatches, epoch: int, validator: StepValidator, writers: Writers) -> None:
     """Go through the training data once, with Megatron's log lines. A step that is bad ends the run, unless it is skipped."""
     run, progress, precision = trainer.run, trainer.progress, trainer.run.config.precision
     meter = Meter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
@@ -291,12 +293,12 @@ def train_epoch(trainer: Trainer, epochs: Epochs, epoch: int, validator: StepVal
             run.print_rank_0(f"WARNING: {validator.decide_after_bad_step(progress.iteration)}")
         if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
             resolved = meter.resolve()  # the same on all ranks
-            writers.steps(resolved)
+            writers.write_steps(resolved)
             record_steps(run.run_log, resolved)
             watch.demand_finite(resolved)
             train = run.config.train
             assert train.train_iters is not None, "finetuning counts its steps before it begins"
-            writers.report(
+            writers.write_report(
                 meter.report(
                     train_iters=train.train_iters,
                     seconds=time.perf_counter() - since,
@@ -324,7 +326,9 @@ def predict(trainer: Trainer, samples: Samples) -> list[Prediction]:
         return output, kept
 
     ordinary, trainer.forward_step = trainer.forward_step, collecting
-    batches = all_once(run, samples, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
+    batches = single_pass_microbatches(
+        run, samples, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs)
+    )
     evaluate(trainer, batches, -(-len(samples) // full))
     trainer.forward_step = ordinary
     predicted = {

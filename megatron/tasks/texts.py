@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import bare_ids
+from megatron.core.datasets.marks import ids_without_special_tokens
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.tasks.glue import Text
 from megatron.tasks.race import CHOICES, MOST_QUESTION_TOKENS, Question
@@ -18,7 +18,7 @@ Sample = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class Encoder:
+class TextPairTokenizer:
     """How texts become rows of `length` ids."""
 
     tokenizer: Tokenizer
@@ -32,9 +32,9 @@ class Encoder:
                 "BertWordPieceLowerCase has them"
             )
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text by itself; `encode_pair` puts [CLS] and [SEP] around."""
-        return [ids.tolist() for ids in bare_ids(self.tokenizer, texts)]
+        return [ids.tolist() for ids in ids_without_special_tokens(self.tokenizer, texts)]
 
     def encode_pair(
         self, first: Sequence[int], second: Sequence[int] | None
@@ -66,10 +66,10 @@ class PairSamples:
     loss_mask (float32 [1]; 0 without a label). cut: places of the texts that are longer than a row.
     """
 
-    def __init__(self, texts: Sequence[Text], encoder: Encoder, *, numbers: bool = False) -> None:
+    def __init__(self, texts: Sequence[Text], encoder: TextPairTokenizer, *, numbers: bool = False) -> None:
         self.texts, self.encoder, self._numbers = texts, encoder, numbers
-        firsts = encoder.ids([text.first for text in texts])
-        seconds = encoder.ids([text.second or "" for text in texts])
+        firsts = encoder.tokenize([text.first for text in texts])
+        seconds = encoder.tokenize([text.second or "" for text in texts])
         self._ids = list(zip(firsts, seconds))
         special = 2 if texts and texts[0].second is None else 3
         self.cut = [
@@ -102,11 +102,11 @@ class ChoiceSamples:
     repeats its first, without a chance. cut: places of the texts that are longer than a row.
     """
 
-    def __init__(self, questions: Sequence[Question], encoder: Encoder) -> None:
+    def __init__(self, questions: Sequence[Question], encoder: TextPairTokenizer) -> None:
         self.questions, self.encoder = questions, encoder
         articles = list(dict.fromkeys(question.article for question in questions))
-        self._articles = dict(zip(articles, encoder.ids(articles)))
-        flat = encoder.ids([answer for question in questions for answer in question.answers])
+        self._articles = dict(zip(articles, encoder.tokenize(articles)))
+        flat = encoder.tokenize([answer for question in questions for answer in question.answers])
         self._answers, at = [], 0
         for question in questions:
             self._answers.append([ids[:MOST_QUESTION_TOKENS] for ids in flat[at : at + len(question.answers)]])
@@ -147,7 +147,7 @@ def _label_arrays(index: int, label: int | float | None, *, numbers: bool = Fals
     }
 
 
-def about_long_texts(samples: PairSamples | ChoiceSamples, name: str, length: int, *, refuse: bool) -> str:
+def truncation_warning(samples: PairSamples | ChoiceSamples, name: str, length: int, *, refuse: bool) -> str:
     """A sentence about the texts that lose their ends, or nothing; `DataError` instead with `refuse`."""
     if not samples.cut:
         return ""

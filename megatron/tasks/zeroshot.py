@@ -21,7 +21,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import bare_ids, count_added_ids
+from megatron.core.datasets.marks import count_added_ids, ids_without_special_tokens
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
@@ -33,7 +33,7 @@ from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch, LossFunction, masked_loss
 from megatron.training.data.sample_order import needs_text
 from megatron.training.evaluate import evaluate, evaluation_mode
-from megatron.training.loader import all_once
+from megatron.training.loader import single_pass_microbatches
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer, build_trainer
 
@@ -118,10 +118,12 @@ def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: i
     if strict:
         last = text.split()[-1]
         start = text[: text.rfind(last)].strip()
-        beginning, whole, alone = (ids.tolist() for ids in bare_ids(tokenizer, (start, f"{start} {last}", f" {last}")))
+        beginning, whole, alone = (
+            ids.tolist() for ids in ids_without_special_tokens(tokenizer, (start, f"{start} {last}", f" {last}"))
+        )
         word = whole[len(beginning) :] if whole[: len(beginning)] == beginning else alone
     else:
-        (ids,) = (ids.tolist() for ids in bare_ids(tokenizer, (text,)))
+        (ids,) = (ids.tolist() for ids in ids_without_special_tokens(tokenizer, (text,)))
         beginning, word = ids[:-1], ids[-1:]
     beginning = (
         tokenizer.tokenize("1")[: count_added_ids(tokenizer)[0]] + beginning
@@ -168,7 +170,7 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
             results = perplexities(mean_score(trainer, text.windows), text)
         else:
             passages = read_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
-            results = last_word_metrics(last_words(trainer, passages))
+            results = last_word_metrics(score_last_words(trainer, passages))
         run.print_rank_0(
             f"{task.task} on {path}: " + " | ".join(f"{name}: {value:.6g}" for name, value in results.items())
         )
@@ -178,7 +180,9 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
 def mean_score(trainer: Trainer, windows: TokenWindows) -> float:
     """The mean of what the trainer's forward step scores over all windows, each seen once."""
     run, full = trainer.run, trainer.batches.final_batch_size
-    batches = all_once(run, windows, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs))
+    batches = single_pass_microbatches(
+        run, windows, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs)
+    )
     (score,) = evaluate(trainer, batches, -(-len(windows) // full)).values()
     return score
 
@@ -206,7 +210,7 @@ class _TrainedNetwork:
     stages: Sequence[GPTModel]
 
 
-def last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
+def score_last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
     """How likely each last word is; the same on every rank. A passage longer than --seq-length loses its first tokens."""
     run, train = trainer.run, trainer.run.config.train
     with evaluation_mode(trainer), torch.no_grad():

@@ -29,16 +29,16 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.inputs import find_sources, name_record, read_spans, shard_spans
+from megatron.core.datasets.ingest.inputs import find_sources, read_spans, record_location, shard_spans
 from megatron.core.datasets.ingest.records import BLANK, read_records
 from megatron.core.datasets.ingest.source import SourcePosition
-from megatron.core.datasets.marks import bare_ids
+from megatron.core.datasets.marks import ids_without_special_tokens
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 POOLINGS = ("mean", "first", "pooled")
 _HEADER_BYTES = 128
@@ -64,13 +64,13 @@ class Embedder:
         """Numbers of a vector."""
         return self.network.build.model.hidden_size
 
-    def rows(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
+    def tokenize(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
         """(the ids of each text with [CLS] and [SEP], numbers of the texts that are too long and lose their ends)."""
         rows: list[np.ndarray] = []
         cut: list[int] = []
         cls, sep = self.tokenizer.cls, self.tokenizer.sep
         assert cls is not None and sep is not None, "a tokenizer without [CLS] and [SEP] is refused"
-        for number, ids in enumerate(bare_ids(self.tokenizer, texts)):
+        for number, ids in enumerate(ids_without_special_tokens(self.tokenizer, texts)):
             if len(ids) + 2 > self.length:
                 cut.append(number)
                 ids = ids[: self.length - 2]
@@ -164,7 +164,7 @@ def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
         span = spans[chunk.start.span]
         records = read_records(chunk, [key])
         bad = [
-            f"{name_record(span, number)}: {reason}"
+            f"{record_location(span, number)}: {reason}"
             for reason, drop in records.drops.items()
             if reason != BLANK
             for number in drop.records
@@ -186,7 +186,7 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
     ):
         for texts in texts_of(words, key, bar):
             try:
-                tokenized, cut = embedder.rows(texts)
+                tokenized, cut = embedder.tokenize(texts)
             except ValueError as error:
                 raise DataError(
                     f"the tokenizer cannot read one of the texts {rows.count + 1} to {rows.count + len(texts)}: {error}"
@@ -282,7 +282,7 @@ def embedder_of(given: argparse.Namespace) -> Embedder:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Load, embed, write."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     given, began = options(argv), time.perf_counter()
     logging.basicConfig(level=logging.WARNING)
     try:

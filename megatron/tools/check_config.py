@@ -28,7 +28,7 @@ from megatron.trust.plan.analytic_estimate import with_vocabulary
 from megatron.trust.plan.hardware import PROFILES, hardware_of
 
 
-def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
@@ -89,10 +89,10 @@ def apply_changes(
         else:
             more += [f"--{name}", *(value.split() if glued else ())]
             fixed[-1] = fixed[-1].removeprefix("no_") if not glued else fixed[-1]
-    return checked_command(read_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
+    return with_startup_checks(read_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
 
 
-def checked_command(command: Command, options: argparse.Namespace) -> Command:
+def with_startup_checks(command: Command, options: argparse.Namespace) -> Command:
     """The command, of which all is asked that a run asks before it starts."""
     if command.setting is None:
         return command
@@ -101,11 +101,11 @@ def checked_command(command: Command, options: argparse.Namespace) -> Command:
     )
 
 
-def memory_broken(command: Command, options: argparse.Namespace) -> tuple[BrokenRule, ...]:
+def memory_violations(command: Command, options: argparse.Namespace) -> tuple[BrokenRule, ...]:
     """What cannot fit the memory of the machine of --gpu."""
     if options.gpu is None or command.setting is None:
         return ()
-    setting = command.setting.as_started()
+    setting = command.setting.with_elastic_layout()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     config = with_vocabulary(config, options.true_vocab_size or expected_vocab_size(config.tokenizer)[0])
     trouble = command.memory(config, setting.world_size, hardware_of(options.gpu).usable_bytes())
@@ -190,7 +190,7 @@ class Report:
             lines += [f"note: {line}" for line in notes_on(self.command)]
         if self.answer:
             lines += repair_text(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
-        return [*lines, *(_lines_of(self.built) if self.built else ())]
+        return [*lines, *(_network_check_lines(self.built) if self.built else ())]
 
 
 def _edits_json(answer: RepairResult | None) -> list[dict[str, Any]]:
@@ -200,18 +200,18 @@ def _edits_json(answer: RepairResult | None) -> list[dict[str, Any]]:
     ]
 
 
-def _lines_of(built: dict[str, Any]) -> list[str]:
+def _network_check_lines(built: dict[str, Any]) -> list[str]:
     if built["problems"]:
         return ["what was built does not agree:", *(f"    {line}" for line in built["problems"])]
     counts = f"{built['layers']} layers and {built['parameters']:,} parameters"
     return [f"built {built['ranks']} places: {counts}, as the formulas say"]
 
 
-def built_on(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
+def network_check_values(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
     """What `--build` found, as plain values."""
     from megatron.trust.flags.parameter_counts import check_build  # needs torch, which no other answer waits for
 
-    setting = setting.as_started()
+    setting = setting.with_elastic_layout()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     return asdict(
         check_build(
@@ -222,7 +222,7 @@ def built_on(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
-    options, words = read(sys.argv[1:] if argv is None else argv)
+    options, words = parse_arguments(sys.argv[1:] if argv is None else argv)
     if options.write_rules is not None:
         options.write_rules.write_text(page(), encoding="utf-8")
         return
@@ -234,17 +234,17 @@ def main(argv: list[str] | None = None) -> None:
 
 def _config_report(options: argparse.Namespace, words: Sequence[str]) -> Report:
     """What is wrong with a command, what would mend it and, with --build, what the built network says."""
-    first = checked_command(read_command(words, ranks=options.world_size, entry=options.entry), options)
+    first = with_startup_checks(read_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = apply_changes(words, options.why_not, options)
     before = (*first.unread, *(first.setting.broken_rules() if first.setting else ())) if options.why_not else ()
     rules = command.setting.broken_rules() if command.setting else ()
     broken = (*command.unread, *rules)
-    broken = broken or memory_broken(command, options)
+    broken = broken or memory_violations(command, options)
     answer = None
     if command.setting is not None and any(one.rule != "files" for one in rules):  # no other flag brings a file
         answer = smallest_repair(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
     built = None
     if options.build and command.setting and not broken:
-        built = built_on(command.setting, options.true_vocab_size)
+        built = network_check_values(command.setting, options.true_vocab_size)
     ranks = command.setting.world_size if command.setting else options.world_size or 1
     return Report(command, broken, before, options.why_not, answer, built, ranks)

@@ -27,7 +27,7 @@ from megatron.trust.flags.command import ENTRIES, read_command
 from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
 
 
-def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
@@ -52,7 +52,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
+def small_config(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
     """The config of these words, made small; `ConfigError` if it breaks rules."""
     command = read_command(words, ranks=options.world_size, entry=options.entry)
     broken = [one.says for one in (*command.unread, *(command.setting.broken_rules() if command.setting else ()))]
@@ -62,7 +62,7 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig
             *(f"  {problemrt_lines}" for problemrt_lines in broken),
         ]
         raise ConfigError("\n".join(lines))
-    setting = command.setting.as_started()
+    setting = command.setting.with_elastic_layout()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     small = proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
     return replace(small, finetuning=command.finetuning)
@@ -70,9 +70,9 @@ def small_form(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig
 
 def comparison_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
     """How the two short runs differ, as plain values."""
-    from megatron.trust.parity.parity import checked_on_ranks  # needs torch, which no other answer waits for
+    from megatron.trust.parity.parity import check_on_ranks  # needs torch, which no other answer waits for
 
-    result = checked_on_ranks(small, limit)
+    result = check_on_ranks(small, limit)
     if isinstance(result, str):
         return {
             "same": False,
@@ -102,7 +102,7 @@ def _json_value(one: Any) -> dict[str, Any]:
     return {**asdict(one), "gap": one.gap if math.isfinite(one.gap) else None}
 
 
-def layout_of(config: RunConfig, ranks: int) -> str:
+def layout_text(config: RunConfig, ranks: int) -> str:
     """The degrees above 1, in words."""
     parallel = config.parallel
     sizes = {
@@ -146,7 +146,7 @@ def report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> 
     lines = [
         f"every layout computes the same step: {'yes' if result['same'] else 'no'}",
         "",
-        f"one rank against {layout_of(small.config, small.world_size)}; {layers} layers of width {model.hidden_size}, 2 steps in fp64, "
+        f"one rank against {layout_text(small.config, small.world_size)}; {layers} layers of width {model.hidden_size}, 2 steps in fp64, "
         f"{seconds:.0f} s",
     ]
     if result["failed"] is not None:
@@ -166,14 +166,14 @@ def report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
-    options, words = read(sys.argv[1:] if argv is None else argv)
+    options, words = parse_arguments(sys.argv[1:] if argv is None else argv)
     began = time.monotonic()
     try:
-        small = small_form(options, words)
+        small = small_config(options, words)
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
-    sys.stderr.write(f"one rank against {layout_of(small.config, small.world_size)} ...\n")
+    sys.stderr.write(f"one rank against {layout_text(small.config, small.world_size)} ...\n")
     result = comparison_values(small, options.limit)
     seconds = time.monotonic() - began
     if options.json:
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
         report = {
             **result,
             "ranks": small.world_size,
-            "layout": layout_of(small.config, small.world_size),
+            "layout": layout_text(small.config, small.world_size),
             "seconds": round(seconds, 1),
             "changes": changes,
         }

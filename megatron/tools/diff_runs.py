@@ -17,8 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
-from megatron.training.report.run_log import plain
+from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.report.run_log import to_json_value
 from megatron.trust.compare.runs import (
     Difference,
     History,
@@ -39,7 +39,7 @@ def format_value(value: Any) -> str:
     return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
 
 
-def spans(iterations: Sequence[int]) -> str:
+def format_ranges(iterations: Sequence[int]) -> str:
     """Rising numbers as ranges."""
     ends = [
         place
@@ -56,7 +56,7 @@ def spans(iterations: Sequence[int]) -> str:
 def description(letter: str, run: History) -> list[str]:
     """A run in two lines."""
     starts = f"{len(run.starts)} start{'s' * (len(run.starts) > 1)}"
-    return [f"{letter}  {run.path}", f"   steps {spans(sorted(run.steps))}; {starts}; {run.end}"]
+    return [f"{letter}  {run.path}", f"   steps {format_ranges(sorted(run.steps))}; {starts}; {run.end}"]
 
 
 def value_table(apart: StepDifference) -> list[str]:
@@ -68,7 +68,7 @@ def value_table(apart: StepDifference) -> list[str]:
     ]
 
 
-def inputs_told(inputs: Sequence[InputDifference]) -> list[str]:
+def input_difference_lines(inputs: Sequence[InputDifference]) -> list[str]:
     """What differs, a rank each."""
     lines = []
     for place, one in enumerate(inputs, start=1):
@@ -93,7 +93,7 @@ def report(a: History, b: History, difference: Difference, tolerance: float) -> 
         before = [step for step in difference.common if step < difference.first.iteration]
         lines += [
             f"They part in step {difference.first.iteration}, by {difference.first.size:.2g} of the value; equal to the last bit before: "
-            f"{spans(before)}",
+            f"{format_ranges(before)}",
             *value_table(difference.first),
         ]
         if difference.beyond is None:
@@ -105,14 +105,14 @@ def report(a: History, b: History, difference: Difference, tolerance: float) -> 
             ]
     if difference.restarts:
         lines.append(
-            f"Only one of them was resumed behind step{'s' * (len(difference.restarts) > 1)} {spans(difference.restarts)}."
+            f"Only one of them was resumed behind step{'s' * (len(difference.restarts) > 1)} {format_ranges(difference.restarts)}."
         )
     lines += [
         "",
         "What they were given differently, the likeliest cause first:"
         if difference.inputs
         else "They were given the same, as far as the run logs tell.",
-        *inputs_told(difference.inputs),
+        *input_difference_lines(difference.inputs),
     ]
     if difference.idle:
         lines += ["", f"And what cannot change a number: {', '.join(one.name for one in difference.idle)}"]
@@ -121,7 +121,7 @@ def report(a: History, b: History, difference: Difference, tolerance: float) -> 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="RUN_A", help="--save folder or run log of a run")
     parser.add_argument("b", metavar="RUN_B", help="that of another")
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
             letter: {"path": run.path, "starts": len(run.starts), "steps": len(run.steps), "end": run.end}
             for letter, run in (("a", a), ("b", b))
         }
-        text = json.dumps(plain({**ends, **asdict(result)}), indent=2) + "\n"
+        text = json.dumps(to_json_value({**ends, **asdict(result)}), indent=2) + "\n"
     else:
         text = report(a, b, result, options.tolerance)
     sys.stdout.write(text)

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 
 from megatron.core.config.flags import ConfigError, from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import ChosenKernels, choose
-from megatron.core.kernels.table import Need
+from megatron.core.kernels.startup_check import ChosenKernels, choose_kernels
+from megatron.core.kernels.table import KernelRequirements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import pick_device, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import read_flags
-from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_to_ranks, resolve_and_examine
 from megatron.training.initialize import build_mesh, shut_down
 from megatron.training.launch.launch_info import world_size
@@ -74,18 +74,18 @@ def read_settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Che
     return config, [CheckResult("rules", "OK", f"all are kept on {world_size()} rank(s)")]
 
 
-def kernels_of(config: RunConfig, need: Need, mesh: Mesh) -> tuple[ChosenKernels, list[CheckResult]]:
+def kernels_of(config: RunConfig, need: KernelRequirements, mesh: Mesh) -> tuple[ChosenKernels, list[CheckResult]]:
     """The kernels of the run, as its start chooses them, with a row for each default that failed its trial; where a wish cannot be met, those of no
     wish, and a row that says so.
     """
 
     def chosen(wishes: dict[str, str]) -> ChosenKernels:
-        return choose(
+        return choose_kernels(
             config, need, mesh.device, wishes=wishes, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
         )
 
     try:
-        chosen_kernels, rows = chosen(config.model.kernel_wishes), list[CheckResult]()
+        chosen_kernels, rows = chosen(config.model.kernel_requests), list[CheckResult]()
     except ConfigError as error:
         chosen_kernels, rows = chosen({}), [CheckResult("kernels", "FAIL", str(error))]
     return chosen_kernels, [
@@ -97,14 +97,14 @@ def kernels_of(config: RunConfig, need: Need, mesh: Mesh) -> tuple[ChosenKernels
     ]
 
 
-def subject_of(
+def build_run_under_test(
     config: RunConfig, *, whole: bool, megabytes: int, all_kernels: bool
 ) -> tuple[RunUnderTest, list[CheckResult]]:
     """The run on these ranks, as far as it can be examined before it is built, and what speaks against it. Joins the other ranks."""
     device = pick_device()
     set_current_device(device)
     mesh = build_mesh(config, device)
-    need = kernel_need(config, device)
+    need = kernel_requirements(config, device)
     if whole:
         try:
             size = build_tokenizer(config.tokenizer).vocab_size
@@ -142,7 +142,9 @@ def main(argv: list[str] | None = None) -> None:
     config, rows = read_settings(words, entry)
     whole = bool(words) and all(row.status == "OK" for row in rows)
     try:
-        subject, kernels = subject_of(config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels)
+        subject, kernels = build_run_under_test(
+            config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels
+        )
         rows += [*kernels, *examine_all(subject)]
         if subject.mesh.world.is_first:
             sys.stdout.write(

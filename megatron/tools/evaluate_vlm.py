@@ -23,10 +23,10 @@ from typing import Any
 from megatron.core.config.flags import ConfigError
 from megatron.evaluation.benchmarks import BENCHMARKS, Question, read_questions, scores, write_results
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 
-def read(path: str) -> dict[Any, Mapping[str, Any]]:
+def read_lines_by_id(path: str) -> dict[Any, Mapping[str, Any]]:
     """The lines of a file by their id."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -40,7 +40,7 @@ def read(path: str) -> dict[Any, Mapping[str, Any]]:
 
 def evaluate(task: str, answers: str, questions: Sequence[Question], results: Path | None) -> list[str]:
     """Score and write; a line for each score."""
-    given = read(answers)
+    given = read_lines_by_id(answers)
     rows = [(str(given.get(one.number, {}).get("text", "")).strip(), one) for one in questions]
     lacking = sum("text" not in given.get(one.number, {}) for one in questions)
     if results is not None:
@@ -62,7 +62,7 @@ def write_prompts(questions: Sequence[Question], folder: str, path: Path) -> Non
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     made.add_argument("--task", required=True, choices=BENCHMARKS, help="whose definition holds")
     made.add_argument("--references", required=True, nargs="+", metavar="FILE", help="official files, or JSON lines")

@@ -29,7 +29,13 @@ from megatron.core.parallel.grid import axis_ranks
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolParser
 from megatron.training.cli.arguments import config_of, read_args
-from megatron.training.data.inspect_samples import Explanation, Microbatch, SampleUse, SpanText, Start
+from megatron.training.data.inspect_samples import (
+    Microbatch,
+    RunDataInspector,
+    SampleDescription,
+    SampleUse,
+    StartCounters,
+)
 from megatron.training.data.sample_order import needs_text
 from megatron.trust.flags.command import ENTRIES
 
@@ -85,19 +91,19 @@ def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
         uses = [use for use in uses if ranks is None or use.data_rank in ranks]
         yield from map(_entry_json, uses) if options.json else _sample_use_lines(uses, options)
     else:
-        for microbatch in explanation.step(options.set, options.step, ranks):
+        for microbatch in explanation.microbatches_of_step(options.set, options.step, ranks):
             yield from (_entry_json(microbatch),) if options.json else _microbatch_lines(microbatch, options)
 
 
-def _build_explanation(options: argparse.Namespace, flags: Sequence[str]) -> tuple[Explanation, list[int] | None]:
+def _build_explanation(options: argparse.Namespace, flags: Sequence[str]) -> tuple[RunDataInspector, list[int] | None]:
     """The data of the run, and the data-parallel ranks to print, None for all."""
     defaults = ENTRIES[f"pretrain_{options.entry}.py"].defaults(())
     config = config_of(read_args(flags, defaults=defaults, world_size=options.world_size), options.world_size)
     ranks = None if options.rank is None else [_data_rank(options, config)]
     if options.resumed_at is not None and len(options.resumed_at) > 3:
         raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")
-    start = Start(*(options.resumed_at or ()))
-    explanation = Explanation(
+    start = StartCounters(*(options.resumed_at or ()))
+    explanation = RunDataInspector(
         config,
         build_tokenizer(config.tokenizer),
         world_size=options.world_size,
@@ -139,7 +145,7 @@ def _microbatch_lines(microbatch: Microbatch, options: argparse.Namespace) -> It
         yield from _sample_lines(sample, options)
 
 
-def _sample_lines(sample: SpanText, options: argparse.Namespace) -> Iterator[str]:
+def _sample_lines(sample: SampleDescription, options: argparse.Namespace) -> Iterator[str]:
     if sample.sample is None:
         yield "  (the data is over; a sample without loss fills the batch)"
         return

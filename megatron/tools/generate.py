@@ -31,7 +31,7 @@ from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.images import ImageError, read_bytes
 from megatron.core.datasets.indexed import DataError
-from megatron.core.families.hf import is_folder
+from megatron.core.families.hf import is_hf_checkpoint
 from megatron.core.models.t5 import T5Model
 from megatron.core.tokenizers.base import read_text
 from megatron.inference.encoder_decoder import EncoderDecoder
@@ -154,7 +154,7 @@ def decoder_start_token(loaded: InferenceModel) -> int:
     where, tokenizer = loaded.source.where, loaded.tokenizer
     message = (
         json.loads(read_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id")
-        if is_folder(where)
+        if is_hf_checkpoint(where)
         else tokenizer.bos
     )
     if type(message) is not int:
@@ -171,9 +171,9 @@ def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine
     prompt: Sequence[int]
     try:
         if "messages" in fields:
-            prompt, images = conversation_of(engine, fields["messages"], fields.get("images", []))
+            prompt, images = tokenize_conversation(engine, fields["messages"], fields.get("images", []))
         else:
-            prompt = prompt_of(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
+            prompt = tokenize_prompt(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
     except (ValueError, DataError, ImageError) as error:
         raise ConfigError(f"the prompt cannot be read: {error}") from None
     sampling = Sampling(**{name: fields.get(name, getattr(given, name)) for name in SAMPLING})
@@ -189,7 +189,7 @@ def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine
     )
 
 
-def conversation_of(
+def tokenize_conversation(
     engine: Engine | EncoderDecoder, messages: list[Any], paths: list[Any]
 ) -> tuple[tuple[int, ...], PromptImages]:
     """The ids of a conversation with images, and these."""
@@ -217,7 +217,7 @@ def _fields_of(line: str) -> dict[str, Any]:
     return fields
 
 
-def prompt_of(engine: Engine | EncoderDecoder, text: str) -> list[int]:
+def tokenize_prompt(engine: Engine | EncoderDecoder, text: str) -> list[int]:
     """The ids of a prompt."""
     tokenizer = engine.tokenizer
     if isinstance(engine, Engine):
@@ -285,7 +285,7 @@ def generate_answers(
             first += 1
 
 
-def done_before(output: Path, lines: Iterator[tuple[int, str]]) -> int:
+def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
     """Whole lines that an earlier run wrote; a line that it did not finish is cut off. `ConfigError` if they answer another input."""
     if not output.exists():
         return 0
@@ -325,7 +325,7 @@ def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int
     """On the first rank: answer what is not answered yet; the number of lines that could not be served."""
     failed = 0
     with open(given.input, encoding="utf-8") as file:
-        before = done_before(Path(given.output), numbered_lines(file))
+        before = count_finished_lines(Path(given.output), numbered_lines(file))
     with open(given.input, encoding="utf-8") as file, open(given.output, "a", encoding="utf-8") as output:
         lines = ((number, line) for number, line in numbered_lines(file) if number >= before)
         bar = tqdm(generate_answers(engine, lines, given), desc="answers", initial=before, unit="line", disable=None)
@@ -348,7 +348,7 @@ def main() -> None:
             raise ConfigError(f"{path} is not there")
     engine = engine_of(given)
     if not engine.mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return
     failed = write_all(engine, given)
     engine.close()

@@ -16,7 +16,7 @@ from megatron.inference.generate import GenerationFailed, generate_texts
 from megatron.inference.sampling import Sampling
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
@@ -51,7 +51,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """Load, continue, print."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     given = options(argv)
     logging.basicConfig(level=logging.WARNING)
     try:

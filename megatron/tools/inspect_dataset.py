@@ -32,7 +32,7 @@ from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 BAR = 50
 SHOWN = 2000
@@ -72,7 +72,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def lengths_in_words(lengths: np.ndarray, limit: int | None) -> dict[str, float]:
+def length_statistics(lengths: np.ndarray, limit: int | None) -> dict[str, float]:
     """Return minimum, median, 95th percentile, maximum and mean of lengths [documents], and the share above `limit`
     where that is given.
     """
@@ -116,13 +116,13 @@ def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.n
         "dtype": str(data.dtype),
         "bin_bytes": size_of(bin_path(prefix)),
         "idx_bytes": size_of(idx_path(prefix)),
-        "tokens_per_document": lengths_in_words(lengths, args.seq_length),
+        "tokens_per_document": length_statistics(lengths, args.seq_length),
         "histogram": histogram(lengths),
         "sidecar": facts is not None,
         "tokenizer": dict(facts.tokenizer) if facts and facts.tokenizer else None,
     }
     if len(data) != data.num_documents - summary["empty_documents"]:
-        summary["tokens_per_sequence"] = lengths_in_words(data.sequence_lengths, args.seq_length)
+        summary["tokens_per_sequence"] = length_statistics(data.sequence_lengths, args.seq_length)
     return summary, lengths
 
 
@@ -242,7 +242,7 @@ def _facts_text(facts: dict[str, Any], seq_length: int | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     try:
         good = run(parse_arguments(arguments))
     except (ConfigError, DataError, OSError) as error:

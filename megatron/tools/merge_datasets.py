@@ -21,7 +21,7 @@ from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
 from megatron.core.datasets.sidecar import Sidecar, tokenizer_name
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 SHOWN = 10  # missing shards that are named
 
@@ -126,7 +126,7 @@ def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument(

@@ -34,12 +34,12 @@ from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, to_json
 from megatron.trust.plan.layout_search import search_layouts
 from megatron.trust.plan.planner import DryRunner, plan, with_advice
-from megatron.trust.plan.report import found_plain, found_text, page, plain, text
+from megatron.trust.plan.report import layout_search_text, layout_search_values, page, report_values, text
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.units import bytes_text
 
 
-def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
@@ -83,12 +83,12 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def note(what: str) -> None:
+def print_progress(what: str) -> None:
     """One line of progress."""
     sys.stderr.write(f"{what}\n")
 
 
-def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
+def resolve_setup(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
     """Return the setting that the words of a run ask for, and its resolved config with its vocabulary; sets options.true_vocab_size
     if it is None.
 
@@ -99,7 +99,7 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Requested
     broken = (*command.unread, *(command.setting.broken_rules() if command.setting else ()))
     # A search looks for the layout itself: only what cannot be read stops it.
     if command.setting is None or command.unread or broken and not options.search:
-        note(
+        print_progress(
             "\n".join(
                 [
                     "the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):",
@@ -108,14 +108,16 @@ def set_up(options: argparse.Namespace, words: Sequence[str]) -> tuple[Requested
             )
         )
         raise SystemExit(1)
-    setting = command.setting if broken else command.setting.as_started()
+    setting = command.setting if broken else command.setting.with_elastic_layout()
     if setting.world_size < command.setting.world_size:
-        note(f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by")
+        print_progress(
+            f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by"
+        )
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     if options.true_vocab_size is None:
         options.true_vocab_size, doubt = expected_vocab_size(config.tokenizer)
         if doubt:
-            note(
+            print_progress(
                 f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)"
             )
     return setting, config if broken else with_vocabulary(config, options.true_vocab_size)
@@ -154,7 +156,9 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
         )
     flags = [one.layout.flags(setting) for one in ranking.fits]
     sys.stdout.write(
-        json.dumps(found_plain(ranking, flags), indent=2) + "\n" if options.json else found_text(ranking, flags)
+        json.dumps(layout_search_values(ranking, flags), indent=2) + "\n"
+        if options.json
+        else layout_search_text(ranking, flags)
     )
     return 0 if ranking.fits else 1
 
@@ -168,18 +172,18 @@ def plan_one(
     every rank's memory suffices, what it holds beside training included, and no rank would wait forever; else 1.
     """
     dry_run = dry_runner()
-    note(f"running one step dry on {setting.world_size:,} ranks")
+    print_progress(f"running one step dry on {setting.world_size:,} ranks")
     planned = plan(config, setting.world_size, hardware, dry_run)
     planned = replace(planned, matching=match_collectives(planned.run))
     if not planned.fits:
-        note(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
+        print_progress(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
         planned = with_advice(
             planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds
         )
     if options.html:
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(planned, command), encoding="utf-8")
-        note(f"written: {options.html}")
+        print_progress(f"written: {options.html}")
     read = read_command(command, ranks=options.world_size, entry=options.entry)
     beside = read.beside(config, setting.world_size)
     whole, budget = planned.run.worst_trace.peak + sum(beside.values()), hardware.usable_bytes()
@@ -189,7 +193,9 @@ def plan_one(
     lines = lines * bool(beside) + [
         f"a rank that only generates holds: {memory_line(apart)}; {bytes_text(sum(apart.values()))} of {bytes_text(budget)} in all"
     ] * bool(apart)
-    facts = plain(planned) | {name: dict(parts) for name, parts in (("beside", beside), ("generating", apart)) if parts}
+    facts = report_values(planned) | {
+        name: dict(parts) for name, parts in (("beside", beside), ("generating", apart)) if parts
+    }
     sys.stdout.write(
         json.dumps(facts, indent=2) + "\n"
         if options.json
@@ -198,30 +204,30 @@ def plan_one(
     return 0 if planned.fits and planned.terminates and whole <= budget and not trouble else 1
 
 
-def write_profile(path: Path) -> None:
+def write_hardware_profile(path: Path) -> None:
     """Measure, and write what was found."""
-    from megatron.trust.plan.measure import measured
+    from megatron.trust.plan.measure import measure_hardware
 
-    hardware = measured(say=note)
+    hardware = measure_hardware(say=print_progress)
     if hardware is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(to_json(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8")
-        note(f"written: {path}")
+        print_progress(f"written: {path}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
     argv = sys.argv[1:] if argv is None else argv
-    options, words = read(argv)
+    options, words = parse_arguments(argv)
     if options.measure:
-        write_profile(options.measure)
+        write_hardware_profile(options.measure)
         return
     try:
         hardware = hardware_of(options.hardware or options.gpu)
     except ConfigError as error:
-        note(f"ConfigError: {error}")
+        print_progress(f"ConfigError: {error}")
         raise SystemExit(2) from None
-    setting, config = set_up(options, words)
+    setting, config = resolve_setup(options, words)
     code = (
         look_for_layouts(options, setting, hardware)
         if options.search

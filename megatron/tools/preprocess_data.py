@@ -25,7 +25,7 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.encode import EncodeOptions
 from megatron.core.datasets.ingest.inputs import find_sources
 from megatron.core.datasets.ingest.journal import Totals
-from megatron.core.datasets.ingest.pipeline import PreprocessOptions, describe_drops, measure, preprocess
+from megatron.core.datasets.ingest.pipeline import PreprocessOptions, describe_drops, measure_throughput, preprocess
 from megatron.core.datasets.ingest.source import STANDARD_INPUT
 from megatron.tools.parser import ToolParser
 
@@ -33,11 +33,11 @@ from megatron.tools.parser import ToolParser
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    _add_input(parser)
-    _add_sentences(parser)
+    _add_input_arguments(parser)
+    _add_sentence_arguments(parser)
     add_arguments(parser, TokenizerConfig)
-    _add_output(parser)
-    _add_run(parser)
+    _add_output_arguments(parser)
+    _add_run_arguments(parser)
     args = parser.parse_args(arguments)
     numbers = [args.workers, args.partitions, args.log_interval, args.max_documents, *args.workers_to_check]
     if min(numbers) < 1:
@@ -49,7 +49,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _add_input(parser: argparse.ArgumentParser) -> None:
+def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Input")
     group.add_argument(
         "--input",
@@ -96,7 +96,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sentences(parser: argparse.ArgumentParser) -> None:
+def _add_sentence_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Sentences")
     group.add_argument(
         "--split-sentences", action="store_true", help="make each sentence a sequence of its document, for BERT and T5"
@@ -110,7 +110,7 @@ def _add_sentences(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep-newlines", action="store_true", help="keep the white space after a sentence with it")
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Output")
     group.add_argument(
         "--output-prefix",
@@ -128,7 +128,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Run")
     group.add_argument(
         "--workers",
@@ -327,12 +327,12 @@ def tokenize(args: argparse.Namespace) -> str:
     )
 
 
-def find_workers(args: argparse.Namespace) -> str:
+def benchmark_worker_counts(args: argparse.Namespace) -> str:
     """Measure numbers of workers. Returns a table and the best of them."""
     order = options_of(args)
     rates = {}
     for workers in args.workers_to_check:
-        documents, seconds = measure(replace(order, workers=workers), args.max_documents)
+        documents, seconds = measure_throughput(replace(order, workers=workers), args.max_documents)
         rates[workers] = documents / seconds
         print(f"{workers} workers: {documents} documents in {seconds:.1f} s, {rates[workers]:.1f} docs/s", flush=True)
     return f"the best of these: --workers {max(rates, key=lambda workers: rates[workers])}"
@@ -342,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
     args = parse_arguments(arguments)
     try:
-        print(find_workers(args) if args.find_optimal_num_workers else tokenize(args))
+        print(benchmark_worker_counts(args) if args.find_optimal_num_workers else tokenize(args))
     except (ConfigError, DataError, OSError) as error:
         sys.exit(f"preprocess_data.py: {error}")
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from megatron.core.datasets.storage import DataError
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 _AT_ONCE = 256
 
@@ -79,7 +79,7 @@ def write(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     made.add_argument("--input", required=True, metavar="FILE", help='JSON lines, each with a "text"')
     made.add_argument("--input-image", required=True, metavar="FOLDER", help="folder of the images")

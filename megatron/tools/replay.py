@@ -24,7 +24,7 @@ import pretrain_vision_classify
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.training.trainer import ForwardStep, ModelProvider
 from megatron.trust.compare.replay import ReplayResult, replay
 
@@ -61,7 +61,7 @@ def report_lines(replayed: ReplayResult, most: int) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the options, replay, report."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("dump", type=Path, help="folder of a bad step")
     parser.add_argument(

@@ -42,7 +42,7 @@ from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import FORMATS, GPT, REWARD, InferenceModel, load_network
 from megatron.training.entry import run_entry
 from megatron.training.health.watchdog import RankLost
-from megatron.training.launch.launch_info import has_desktop, launcher_place
+from megatron.training.launch.launch_info import has_desktop, read_launch_info
 
 try:
     from megatron.inference.server.app import LOCAL, RequestFilter, build_app
@@ -172,7 +172,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def token_of(given: argparse.Namespace) -> str:
+def bearer_token(given: argparse.Namespace) -> str:
     """The bearer token, or nothing. Raises `ConfigError` for one that no header can hold."""
     if given.token_file is None:
         return ""
@@ -189,7 +189,7 @@ def chat_of(given: argparse.Namespace, tokenizer: Tokenizer) -> Chat | None:
     return Chat(tokenizer, given.chat_format)
 
 
-def hosts_of(given: argparse.Namespace) -> tuple[str, ...]:
+def allowed_hosts(given: argparse.Namespace) -> tuple[str, ...]:
     """Names by which the server may be called; none: by any."""
     names = tuple(name.lower() for name in given.allowed_hosts)
     return (*LOCAL, *names) if names or is_local(given) else ()
@@ -247,8 +247,8 @@ def main() -> None:
     given = options()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
-    place = launcher_place()
-    token, sock = token_of(given), bind_socket(given.host, given.port) if place.rank == 0 else None
+    place = read_launch_info()
+    token, sock = bearer_token(given), bind_socket(given.host, given.port) if place.rank == 0 else None
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
@@ -260,10 +260,10 @@ def main() -> None:
     )
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
-    read_images(engine, loaded, given)
+    enable_image_prompts(engine, loaded, given)
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow_leader(engine.follow)
+            follow_leader(engine.run_as_follower)
         else:
             reads = adapter_opener(loaded.source, loaded.config.model)
             for name, folder in adapters_of(given).items():
@@ -285,12 +285,14 @@ def serve_scores(
     loaded = load_network(
         given.load, REWARD, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=tokenizer
     )
-    model, place = RewardModel(loaded, given.chat_format), launcher_place()
+    model, place = RewardModel(loaded, given.chat_format), read_launch_info()
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow_leader(model.follow)
+            follow_leader(model.run_as_follower)
             return
-        service = ScoreService(model.lead, close=model.let_go, device=loaded.mesh.device, liveness=liveness)
+        service = ScoreService(
+            model.score_as_leader, close=model.release_followers, device=loaded.mesh.device, liveness=liveness
+        )
         limits = Limits(given.max_body_bytes or Limits().body_bytes, given.max_prompts, given.max_prompt_tokens)
         serving = ScoringServing(
             service,
@@ -302,11 +304,11 @@ def serve_scores(
         )
         service.start()
         serve_until_signal(
-            build_scoring_app(serving, token=token, hosts=hosts_of(given)), service, liveness, sock, given, token
+            build_scoring_app(serving, token=token, hosts=allowed_hosts(given)), service, liveness, sock, given, token
         )
 
 
-def read_images(engine: Engine, loaded: InferenceModel, given: argparse.Namespace) -> None:
+def enable_image_prompts(engine: Engine, loaded: InferenceModel, given: argparse.Namespace) -> None:
     """Let the engine of a network that reads images take prompts with some, written as it was trained unless the command line differs."""
     if not loaded.config.model.has_vision:
         return
@@ -341,11 +343,11 @@ def run_leader(
 ) -> None:
     """What the first rank does."""
     chat, name = chat_of(given, engine.tokenizer), model_name(given)
-    engine.capture_ahead(logging.getLogger(__name__).info)
+    engine.capture_all_graphs(logging.getLogger(__name__).info)
     service = Service(engine, liveness)
     service.start()
     updates = given.allow_runtime_lora_updating
-    app = build_app(Serving(service, name, limits, reads, updates), chat=chat, token=token, hosts=hosts_of(given))
+    app = build_app(Serving(service, name, limits, reads, updates), chat=chat, token=token, hosts=allowed_hosts(given))
     serve_until_signal(app, service, liveness, sock, given, token)
 
 

@@ -21,12 +21,12 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.evaluation.likelihood import BatchSize
 from megatron.evaluation.reward import RewardModel
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 FORMS = {"text": "score", "completion": "score", "chosen": "chosen_score", "rejected": "rejected_score"}
 
 
-def texts_of(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def parse_line(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read one line of the input, a JSON object with "text", "completion", or "chosen" and "rejected".
 
     Returns it, and for each score it gets ("score", or "chosen_score" and "rejected_score") what is scored, a text or a list of
@@ -53,7 +53,7 @@ def score(args: argparse.Namespace) -> str:
     for number, line in enumerate(args.input.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
-                rows.append(texts_of(line))
+                rows.append(parse_line(line))
             except DataError as error:
                 raise DataError(f"{args.input}, line {number}: {error}") from error
     model = RewardModel.load(args.load, template=args.chat_format, dtype=args.dtype)
@@ -71,7 +71,7 @@ def score(args: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a reward model: a run's --save, or a folder of Hugging Face's"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.core.config.flags import ConfigError, from_namespace, refuse
 from megatron.core.config.rules.engine import NEEDS, RULES
-from megatron.core.config.rules.rule import Setting
+from megatron.core.config.rules.rule import RuleInput
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import active_parameters, count_parameters
@@ -32,7 +32,7 @@ if CAN_DRAW:
 WIDEST = 160
 
 
-def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
+def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     """The tool's own options, and the config of the run it is to show."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=1, help="ranks that will run (default: 1)")
@@ -51,7 +51,7 @@ def read(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
     refuse(args.problems)
     config = from_namespace(RequestedRun, args).resolve(options.world_size)
     for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
-        refuse(message for rule in rules if (message := rule.says(Setting(config, options.world_size))))
+        refuse(message for rule in rules if (message := rule.says(RuleInput(config, options.world_size))))
     if options.true_vocab_size is None:
         options.true_vocab_size, _ = expected_vocab_size(config.tokenizer)
     return options, config
@@ -122,7 +122,7 @@ def schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
 def main(argv: list[str] | None = None) -> None:
     """Print the tables and the schedule."""
     try:
-        options, config = read(argv)
+        options, config = parse_arguments(argv)
         lines = rank_table(config, options.world_size)
         plan, count = schedule_of(config, options.world_size)
         lines += ["", *stage_table(config, options.true_vocab_size, options.world_size, count)]

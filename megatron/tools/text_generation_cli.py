@@ -37,12 +37,12 @@ def request_text(server: str, prompt: str, count: int, *, token: str, timeout: f
         ) as answer:
             return "Megatron Response: \n" + json.load(answer)["text"][0]
     except urllib.error.HTTPError as error:
-        return f"Error {error.code}: {message_of(error.read())}"
+        return f"Error {error.code}: {error_message(error.read())}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         return f"Error: {address} does not answer as a text generation server: {error}"
 
 
-def message_of(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """What a server says is wrong, in any of the ways that servers have."""
     try:
         reply = json.loads(body)

@@ -31,7 +31,7 @@ from megatron.core.tokenizers.check import check_corpus, check_tokenizer, promis
 from megatron.core.tokenizers.engines import num_processors
 from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_all
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -252,7 +252,7 @@ def decode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; 1 when something is wrong, 2 when it cannot be done."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     args = parse_arguments(arguments)
     try:
         if args.command == "train":

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.core.datasets.indexed import DataError, IndexedDataset
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 
 def token_counts(prefix: str) -> np.ndarray:
@@ -38,7 +38,7 @@ def entropy(counts: np.ndarray) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the token file is PREFIX.bin with PREFIX.idx")
     parser.add_argument("--quiet", action="store_true", help="print the number only")

@@ -32,7 +32,7 @@ from megatron.training.health.failures import error_text, name_of_rank
 from megatron.training.health.replica_check import ReplicasDiffer
 from megatron.training.health.watchdog import LOST, RankLost
 from megatron.training.initialize import shut_down
-from megatron.training.launch.launch_info import LaunchInfo, end_in_a_line_when_interrupted, launcher_place
+from megatron.training.launch.launch_info import LaunchInfo, install_interrupt_handler, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite, BadStep, ReplicasDiffer, RankLost)
@@ -137,8 +137,8 @@ def run_entry(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapped() -> None:
-        end_in_a_line_when_interrupted()
-        place = launcher_place()
+        install_interrupt_handler()
+        place = read_launch_info()
         alarm = FailureReporter(place)
         try:
             recorded()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import without_attention_plans
+from megatron.core.parallel.device import without_cudnn_attention
 from megatron.core.pipeline_parallel.executor import run
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
@@ -20,7 +20,7 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
     mesh = trainer.run.mesh
     count = trainer.batches.evaluation_batch_size // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
-    mesh.flight_recorder.begin("evaluation", trainer.progress.iteration)
+    mesh.flight_recorder.begin_activity("evaluation", trainer.progress.iteration)
     with evaluation_mode(trainer):
         for _ in range(iterations):
             work = StepWork(trainer, batches, count, training=False)
@@ -30,7 +30,7 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
                 axis=mesh.pp,
                 backward_axis=mesh.pp_backward,
             )
-            for name, pair in work.report().items():
+            for name, pair in work.loss_sums().items():
                 totals[name] = totals[name] + pair if name in totals else pair
     means = {}
     for name, pair in totals.items():
@@ -46,7 +46,7 @@ def evaluation_mode(trainer: Trainer) -> Iterator[None]:
     trainer.train_mode(False)
     for parallel in trainer.parallels:
         parallel.finish_gather()
-    with without_attention_plans():
+    with without_cudnn_attention():
         yield
     trainer.train_mode(True)
     trainer.run.streams.load(streams)

@@ -21,7 +21,7 @@ from megatron.core.config.flags import ConfigError, from_namespace, refuse
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import check_writable
 from megatron.core.kernels.low_precision import recipes
-from megatron.core.kernels.startup_check import choose
+from megatron.core.kernels.startup_check import choose_kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import (
     backend_of,
@@ -35,11 +35,11 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
-from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_to_ranks, preflight
 from megatron.training.launch.elastic import layout_change
-from megatron.training.launch.launch_info import launcher_place, world_size
-from megatron.training.launch.rendezvous import join_ranks, lacks_board
+from megatron.training.launch.launch_info import read_launch_info, world_size
+from megatron.training.launch.rendezvous import join_ranks, missing_store_warning
 from megatron.training.launch.spare_ranks import stand_by, tell_done
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.run_record import run_log_path
@@ -67,8 +67,11 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
     keep_freed_memory(device)
     _set_deterministic(config)
     mesh, config = (build_mesh(config, device), config) if mesh_of is None else mesh_of(config, device)
-    chosen = choose(
-        config, kernel_need(config, device), device, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
+    chosen = choose_kernels(
+        config,
+        kernel_requirements(config, device),
+        device,
+        gather=lambda rows: collectives.gather_objects(rows, mesh.world),
     )
     streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
     run = Run(
@@ -85,7 +88,7 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
     global_vars.set_run(run)
     parallel_state.set_mesh(mesh)
     lines = (*getattr(args, "messages", ()), *chosen.failures)
-    for message in (*lines, *filter(None, [lacks_board(launcher_place())])):
+    for message in (*lines, *filter(None, [missing_store_warning(read_launch_info())])):
         run.print_rank_0(message)
     _startup_table(run)
     return run
@@ -94,8 +97,8 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
 def shut_down() -> None:
     """Leave the process group, and let ranks go that stand by."""
     waiting = int(os.environ.get("MEGATRON_STAND_BY", "0"))
-    if waiting and launcher_place().rank == 0:
-        tell_done(launcher_place(), waiting)
+    if waiting and read_launch_info().rank == 0:
+        tell_done(read_launch_info(), waiting)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -115,7 +118,7 @@ def _resolve_settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
 
 def _ranks_that_train(args: argparse.Namespace) -> int:
     """How many ranks the layout has a place for. With --elastic, the others stand by and end here, and it is said what changed."""
-    given, place = from_namespace(RequestedRun, args), launcher_place()
+    given, place = from_namespace(RequestedRun, args), read_launch_info()
     chosen, ranks = fit_to_ranks(given, place.size)
     if line := layout_change(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
@@ -168,7 +171,7 @@ def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     join_ranks(
         backend_of(device, config.parallel.distributed_backend),
-        launcher_place(),
+        read_launch_info(),
         timedelta(minutes=config.parallel.distributed_timeout_minutes),
         device if device.type == "cuda" else None,
     )

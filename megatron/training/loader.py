@@ -26,14 +26,14 @@ from megatron.training.data.sample_order import (
     Dataset,
     SampleLog,
     check_external,
-    in_turn,
+    microbatch_sample_indices,
     needs_text,
-    read,
     read_external,
+    read_microbatch,
     samples_needed,
     single_pass_samples,
 )
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
 
@@ -58,12 +58,12 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class SplitBatches:
     """Microbatches of each split, for this rank. A split without data, or that is never asked for, is None."""
 
     train: Batches | None
-    valid: Evaluations | None
-    test: Evaluations | None
+    valid: EvaluationData | None
+    test: EvaluationData | None
 
     def close(self) -> None:
         """End the threads that read ahead."""
@@ -73,7 +73,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluations:
+class EvaluationData:
     """The data of a split that is evaluated now and then.
 
     batches: goes on from evaluation to evaluation. once: makes the microbatches of all samples, for --full-validation,
@@ -94,11 +94,11 @@ class Evaluations:
             yield batches, self.iterations
 
 
-def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
+def build_data(trainer: Trainer, provider: DatasetProvider) -> SplitBatches:
     """The microbatches that come next, from the counters alone."""
     run, progress, train = trainer.run, trainer.progress, trainer.run.config.train
     reads = needs_text(run.config, trainer.specs)
-    datasets = _in_waves(run, provider, samples_needed(run.config, trainer.batches))
+    datasets = _build_datasets_in_order(run, provider, samples_needed(run.config, trainer.batches))
     if datasets[0] is None and not train.skip_train:
         raise DataError("the training split holds no data; give it a share in --split")
     if run.config.data.dataloader_type == "external":
@@ -106,37 +106,37 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> Data:
             if dataset is not None:
                 check_external(dataset)
 
-    def evaluations(dataset: SampleSource | None, split: str, consumed: int) -> Evaluations | None:
+    def evaluations(dataset: SampleSource | None, split: str, consumed: int) -> EvaluationData | None:
         complete = split == "valid" and run.config.data.full_validation
         if dataset is None or not (train.eval_iters or complete):
             return None
         batches = microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
         if not complete:
-            return Evaluations(train.eval_iters, batches)
+            return EvaluationData(train.eval_iters, batches)
         full = trainer.batches.evaluation_batch_size
-        assert is_numbered(dataset), "a rule refuses --full-validation of what has no length"
-        return Evaluations(
+        assert is_map_style(dataset), "a rule refuses --full-validation of what has no length"
+        return EvaluationData(
             -(-len(dataset) // full),
             batches,
-            once=lambda: all_once(run, dataset, split=split, full_batch=full, reads=reads),
+            once=lambda: single_pass_microbatches(run, dataset, split=split, full_batch=full, reads=reads),
         )
 
     training = microbatches(run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads)
     # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
     seen = 0 if train.skip_train else progress.consumed_valid_samples
-    return Data(
+    return SplitBatches(
         None if datasets[0] is None else training,
         evaluations(datasets[1], "valid", seen),
         evaluations(datasets[2], "test", 0),
     )
 
 
-def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None, int]) -> Datasets:
+def _build_datasets_in_order(run: Run, provider: DatasetProvider, counts: tuple[int, int | None, int]) -> Datasets:
     """Call the provider so that index caches are built once: by the first rank of all, where the folder is shared; else
     by the first rank of each machine. A rank that fails ends the others, which wait (see `entry.py`).
     """
     world = run.mesh.world
-    wave = 0 if world.is_first else 1 if launcher_place().local_rank == 0 else 2
+    wave = 0 if world.is_first else 1 if read_launch_info().local_rank == 0 else 2
     datasets: Datasets = (None, None, None)
     for turn in range(3):
         if turn == wave:
@@ -145,7 +145,7 @@ def _in_waves(run: Run, provider: DatasetProvider, counts: tuple[int, int | None
     return datasets
 
 
-def is_numbered(dataset: SampleSource) -> TypeGuard[Dataset]:
+def is_map_style(dataset: SampleSource) -> TypeGuard[Dataset]:
     """Whether samples have numbers, so that they can be read in any order."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
@@ -161,14 +161,16 @@ def microbatches(
         samples = (dict(sample) for sample in dataset)
         arrays = ((None, arrays) for arrays in read_external(samples, run.config.train.micro_batch_size))
         return _device_batches(run, arrays, split)
-    assert is_numbered(dataset), "only external data are not numbered"
+    assert is_map_style(dataset), "only external data are not numbered"
     regroups = run.config.parallel.hybrid_context_parallel
-    order = in_turn(run.config, len(dataset), consumed_samples=consumed_samples, **_reader_ranks(run, regroups))
+    order = microbatch_sample_indices(
+        run.config, len(dataset), consumed_samples=consumed_samples, **_reader_ranks(run, regroups)
+    )
     batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
-def all_once(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Batches:
+def single_pass_microbatches(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Batches:
     """This rank's microbatches of an evaluation that sees every sample once; the last global batch is filled up."""
     if not reads:
         return _empty_batches()
@@ -212,9 +214,9 @@ def _device_batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]]
                 log.add(numbers, arrays)
             batch = Batch.from_arrays(arrays, run.mesh.device, positions=data.restarts_positions)
             batch = batch if numbers is None else replace(batch, samples=tuple(numbers))
-            yield batch.looking_ahead(
+            yield batch.with_future_tokens(
                 run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
-            ).over_context(run.mesh.cp)
+            ).shard_over_context(run.mesh.cp)
 
 
 def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Generator[tuple[list[int] | None, Arrays]]:
@@ -222,7 +224,7 @@ def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Gener
     num_threads = run.config.data.num_workers
 
     def prepare(numbers: list[int]) -> tuple[list[int], Arrays]:
-        arrays = read(dataset, numbers)
+        arrays = read_microbatch(dataset, numbers)
         return numbers, pin_arrays(arrays) if run.mesh.device.type == "cuda" else arrays
 
     if num_threads == 0:

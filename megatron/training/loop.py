@@ -22,8 +22,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name, empty_cache, memory_report, profiler_activities
 from megatron.training.accelerate.compile import Compiler
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
-from megatron.training.checkpoint.best import demand_figure, note_if_best
-from megatron.training.checkpoint.checkpointing import Checkpoint, own_save_folder
+from megatron.training.checkpoint.best import note_if_best, require_metric
+from megatron.training.checkpoint.checkpointing import Checkpoint, lock_save_folder
 from megatron.training.evaluate import evaluate, evaluation_mode
 from megatron.training.health.bad_steps import BadStep, RollBack, StepValidator
 from megatron.training.health.causality_check import demand_no_leak
@@ -32,11 +32,11 @@ from megatron.training.health.failures import with_location
 from megatron.training.health.interrupts import Interrupts
 from megatron.training.health.replica_check import ReplicaCheck, ReplicasDiffer
 from megatron.training.health.rerun import ResultRejected, StepRerun
-from megatron.training.health.stragglers import Stragglers
+from megatron.training.health.stragglers import StragglerDetector
 from megatron.training.health.vote import Vote
 from megatron.training.health.watchdog import HangDetector
-from megatron.training.launch.launch_info import launcher_place
-from megatron.training.loader import Data, DatasetProvider, Evaluations, build_data, next_batch
+from megatron.training.launch.launch_info import read_launch_info
+from megatron.training.loader import DatasetProvider, EvaluationData, SplitBatches, build_data, next_batch
 from megatron.training.report.metrics import (
     FlopsPerSample,
     Meter,
@@ -63,7 +63,7 @@ def pretrain(
     samples: Callable[[Run], Samples] | None = None,
     *,
     benchmark: Callable[[Run, str], tuple[str, Evaluate]] | None = None,
-    data_of: Callable[[Trainer], Data] | None = None,
+    data_of: Callable[[Trainer], SplitBatches] | None = None,
 ) -> None:
     """Train, evaluate, save and report as the config says.
 
@@ -71,7 +71,7 @@ def pretrain(
     forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
     networks that can. benchmark(run, file): what --online-evaluation-config asks for, of networks that can. data_of(trainer): the data, where they are not read from datasets.
     """
-    with own_save_folder(run) as lock, record_run(run), HangDetector(run), with_location(run):
+    with lock_save_folder(run) as lock, record_run(run), HangDetector(run), with_location(run):
         demand_no_leak(run)
         trainer = build_trainer(run, model, forward_step)
         if run.config.train.eval_generate:
@@ -115,7 +115,7 @@ class Session:
         self,
         trainer: Trainer,
         checkpoint: Checkpoint,
-        data: Data,
+        data: SplitBatches,
         validator: StepValidator,
         rerun: StepRerun | None = None,
         layers: Compiler | CapturedGraphs | None = None,
@@ -144,7 +144,7 @@ class Session:
             raise ConfigError("--save-best: there are no validation data; give them a share in --split")
         self.work = _flops_per_sample(trainer)
         self.replica_check = ReplicaCheck(trainer)
-        self.stragglers = Stragglers(self.mesh) if self.config.faults.log_straggler else None
+        self.stragglers = StragglerDetector(self.mesh) if self.config.faults.log_straggler else None
         self.flops_at_start = trainer.progress.floating_point_operations
         self.since = time.perf_counter()
         self.steps_since = 0
@@ -201,12 +201,12 @@ class Session:
                 step = self.rerun.step if self.rerun is not None else partial(train_step, self.trainer)
                 self.meter.add(step(self.data.train))
             if self.config.checkpoint.save_best is not None:
-                demand_figure(self.config.checkpoint.save_best, self.trainer.loss_names or ())
+                require_metric(self.config.checkpoint.save_best, self.trainer.loss_names or ())
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
             if self.validator.problem:
                 self._bad_step(watch, before * self.trainer.batches.unit)
-        self.mesh.flight_recorder.enter("")
+        self.mesh.flight_recorder.enter_phase("")
         watch.after_step(progress.iteration)
         self._after_step(watch, before)
 
@@ -267,7 +267,7 @@ class Session:
 
     def _resolve_steps(self, watch: ExitConditions) -> None:
         steps = self.meter.resolve()
-        self.writers.steps(steps)
+        self.writers.write_steps(steps)
         record_steps(self.trainer.run.run_log, steps)
         watch.demand_finite(steps)
 
@@ -285,16 +285,16 @@ class Session:
             skipped_samples=progress.skipped_train_samples,
             work=self.work if log.log_throughput else None,
             seq_length=self.config.train.seq_length,
-            samples_left=self.trainer.batches.samples_of(
+            samples_left=self.trainer.batches.num_samples(
                 self.total - progress.iteration, progress.consumed_train_samples
             ),
         )
-        self.writers.report(report)
+        self.writers.write_report(report)
         self.writers.write_times(progress.iteration, times_text(times, log.timing_log_option), times_scalars(times))
         if not self.reported_memory or self._is_due(log.log_memory_interval):
             self.reported_memory = True
             memory = memory_report(self.mesh.device)
-            self.writers.memory(progress.iteration, memory)
+            self.writers.write_memory(progress.iteration, memory)
             if self.mesh.dp.is_first:  # data-parallel ranks hold the same
                 self.log.info(memory_line(self.mesh.world.rank, progress.iteration, memory))
         if self.rerun is not None and (determinism := self.rerun.report()):
@@ -315,7 +315,9 @@ class Session:
         losses = self._losses_of(self.data.valid)
         if not self.config.data.full_validation:
             progress.consumed_valid_samples += self.data.valid.iterations * self.trainer.batches.evaluation_batch_size
-        self.writers.validation(losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples)
+        self.writers.write_validation(
+            losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples
+        )
         self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses)
         watch.around_evaluation()
         self.since += time.perf_counter() - paused
@@ -341,7 +343,7 @@ class Session:
                 torch.compiler.set_stance("force_eager") if isinstance(self.layers, Compiler) else nullcontext(),
             ):
                 if trainer.samples is not None:
-                    self.writers.samples(trainer.samples(trainer.stages), iteration=iteration)
+                    self.writers.write_samples(trainer.samples(trainer.stages), iteration=iteration)
                 if trainer.benchmark is not None:
                     task, evaluate = trainer.benchmark
                     scores = evaluate(trainer.stages, iteration)
@@ -356,7 +358,7 @@ class Session:
         if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
             paused = time.perf_counter()
             self._resolve_steps(watch)
-            self.mesh.flight_recorder.begin("save", iteration)
+            self.mesh.flight_recorder.begin_activity("save", iteration)
             ended = self.checkpoint.begin_save()
             self.notes[iteration] = self._progress_text("Saved checkpoint")
             for outcome in ended:
@@ -368,7 +370,7 @@ class Session:
         if outcome is None:
             return
         self.failed_saves += bool(outcome.problems)
-        self.writers.saved(
+        self.writers.write_save_result(
             outcome.iteration,
             seconds=outcome.seconds,
             blocked=outcome.blocked,
@@ -397,7 +399,7 @@ class Session:
             total_flops=progress.floating_point_operations,
             total_tokens=progress.consumed_tokens,
         )
-        return progress_line(event, now=datetime.now(), job_id=launcher_place().job, num_devices=devices, facts=facts)
+        return progress_line(event, now=datetime.now(), job_id=read_launch_info().job, num_devices=devices, facts=facts)
 
     def _note_progress(self, text: str) -> None:
         """Append to SAVE/progress.txt (`--log-progress`)."""
@@ -426,7 +428,7 @@ class Session:
                 f"the last checkpoint of this run, of iteration {progress.iteration}, could not be saved; see above"
             )
 
-    def _losses_of(self, evaluations: Evaluations | None) -> dict[str, float]:
+    def _losses_of(self, evaluations: EvaluationData | None) -> dict[str, float]:
         """The losses of the next evaluation of a split."""
         assert evaluations is not None, "only splits with data are evaluated"
         with evaluations.next() as (batches, iterations):
@@ -441,7 +443,7 @@ class Session:
             if evaluations is not None:
                 known = validated if name == "validation" else None
                 losses = self._losses_of(evaluations) if known is None else known
-                self.writers.validation(
+                self.writers.write_validation(
                     losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples, final=name
                 )
                 self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses, final=name)

@@ -15,7 +15,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.timers import Timers
 
@@ -41,7 +41,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class RunOutcome:
+class TerminationSignal:
     """The signal that told this process to end, "" so far. `Watch` notes it."""
 
     signal: str = ""
@@ -61,13 +61,13 @@ class Run:
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
     run_log: RunLog = field(default_factory=RunLog)
     progress: Progress = field(default_factory=Progress)
-    ending: RunOutcome = field(default_factory=RunOutcome)
+    ending: TerminationSignal = field(default_factory=TerminationSignal)
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def build(self) -> Build:
+    def build(self) -> BuildContext:
         """What layers are built with."""
-        return Build(
+        return BuildContext(
             model=self.config.model,
             mesh=self.mesh,
             kernels=self.kernels,
@@ -76,7 +76,7 @@ class Run:
             sequence_parallel=self.config.parallel.sequence_parallel,
             recompute=self.config.recompute,
             cp_comm_type=self.config.parallel.cp_comm_type,
-            wgrad_store=self.mesh.overlap.wgrad_store if self.config.parallel.defers_weights else None,
+            wgrad_store=self.mesh.overlap.wgrad_store if self.config.parallel.defers_weight_gradients else None,
             low_precision=self.config.precision.low,
             overlapped=self._overlapped_matmuls,
             sums=self._fuses_wgrad_accumulation,

@@ -56,7 +56,7 @@ class StepWork:
             self.own_microbatches = again.own_microbatches
         else:
             self.own_microbatches = (
-                batches.begin(num_microbatches) if isinstance(batches, PlannedBatches) else num_microbatches
+                batches.prepare_step(num_microbatches) if isinstance(batches, PlannedBatches) else num_microbatches
             )
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
@@ -99,7 +99,7 @@ class StepWork:
         """Start to sum the stage's gradients."""
         self._parallel_of_stage(stage).start_reduction()
 
-    def report(self) -> dict[str, Tensor]:
+    def loss_sums(self) -> dict[str, Tensor]:
         """[sum, count] of every loss: this rank's share, zero unless it has the loss and is first of its tensor group."""
         speaks = self.trainer.stages[-1].stage.has_output and self.trainer.run.mesh.tp.is_first
         if self.trainer.loss_names is None:
@@ -125,7 +125,7 @@ class StepWork:
             self.trainer.note_names = tuple(dict.fromkeys(name for theirs in names for name in theirs))
         return {name: notes.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
 
-    def missing_factor(self) -> float | Tensor:
+    def remaining_gradient_scale(self) -> float | Tensor:
         """Return the scalar by which gradients must still be multiplied once all microbatches are done:
 
         expected over true number of tokens.
@@ -164,7 +164,7 @@ class StepWork:
         return self._contexts[microbatch]
 
     def _mean_weight(self, batch: Batch) -> float | Tensor:
-        """What a mean over a microbatch's tokens counts in the objective; `missing_factor` is still to come."""
+        """What a mean over a microbatch's tokens counts in the objective; `remaining_gradient_scale` is still to come."""
         train, mesh = self.trainer.run.config.train, self.trainer.run.mesh
         if not train.calculate_per_token_loss:
             return self._scale / (self.num_microbatches * mesh.dp.size)
@@ -178,10 +178,10 @@ class StepWork:
         flight_recorder = self.trainer.run.mesh.flight_recorder
         while len(self._seen) <= microbatch:
             action = flight_recorder.action
-            flight_recorder.enter(f"data of microbatch {len(self._seen)}")
+            flight_recorder.enter_phase(f"data of microbatch {len(self._seen)}")
             with self.trainer.run.timers("batch-generator", 2):
                 self._seen.append(next_batch(self._batches))
-            flight_recorder.enter(action)
+            flight_recorder.enter_phase(action)
         return self._seen[microbatch]
 
     def _parallel_of_stage(self, stage: int) -> Parallel:
@@ -201,7 +201,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     config, mesh, optimizer = run_.config, run_.mesh, trainer.optimizer
     assert trainer.schedule is not None, "a trainer that trains has a schedule"
     size = trainer.batches.step_after(progress.consumed_train_samples)
-    mesh.flight_recorder.begin("training", progress.iteration + 1)
+    mesh.flight_recorder.begin_activity("training", progress.iteration + 1)
     for parallel in trainer.parallels:
         parallel.zero_gradients()
     work = StepWork(trainer, batches, size.num_microbatches, training=True, again=again)
@@ -215,7 +215,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
             backward_axis=mesh.pp_backward,
             delays=config.parallel.delay_wgrad_compute,
         )
-    mesh.flight_recorder.enter("reduction of gradients")
+    mesh.flight_recorder.enter_phase("reduction of gradients")
     with timers("all-grads-sync", 1):
         for parallel in trainer.parallels:
             parallel.finish_reduction()
@@ -228,11 +228,11 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     )
     for hook in trainer.hooks:
         hook.before_update()
-    losses = {**work.report(), **work.layer_figures()}
-    mesh.flight_recorder.enter("optimizer")
+    losses = {**work.loss_sums(), **work.layer_figures()}
+    mesh.flight_recorder.enter_phase("optimizer")
     with timers("optimizer", 1):
         result = optimizer.step(
-            multiplier=work.missing_factor(),
+            multiplier=work.remaining_gradient_scale(),
             count_zero_elements=config.log.log_num_zeros_in_grad,
             row_factors=_qk_clip_factors(trainer),
             accepts=lambda norm: all([hook.accept_update(work, losses, norm) for hook in trainer.hooks]),

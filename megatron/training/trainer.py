@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.rng import materialize
 from megatron.core.pipeline_parallel.schedules import forward_only, training_plan, with_reduction
-from megatron.core.pipeline_parallel.transfers import Script, rank_script
+from megatron.core.pipeline_parallel.transfers import RankScript, rank_script
 from megatron.core.transformer.activation_offloading import offload_activations
 from megatron.core.transformer.adapters import freeze_untrained
 from megatron.core.transformer.layer import Layer
@@ -59,7 +59,7 @@ class Trainer:
     optimizer: Optimizer
     schedule: Schedule | None
     batches: BatchSchedule
-    scripts: dict[tuple[int, bool], Script] = field(default_factory=dict)
+    scripts: dict[tuple[int, bool], RankScript] = field(default_factory=dict)
     loss_names: tuple[str, ...] | None = None
     note_names: tuple[str, ...] | None = None
     samples: Samples | None = None
@@ -83,7 +83,7 @@ class Trainer:
         """The run's counters."""
         return self.run.progress
 
-    def pipeline_script(self, num_microbatches: int, *, training: bool) -> Script:
+    def pipeline_script(self, num_microbatches: int, *, training: bool) -> RankScript:
         """What this rank does in one step, or in one forward-only pass."""
         key = (num_microbatches, training)
         if key not in self.scripts:

@@ -32,7 +32,7 @@ from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
 from megatron.core.datasets.storage import DataError, size_of
 from megatron.core.dist_checkpointing.store import CheckpointError, newest_iteration
 from megatron.core.kernels.kernel_check import TOLERANCE, errors, errors_of_all
-from megatron.core.kernels.table import Kernels, Need, kernel_flag
+from megatron.core.kernels.table import KernelRequirements, Kernels, kernel_flag
 from megatron.core.models.describe import count_parameters
 from megatron.core.models.flops import BYTES, state_bytes
 from megatron.core.parallel import collectives
@@ -70,7 +70,7 @@ class RunUnderTest:
     config: RunConfig
     mesh: Mesh
     kernels: Kernels
-    need: Need
+    need: KernelRequirements
     hosts: tuple[str, ...]
     whole: bool
     megabytes: int = 16
@@ -101,7 +101,7 @@ class RanksFailed(Exception):
     """Some ranks could not look; raised on all of them."""
 
 
-def versions(subject: RunUnderTest) -> list[CheckResult]:
+def check_versions(subject: RunUnderTest) -> list[CheckResult]:
     """All ranks run the same software."""
     mine = {
         "python": platform.python_version(),
@@ -109,7 +109,7 @@ def versions(subject: RunUnderTest) -> list[CheckResult]:
         "CUDA": str(torch.version.cuda),
         "our code": code_version()["sources"][:12],
     }
-    seen = _on_all(subject, lambda: mine)
+    seen = _gather_from_all(subject, lambda: mine)
     rows = [
         _disagreement_row(
             subject,
@@ -124,10 +124,10 @@ def versions(subject: RunUnderTest) -> list[CheckResult]:
     return rows or [CheckResult("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
 
 
-def devices(subject: RunUnderTest) -> list[CheckResult]:
+def check_devices(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank has a device of its own, and all are alike."""
     device, host = subject.mesh.device, socket.gethostname()
-    seen = _on_all(subject, lambda: (host, str(device), device_name(device), free_memory(device)))
+    seen = _gather_from_all(subject, lambda: (host, str(device), device_name(device), free_memory(device)))
     names = Counter(one[2] for _, one in seen)
     description = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
     rows = (
@@ -182,7 +182,7 @@ def check_kernel_results(subject: RunUnderTest) -> list[CheckResult]:
         chosen = {(op, names.get(op, "torch")): error for op, error in errors(subject.kernels, *run).items()}
         return (errors_of_all(*run) if subject.all_kernels else {}) | chosen
 
-    seen = _on_all(subject, look)
+    seen = _gather_from_all(subject, look)
     limit, rows = TOLERANCE[subject.need.dtype], []
     for op, name in seen[0][1] if seen else ():
         results = [(rank, one[op, name]) for rank, one in seen]
@@ -261,7 +261,7 @@ def check_limits(subject: RunUnderTest) -> list[CheckResult]:
             shutil.disk_usage(tempfile.gettempdir()).free,
         )
 
-    seen = _on_all(subject, look)
+    seen = _gather_from_all(subject, look)
     each = Counter(one[0] for _, one in seen)
     files = 256 + 8 * mesh.world.size + 2 * len(_dataset_prefixes(subject.config))
     needs = (
@@ -296,7 +296,7 @@ def check_limits(subject: RunUnderTest) -> list[CheckResult]:
     return rows
 
 
-def data(subject: RunUnderTest) -> list[CheckResult]:
+def check_data(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank sees the same data files."""
     prefixes = _dataset_prefixes(subject.config)
     if not prefixes:
@@ -315,7 +315,7 @@ def data(subject: RunUnderTest) -> list[CheckResult]:
                 hashes[path] = str(error)
         return hashes
 
-    seen = _on_all(subject, look)
+    seen = _gather_from_all(subject, look)
     rows = []
     for path in dict.fromkeys(path for _, one in seen for path in one):
         sizes = [(rank, one.get(path, "not looked for: here the prefix is a file of its own")) for rank, one in seen]
@@ -338,7 +338,7 @@ def data(subject: RunUnderTest) -> list[CheckResult]:
     return rows or [CheckResult("data", "OK", f"{len(seen[0][1])} files, on every rank")]
 
 
-def tokenizer(subject: RunUnderTest) -> list[CheckResult]:
+def check_tokenizer(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank reads the same tokenizer."""
     if not subject.whole:
         return []
@@ -351,7 +351,7 @@ def tokenizer(subject: RunUnderTest) -> list[CheckResult]:
     )
 
 
-def checkpoints(subject: RunUnderTest) -> list[CheckResult]:
+def check_checkpoints(subject: RunUnderTest) -> list[CheckResult]:
     """Every rank sees the same checkpoint to load, and one folder to save into."""
     requested, rows = subject.config.checkpoint, []
     load = requested.load
@@ -418,16 +418,16 @@ def check_disk(subject: RunUnderTest) -> list[CheckResult]:
 
 
 CHECKS: tuple[Callable[[RunUnderTest], list[CheckResult]], ...] = (
-    versions,
-    devices,
+    check_versions,
+    check_devices,
     check_kernels,
     check_kernel_results,
     check_links,
     check_clocks,
     check_limits,
-    data,
-    tokenizer,
-    checkpoints,
+    check_data,
+    check_tokenizer,
+    check_checkpoints,
     check_disk,
 )
 
@@ -447,7 +447,7 @@ def _try_on_all_ranks(
     ]
 
 
-def _on_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, Any]]:
+def _gather_from_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, Any]]:
     """What every rank sees: (rank, value)."""
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:

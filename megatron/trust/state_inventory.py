@@ -81,7 +81,7 @@ def _by_muon(settings: Settings, name: str) -> bool:
     )
 
 
-def _of_rule(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
+def _elementwise_slot(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
     """A slot of elementwise rules, which Muon leaves some parameters to."""
 
     def expected(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
@@ -100,13 +100,13 @@ def _is_factored(name: str) -> bool:
 def _second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     """Those of single elements, which Adafactor has of vectors."""
     if settings["optimizer"] != "adafactor":
-        return _of_rule("exp_avg_sq", "adam")(settings, ranks, parameters)
+        return _elementwise_slot("exp_avg_sq", "adam")(settings, ranks, parameters)
     return _optimizer_slot("exp_avg_sq", lambda settings: True)(
         settings, ranks, [name for name in parameters if not _is_factored(name)]
     )
 
 
-def _of_rows_and_columns(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _factored_second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     return [
         f"optimizer.exp_avg_sq_{what}.{name}"
         for what in ("row", "col")
@@ -146,7 +146,7 @@ def _amax_histories(settings: Settings, ranks: int, parameters: list[str]) -> li
     return [
         f"run.amax.{match.string.removesuffix('.weight')}"
         for match in matches
-        if match[3] or low.is_rounded(int(match[2]), depth[match[1]])
+        if match[3] or low.is_low_precision_layer(int(match[2]), depth[match[1]])
     ]
 
 
@@ -173,7 +173,7 @@ INVENTORY = (
         "first moments (Adam)",
         ("optimizer.exp_avg.*",),
         ("trainer.optimizer.rules.*.state.*.exp_avg", "trainer.optimizer.rules.*.states.*.slots.exp_avg.*"),
-        _of_rule("exp_avg", "adam", "lion"),
+        _elementwise_slot("exp_avg", "adam", "lion"),
     ),
     Item(
         "second moments (Adam)",
@@ -189,7 +189,7 @@ INVENTORY = (
         "second moments by row and column (Adafactor)",
         ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
         ("trainer.optimizer.rules.*.parameters.*.owned.second.*",),
-        _of_rows_and_columns,
+        _factored_second_moments,
     ),
     Item(
         "momentum (SGD)",

@@ -68,7 +68,7 @@ def test_captured_steps_say_what_launched_ones_and_the_cpu_say(kind: str) -> Non
 
 def test_a_step_is_launched_without_waiting_for_the_one_before() -> None:
     engine = engine_on("cuda", KINDS["grouped"])
-    engine.capture_ahead(lambda _: None)
+    engine.capture_all_graphs(lambda _: None)
     for text in prompts(3):
         engine.submit(greedy(text, 12), lambda event: None)
     for _ in range(3):

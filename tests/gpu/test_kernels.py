@@ -11,9 +11,9 @@ from megatron.core.kernels import linear_loss, reference
 from megatron.core.kernels.kernel_check import TOLERANCE, errors_of_all
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.startup_check import choose
+from megatron.core.kernels.startup_check import choose_kernels
 from megatron.core.kernels.table import CANDIDATES
-from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.health.causality_check import demand_no_leak
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny
@@ -52,7 +52,7 @@ PACKAGES = ("cudnn", "varlen", "flash", "flash_attn_2", "flash_attn_3", "transfo
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None:
     config = tiny.config(**NETWORKS[name], **({} if numbers == "fp32" else {numbers: True}))
-    need = kernel_need(config, CUDA)
+    need = kernel_requirements(config, CUDA)
     wrong = {
         key: error
         for key, error in errors_of_all(config, need, CUDA).items()
@@ -64,7 +64,7 @@ def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_defaults_of_a_run_pass_their_trial(name: str) -> None:
     config = tiny.config(**NETWORKS[name], bf16=True)
-    chosen = choose(config, kernel_need(config, CUDA), CUDA)
+    chosen = choose_kernels(config, kernel_requirements(config, CUDA), CUDA)
     taken = {op: kernel for op, kernel, _ in chosen.kernels.report}
     assert not chosen.failures
     assert taken["attention"] == {
@@ -82,7 +82,7 @@ def test_the_defaults_of_a_run_pass_their_trial(name: str) -> None:
 def test_no_attention_lets_a_token_leak(backend: str, changes: dict[str, Any]) -> None:
     config = tiny.config(bf16=True, **HEADS, **changes)
     candidate = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", backend))
-    if reason := candidate.unsupported_reason(kernel_need(config, CUDA)):
+    if reason := candidate.unsupported_reason(kernel_requirements(config, CUDA)):
         pytest.skip(reason)
     settings = tiny.config(bf16=True, attention_backend=backend, **HEADS, **changes)
     demand_no_leak(tiny.run_of(settings, CUDA))
@@ -90,13 +90,13 @@ def test_no_attention_lets_a_token_leak(backend: str, changes: dict[str, Any]) -
 
 @pytest.mark.parametrize("backend", PACKAGES)
 def test_a_later_query_alone_sees_all_keys_before_it(backend: str) -> None:
-    need = kernel_need(tiny.config(bf16=True), CUDA)
+    need = kernel_requirements(tiny.config(bf16=True), CUDA)
     candidate = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", backend))
     if backend in ("flash", "cudnn") or candidate.unsupported_reason(need):
         pytest.skip("it is not asked for that")
     q, k, v = (torch.randn(length, 2, 4, 64, device=CUDA, dtype=torch.bfloat16) for length in (3, 11, 11))
     torch.testing.assert_close(
-        candidate.call(q, k, v, MaskSpec()).float(),
+        candidate.function(q, k, v, MaskSpec()).float(),
         reference.attention(q, k, v, MaskSpec()).float(),
         rtol=3e-2,
         atol=3e-2,

@@ -90,9 +90,9 @@ LATE_OWN = (
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
     ("megatron/tools/checkpoint/inspect.py", "megatron.trust.compare.foreign_contents.foreign_contents"),
     ("megatron/tools/check_config.py", "megatron.trust.flags.parameter_counts.check_build"),
-    ("megatron/tools/check_parity.py", "megatron.trust.parity.parity.checked_on_ranks"),
+    ("megatron/tools/check_parity.py", "megatron.trust.parity.parity.check_on_ranks"),
     ("megatron/tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
-    ("megatron/tools/plan.py", "megatron.trust.plan.measure.measured"),
+    ("megatron/tools/plan.py", "megatron.trust.plan.measure.measure_hardware"),
 )
 FLAG_READERS = (
     "megatron/core/config/flags.py",

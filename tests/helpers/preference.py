@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from megatron.core.parallel import collectives
-from megatron.preference.data import ReferencedBatches
+from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.dataset import PreferenceDataset, RowSource
-from megatron.preference.rows import Judged, Pair, Row
+from megatron.preference.rows import LabeledAnswer, Pair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.loader import microbatches
@@ -51,11 +51,11 @@ def random_rows(task: str, number: int) -> tuple[Row, ...]:
     """Rows of a task: pairs, of reward models with margins, or of kto one of the answers of each and whether it is desirable."""
     pairs = random_pairs(number)
     if task == "kto":
-        return tuple(Judged(pair.answers[place % 2], place % 3 > 0) for place, pair in enumerate(pairs))
+        return tuple(LabeledAnswer(pair.answers[place % 2], place % 3 > 0) for place, pair in enumerate(pairs))
     return tuple(dataclasses.replace(pair, margin=0.25 * (place % 3)) for place, pair in enumerate(pairs))
 
 
-def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, ReferencedBatches]:
+def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, ReferenceScoredBatches]:
     """A tiny GPT in preference optimization on this process's ranks, and its data. The reference has other random weights."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     changes = {"reward_head": config.finetune_task == "reward", **changes}
@@ -79,7 +79,7 @@ def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, Refer
         packing=config.finetune_packing,
     )
     inner = microbatches(run, dataset, consumed_samples=0, reads=True)
-    return trainer, ReferencedBatches(trainer, inner, reference, config)
+    return trainer, ReferenceScoredBatches(trainer, inner, reference, config)
 
 
 def train_pairs_here(

@@ -18,18 +18,18 @@ import pretrain_vision_classify
 from megatron.core.config.flags import from_values
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import choose
-from megatron.core.kernels.table import Need
+from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.table import KernelRequirements
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.batch import Batch, LossFunction, language_loss
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer, build_trainer
-from megatron.trust.parity.short_run import batches, rank_microbatches, samples  # noqa: F401 - from here tests take them
+from megatron.trust.parity.short_run import batches, random_global_batch, rank_microbatches  # noqa: F401 - from here tests take them
 
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work
@@ -73,14 +73,14 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single_process(device) if alone else Mesh.build(settings.parallel, device)
     dtype = getattr(torch, settings.precision.dtype)
-    need = Need(device=device.type, dtype=dtype, low=settings.precision.low)
+    need = KernelRequirements(device=device.type, dtype=dtype, low=settings.precision.low)
     if device.type == "cuda":
-        need = kernel_need(settings, device)
+        need = kernel_requirements(settings, device)
     return Run(
         args=argparse.Namespace(),
         config=settings,
         mesh=mesh,
-        kernels=choose(settings, need, device).kernels,
+        kernels=choose_kernels(settings, need, device).kernels,
         tokenizer=NullTokenizer(VOCABULARY),
         streams=RandomStreams.build(mesh, settings.train.seed),
         timers=Timers(level=0),

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
 
 Weights = Mapping[str, Tensor]
@@ -68,7 +68,7 @@ class Decoder:
         model = self.model
         places = torch.arange(batch.tokens.shape[1])
         x = self.embed(batch.tokens, places)
-        plans = layer_rows(model)
+        plans = network_layer_plans(model)
         for plan in plans:
             x = self.layer(f"decoder.layers.{plan.index}.", plan, x, side, plan.index)
         x = self.norm("decoder.final_layernorm", x)

@@ -22,7 +22,7 @@ from megatron.core.transformer import adapters
 from megatron.training import trainer
 from tests.parity.defect import Defect, nothing, sum_replicated_but
 
-_forward, _norm, _counted_ranges = (LinearAdapter.forward, LinearAdapter._weight_row_norms, clip.counted_ranges)
+_forward, _norm, _counted_ranges = (LinearAdapter.forward, LinearAdapter._weight_row_norms, clip.ranges_counted_once)
 _FACTORS = ("lora_a", "lora_b")
 
 
@@ -123,7 +123,7 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "adapters are not in the norm of the gradient",
         (("pp2", "lora-fused"), ("dp2 zero mb2", "lora"), ("dp2 fsdp", "lora-fused")),
-        ((clip, "counted_ranges", _uncounted),),
+        ((clip, "ranges_counted_once", _uncounted),),
     ),
     Defect(
         "a rank quantizes its shard by blocks that begin with it",

@@ -25,7 +25,7 @@ _stages_of, _recompute, _sink, _clip_rows = (
     stages.stages_of,
     attention.recompute,
     SelfAttention._attention_sink,
-    SelfAttention.clip_rows,
+    SelfAttention.qk_clip_factors,
 )
 _scale_rows, _publish, _logits, _sum_replicated = (
     Optimizer._scale_rows,
@@ -167,7 +167,7 @@ VARIANTS: tuple[Defect, ...] = (
     Defect(
         "QK-clip scales a key head by one of its query heads",
         (("dp2", "qk-clip-gqa"), ("tp4 mb4", "qk-clip-gqa")),
-        ((SelfAttention, "clip_rows", _each_head_alone),),
+        ((SelfAttention, "qk_clip_factors", _each_head_alone),),
     ),
     Defect(
         "QK-clip comes when the new weights have gone round",

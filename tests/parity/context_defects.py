@@ -19,7 +19,7 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer import attention
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.training.data import rebalance as regroup
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
@@ -99,11 +99,15 @@ _call = UlyssesRingAttention.__call__
 # What a rank knows of the whole.
 
 
-def _places_from_zero(self: Build, held: int) -> Tensor:
+def _places_from_zero(self: BuildContext, held: int) -> Tensor:
     return torch.arange(held, device=self.mesh.device)
 
 
-_over_context, _looking_ahead, _missing_factor = Batch.over_context, Batch.looking_ahead, StepWork.missing_factor
+_over_context, _looking_ahead, _missing_factor = (
+    Batch.shard_over_context,
+    Batch.with_future_tokens,
+    StepWork.remaining_gradient_scale,
+)
 
 
 def _look_ahead_of_the_piece(self: Batch, axis: Axis) -> Batch:
@@ -114,7 +118,7 @@ def _look_ahead_of_the_piece(self: Batch, axis: Axis) -> Batch:
 def _tokens_from_left_to_right(self: Batch, axis: Axis) -> Batch:
     cut = Zigzag(self.tokens.shape[1], axis.size)
     return dataclasses.replace(
-        _over_context(self, axis), tokens=self.tokens[:, axis.rank * cut.count(0) :][:, : cut.count(0)]
+        _over_context(self, axis), tokens=self.tokens[:, axis.rank * cut.num_positions(0) :][:, : cut.num_positions(0)]
     )
 
 
@@ -193,22 +197,28 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "gathered places stay in the order of the ranks",
         (("cp2 a2a mb4", "packed-rope"), ("cp4 allgather mb4", "gpt")),
-        ((Zigzag, "in_order", lambda self, ranks, device: torch.arange(sum(map(self.count, ranks)), device=device)),),
+        (
+            (
+                Zigzag,
+                "sorting_permutation",
+                lambda self, ranks, device: torch.arange(sum(map(self.count, ranks)), device=device),
+            ),
+        ),
     ),
     Defect(
         "positions begin at zero on every rank",
         (("cp2", "gpt"), ("cp2 mb2", "llama")),
-        ((Build, "positions", _places_from_zero),),
+        ((BuildContext, "positions", _places_from_zero),),
     ),
     Defect(
         "tokens are cut from left to right and labels in the zigzag",
         (("cp2", "gpt"), ("cp2 pp2", "llama")),
-        ((Batch, "over_context", _tokens_from_left_to_right),),
+        ((Batch, "shard_over_context", _tokens_from_left_to_right),),
     ),
     Defect(
         "tokens ahead are those of the rank's own piece",
         (("cp2 tp2 sp pp2 mb2", "mtp2"), ("cp4 a2a dp2", "mtp-mean")),
-        ((Batch, "over_context", _look_ahead_of_the_piece),),
+        ((Batch, "shard_over_context", _look_ahead_of_the_piece),),
     ),
     Defect(
         "a microbatch's mean is taken on every context rank",
@@ -218,7 +228,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "tokens are counted once for every context rank",
         (("cp2", "gpt"),),
-        ((StepWork, "missing_factor", _count_every_context_rank),),
+        ((StepWork, "remaining_gradient_scale", _count_every_context_rank),),
     ),
     Defect(
         "gradients are not summed over context ranks",

@@ -84,7 +84,7 @@ def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None
 
 # The norm, and what it is used for.
 
-_counted_ranges, _global_norm, _update = clip.counted_ranges, clip.global_norm, Optimizer._apply_rules
+_counted_ranges, _global_norm, _update = clip.ranges_counted_once, clip.global_norm, Optimizer._apply_rules
 _group_of, _set_rates = rule.param_group_of, Optimizer.set_rates
 
 
@@ -194,7 +194,7 @@ def _embed_foreign_ids(self: VocabEmbedding, ids: Tensor) -> Tensor:
 
 
 def _positions_of_the_first_piece(self: PositionEmbedding, positions: Tensor) -> Tensor:
-    return F.embedding(positions.t()[: self.region.length(positions.shape[1])], self.weight)
+    return F.embedding(positions.t()[: self.region.local_length(positions.shape[1])], self.weight)
 
 
 def _softmax_with_padding(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
@@ -391,7 +391,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the norm counts the tied matrix on both stages",
         (("pp2", "gpt"),),
-        ((clip, "counted_ranges", _count_tied_twice),),
+        ((clip, "ranges_counted_once", _count_tied_twice),),
     ),
     Defect(
         "the norm counts both homes of a tied matrix on one rank",
@@ -552,12 +552,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the loss is a mean of means over uneven microbatches",
         (("mb2", "gpt"), ("dp2", "gpt")),
-        ((StepWork, "_scale_loss", _mean_of_means), (StepWork, "missing_factor", lambda self: 1.0)),
+        ((StepWork, "_scale_loss", _mean_of_means), (StepWork, "remaining_gradient_scale", lambda self: 1.0)),
     ),
     Defect(
         "tokens are counted on each data-parallel rank alone",
         (("dp2", "gpt"),),
-        ((StepWork, "missing_factor", _own_count),),
+        ((StepWork, "remaining_gradient_scale", _own_count),),
     ),
     Defect(
         "gradients are reduced over tensor instead of data ranks",

@@ -33,14 +33,18 @@ from megatron.core.transformer.router import Routing
 from tests.parity.defect import Defect, collectives_with, sum_replicated_but
 
 _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
-    clip.counted_ranges,
+    clip.ranges_counted_once,
     ddp.make_buckets,
     DataParallel._launch_reductions,
     dispatch.sort_by_expert,
     moe.Shard,
 )
 _forward, _collect, _act = GroupedLinear.forward, dispatch.unpermute_tokens, Experts._activate
-_gathered, _sent, _start_async = AllGatherDispatcher.dispatch, AllToAllDispatcher.dispatch, collectives.start_async
+_gathered, _sent, _begin_all_to_all = (
+    AllGatherDispatcher.dispatch,
+    AllToAllDispatcher.dispatch,
+    collectives.begin_all_to_all,
+)
 
 
 # The gradient, from the experts on.
@@ -112,7 +116,7 @@ def _own_share(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
 
 
 def _without_a_way_back(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
-    return _start_async(tensor if tensor.shape[-1] > 1 else tensor.detach(), exchange)
+    return _begin_all_to_all(tensor if tensor.shape[-1] > 1 else tensor.detach(), exchange)
 
 
 def _weights_of_this_rank_only(
@@ -143,12 +147,12 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "the norm counts experts on every rank that has a copy",
         (("tp2 etp1 dp2 average", "moe-bias"), ("ep2 dp4", "moe-capacity")),
-        ((clip, "counted_ranges", _count_experts_on_every_data_rank),),
+        ((clip, "ranges_counted_once", _count_experts_on_every_data_rank),),
     ),
     Defect(
         "the norm counts the experts of the first ep rank only",
         (("ep2 dp2", "moe"), ("tp2 etp1 ep2", "moe")),
-        ((clip, "counted_ranges", _count_experts_on_the_first_ep_rank),),
+        ((clip, "ranges_counted_once", _count_experts_on_the_first_ep_rank),),
     ),
     Defect(
         "expert gradients are summed over all data ranks",
@@ -211,7 +215,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "gradients of weights do not come home",
         (("ep4 dp4 alltoall grouped", "moe"), ("ep2 dp2 overlap-shared", "moe-shared")),
-        ((dispatch, "collectives", collectives_with(start_async=_without_a_way_back)),),
+        ((dispatch, "collectives", collectives_with(begin_all_to_all=_without_a_way_back)),),
     ),
     Defect(
         "tokens of other ranks weigh nothing",

@@ -28,10 +28,10 @@ from megatron.training.data.batch import Batch, Loss, language_loss, masked_loss
 from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 
-_counted_ranges, _materialize, _sum_replicated = clip.counted_ranges, gpt.materialize, finalize.sum_replicated
+_counted_ranges, _materialize, _sum_replicated = clip.ranges_counted_once, gpt.materialize, finalize.sum_replicated
 _look, _cut, _message, _predict, _turn = (
-    Batch.looking_ahead,
-    Batch.over_context,
+    Batch.with_future_tokens,
+    Batch.shard_over_context,
     GPTModel._with_mtp_states,
     MultiTokenPrediction.forward,
     MultiLatentAttention._apply_rotary,
@@ -180,7 +180,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "scores are not sharpened as yarn asks",
         (("tp2 mb4", "mla"),),
-        ((mla, "yarn_growth", lambda config, share: 1.0),),
+        ((mla, "yarn_mscale", lambda config, share: 1.0),),
     ),
     Defect(
         "each microbatch divides tokens ahead by its own number",
@@ -190,7 +190,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "tokens ahead are looked for in a context rank's own piece",
         (("cp2 mb2", "mtp"), ("cp2 pp2 mb2", "mtp2")),
-        ((Batch, "over_context", _look_at_the_own_piece),),
+        ((Batch, "shard_over_context", _look_at_the_own_piece),),
     ),
     Defect(
         "positions ahead begin anew on every context rank",
@@ -200,12 +200,12 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "tokens of other documents are predicted ahead",
         (("mb8", "mtp2-tied-packed"), ("pp4 mb2", "mtp2-tied-packed")),
-        ((Batch, "looking_ahead", _look_across_documents),),
+        ((Batch, "with_future_tokens", _look_across_documents),),
     ),
     Defect(
         "the second depth looks no further than the first",
         (("tp2 sp mb2", "mtp2"),),
-        ((Batch, "looking_ahead", _shift_once),),
+        ((Batch, "with_future_tokens", _shift_once),),
     ),
     Defect(
         "gradients of the embedding's copy are not summed",
@@ -220,7 +220,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "the norm counts the embedding's copy",
         (("pp2", "mtp2"), ("pp4 layout=E|ttt|tmm|L", "mtp2")),
-        ((clip, "counted_ranges", _count_the_copy),),
+        ((clip, "ranges_counted_once", _count_the_copy),),
     ),
     Defect(
         "whole gradients are summed where columns were gathered",

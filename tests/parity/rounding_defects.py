@@ -16,14 +16,14 @@ from megatron.core.kernels.low_precision.fp8 import Quantised, largest_of
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel import low_precision
-from megatron.core.tensor_parallel.low_precision import Scaling, Way
+from megatron.core.tensor_parallel.low_precision import LowLinearOptions, Scaling
 from tests.parity.defect import Defect, collectives_with, nothing
 
 _largest, _whole, _later, _prepare = (
     Scaling.largest_value,
     low_precision._gather_quantized,
     low_precision._delayed_weight_gradients,
-    LowPrecisionBucket.prepare,
+    LowPrecisionBucket.prepare_all_gather,
 )
 
 
@@ -49,7 +49,7 @@ def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor
 
 def _of_own_data(scalings: Sequence[Scaling], *, stepped: bool) -> None:
     for scaling in scalings:
-        scaling.add_step(scaling.seen)
+        scaling.append_to_history(scaling.seen)
 
 
 def _scales_of_own_rows(x: Quantised, axis: Axis) -> Quantised:
@@ -59,7 +59,7 @@ def _scales_of_own_rows(x: Quantised, axis: Axis) -> Quantised:
     )
 
 
-def _own_tokens_later(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
+def _own_tokens_later(compute: Any, kept: Tensor, way: LowLinearOptions) -> tuple[Tensor, ...]:
     return _later(compute, kept if not way.gathers else torch.zeros_like(kept), way)
 
 
@@ -77,17 +77,29 @@ ROUNDING: tuple[Defect, ...] = (
             ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-blocks"),
             ("tp2 sp dp2 fp8-gather", "fp8-mx"),
         ),
-        ((LowPrecisionBucket, "prepare", _rounded_by_own_range),),
+        ((LowPrecisionBucket, "prepare_all_gather", _rounded_by_own_range),),
     ),
     Defect(
         "a transposed weight is the first rounding, transposed",
         (("tp2 sp dp2 fp8-gather", "fp8-mx"),),
-        ((Way, "transposed_matrix", property(lambda self: self.rounded_matrix and self.rounded_matrix.t())),),
+        (
+            (
+                LowLinearOptions,
+                "transposed_matrix",
+                property(lambda self: self.rounded_matrix and self.rounded_matrix.t()),
+            ),
+        ),
     ),
     Defect(
         "experts take the matrix of the first",
         (("tp2 sp dp2 fp8-gather", "fp8-experts-tensorwise"),),
-        ((Way, "rounded_matrix", property(lambda self: self.scaling.held[0] if self.scaling.held else None)),),
+        (
+            (
+                LowLinearOptions,
+                "rounded_matrix",
+                property(lambda self: self.scaling.held[0] if self.scaling.held else None),
+            ),
+        ),
     ),
     Defect(
         "weights of 8 bits are not rounded anew after a step",

@@ -17,8 +17,8 @@ from megatron.training.step import StepWork
 from tests.parity.defect import Defect, collectives_with
 
 _share, _size, _evened, _mean_weight, _after_step = (
-    router.balancing_share,
-    router.size_share,
+    router.local_balancing_loss,
+    router.local_z_loss,
     router.sinkhorn,
     StepWork._mean_weight,
     Router.after_step,
@@ -62,12 +62,12 @@ ROUTING: tuple[Defect, ...] = (
     Defect(
         "every rank's balancing loss is a mean of its own tokens",
         (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced")),
-        ((router, "balancing_share", _mean_over_own_tokens),),
+        ((router, "local_balancing_loss", _mean_over_own_tokens),),
     ),
     Defect(
         "every rank's z-loss is a mean of its own tokens",
         (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced")),
-        ((router, "size_share", _size_over_own_tokens),),
+        ((router, "local_z_loss", _size_over_own_tokens),),
     ),
     Defect(
         "a rank knows only its own choices",

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.flags import to_values
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.stages import stages_of
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.source import Source
@@ -409,7 +409,7 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
             dist.all_gather(words, out[0].contiguous(), group=run.mesh.tp.group)
         else:
             words = [out[0]]
-    whole_text = Zigzag(LENGTH, run.mesh.cp.size).in_order(range(run.mesh.cp.size), run.mesh.device)
+    whole_text = Zigzag(LENGTH, run.mesh.cp.size).sorting_permutation(range(run.mesh.cp.size), run.mesh.device)
     pieces_of_text = collectives.all_gather(torch.cat(words, dim=-1)[..., :VOCABULARY].contiguous(), run.mesh.cp)
     found = {"words": (pieces_of_text if len(pieces_of_text) != LENGTH else pieces_of_text[whole_text]).transpose(0, 1)}
     return found if len(out) == 1 or out[1] is None else {**found, "pairs": out[1]}
@@ -485,7 +485,7 @@ def test_layers_with_a_window_are_those_of_transformers_where_a_config_does_not_
     config = getattr(transformers, f"{kind}Config")(**{**sizes, "sliding_window": 4}).to_dict()
     kinds = config.pop("layer_types")
     settings, problems = family_of({"model_type": config["model_type"]}, kind).config_in(config)
-    windows = [plan.window for plan in layer_rows(model_of(settings))]
+    windows = [plan.window for plan in network_layer_plans(model_of(settings))]
     assert problems == [] and windows == [(3, 0) if one == "sliding_attention" else None for one in kinds]
     assert set(kinds) == {"sliding_attention", "full_attention"}
 
@@ -550,7 +550,9 @@ class Held:
         self._tensors = {
             f"model.{spec_of(param).name}": param.detach()[: spec_of(param).shape[0]] for param in model.parameters()
         }
-        self.formats = {name: hf.Format(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+        self.formats = {
+            name: hf.TensorFormat(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
+        }
 
     def read(self, name: str, box: Any) -> Tensor:
         """A box of a weight."""

@@ -14,7 +14,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.vision import vision_encoder
 from megatron.core.datasets.samplers import collate
 from megatron.core.models import vision
-from megatron.core.models.vision import ImageInput, VisionEncoder
+from megatron.core.models.vision import ImageEmbedder, VisionEncoder
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import adapters
 from megatron.training import trainer
@@ -23,8 +23,8 @@ from tests.parity.defect import Defect, collectives_with
 
 _encode, _forward, _rows, _is_trained = (
     VisionEncoder.forward,
-    ImageInput.forward,
-    ImageInput.rows,
+    ImageEmbedder.forward,
+    ImageEmbedder.encode_images,
     adapters.is_trained,
 )
 
@@ -34,26 +34,26 @@ def _count_from_zero(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.n
     return {**together, "image_slots": np.stack([sample["image_slots"] for sample in samples])}
 
 
-def _later(self: ImageInput, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
+def _later(self: ImageEmbedder, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
     return _forward(self, hidden, images, slots.roll(1, dims=1))
 
 
-def _last_slot_is_text(self: ImageInput, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
+def _last_slot_is_text(self: ImageEmbedder, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
     follows = torch.cat((slots[:, 1:], torch.full_like(slots[:, :1], -1)), dim=1)
     return _forward(self, hidden, images, slots.masked_fill((slots >= 0) & (follows < 0), -1))
 
 
-def _black_image_everywhere(self: ImageInput, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
+def _black_image_everywhere(self: ImageEmbedder, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
     if images.shape[0]:
         return _forward(self, hidden, images, slots)
     return hidden + self.rows(images.new_zeros((1, *images.shape[1:]))).mean()
 
 
-def _rows_without_gradient(self: ImageInput, images: Tensor) -> Tensor:
+def _rows_without_gradient(self: ImageEmbedder, images: Tensor) -> Tensor:
     return _rows(self, images).detach()
 
 
-def _rows_with_twice_the_gradient(self: ImageInput, images: Tensor) -> Tensor:
+def _rows_with_twice_the_gradient(self: ImageEmbedder, images: Tensor) -> Tensor:
     rows = _rows(self, images)
     if rows.requires_grad:
         rows.register_hook(lambda gradient: 2 * gradient)
@@ -95,22 +95,22 @@ VISION: tuple[Defect, ...] = (
         ((short_run, "collate", _count_from_zero),),
     ),
     Defect(
-        "rows of images stand one place later", (("tp2", "vlm"), ("pp2", "vlm")), ((ImageInput, "forward", _later),)
+        "rows of images stand one place later", (("tp2", "vlm"), ("pp2", "vlm")), ((ImageEmbedder, "forward", _later),)
     ),
     Defect(
         "the last slot of an image keeps the embedding of its id",
         (("tp2", "vlm"), ("cp2", "vlm")),
-        ((ImageInput, "forward", _last_slot_is_text),),
+        ((ImageEmbedder, "forward", _last_slot_is_text),),
     ),
     Defect(
         "a rank without images adds what its encoder sees in a black one",
         (("dp2", "vlm"), ("dp2 fsdp", "vlm")),
-        ((ImageInput, "forward", _black_image_everywhere),),
+        ((ImageEmbedder, "forward", _black_image_everywhere),),
     ),
     Defect(
         "with half of the ranks without images, the gradients of the others count twice",
         (("dp2", "vlm"), ("dp2 fsdp", "vlm")),
-        ((ImageInput, "rows", _rows_with_twice_the_gradient),),
+        ((ImageEmbedder, "encode_images", _rows_with_twice_the_gradient),),
     ),
     Defect(
         "the gradient of rows is that of a rank's piece of the sequence",
@@ -120,7 +120,7 @@ VISION: tuple[Defect, ...] = (
     Defect(
         "rows of images give no gradient to the projector",
         (("dp2", "vlm"), ("dp2", "vlm-projector")),
-        ((ImageInput, "rows", _rows_without_gradient),),
+        ((ImageEmbedder, "encode_images", _rows_without_gradient),),
     ),
     Defect(
         "CLIP's layers have GELU instead of quick GELU",

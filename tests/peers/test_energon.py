@@ -118,7 +118,7 @@ def test_a_join_is_that_of_energon(package: str, tmp_path: Path) -> None:
     read = theirs(package, tmp_path, path)
     plan = plan_splits(DataConfig(data_path=(path,)))[0]
     assert plan is not None
-    part = EnergonPart.read(plan.blend.prefixes[0])
+    part = EnergonPart.parse_prefix(plan.blend.prefixes[0])
     assert part is not None
     own = [row for row in energon_rows(part) if not isinstance(row, str)]
     assert [row["conversations"][1]["value"] for row in own] == [sample["text"] for sample in read]

@@ -42,7 +42,7 @@ PROJECTIONS: Mapping[tuple[str, str], str] = {
 }
 
 
-class LayerRow(Protocol):
+class LayerStructure(Protocol):
     """What of a layer's plan says which linear layers it has."""
 
     @property
@@ -98,7 +98,7 @@ class AdapterPlan:
     scale: float
 
 
-def linear_layers(model: ModelConfig, plan: LayerRow) -> dict[str, LinearShape]:
+def linear_layers(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
     """Every linear layer of a layer, by its path in it."""
     result = _MIXERS[plan.mixer](model) | _MIXERS[plan.beside](model)
     hidden = model.hidden_size
@@ -118,7 +118,7 @@ def linear_layers(model: ModelConfig, plan: LayerRow) -> dict[str, LinearShape]:
     return result
 
 
-def _attention(model: ModelConfig) -> dict[str, LinearShape]:
+def _attention_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     gate = (("gate", model.query_size),) if model.attention_output_gate else ()
     heads = (("q", model.query_size), *gate, ("k", model.key_size), ("v", model.key_size))
     return {
@@ -127,7 +127,7 @@ def _attention(model: ModelConfig) -> dict[str, LinearShape]:
     }
 
 
-def _latent_attention(model: ModelConfig) -> dict[str, LinearShape]:
+def _mla_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     mla, heads, hidden = model.mla, model.num_attention_heads, model.hidden_size
     query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     sizes = {"linear_q_proj": (hidden, query)}
@@ -143,7 +143,7 @@ def _latent_attention(model: ModelConfig) -> dict[str, LinearShape]:
     }
 
 
-def _mamba(model: ModelConfig) -> dict[str, LinearShape]:
+def _mamba_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     hybrid = model.hybrid
     heads = hybrid.mamba_num_heads or 0
     inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
@@ -151,7 +151,7 @@ def _mamba(model: ModelConfig) -> dict[str, LinearShape]:
     return _in_and_out(model, "mixer", parts, inner)
 
 
-def _gated_delta_net(model: ModelConfig) -> dict[str, LinearShape]:
+def _delta_net_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     hybrid = model.hybrid
     keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
     values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
@@ -169,15 +169,15 @@ def _in_and_out(
 
 
 _MIXERS: Mapping[str, Callable[[ModelConfig], dict[str, LinearShape]]] = {
-    "attention": _attention,
-    "mla": _latent_attention,
-    "mamba": _mamba,
-    "gated_delta_net": _gated_delta_net,
+    "attention": _attention_linear_layers,
+    "mla": _mla_linear_layers,
+    "mamba": _mamba_linear_layers,
+    "gated_delta_net": _delta_net_linear_layers,
     "none": lambda model: {},
 }
 
 
-def layer_name(model: ModelConfig, plan: LayerRow) -> str:
+def layer_name(model: ModelConfig, plan: LayerStructure) -> str:
     """Global name of a layer: `decoder.layers.3`."""
     if model.architecture == "vit":
         return f"vision_model.encoder.layers.{plan.index}"
@@ -185,7 +185,7 @@ def layer_name(model: ModelConfig, plan: LayerRow) -> str:
     return f"{'encoder' if encodes else 'decoder'}.layers.{plan.index}"
 
 
-def adapters_of(model: ModelConfig, plan: LayerRow) -> tuple[AdapterPlan, ...]:
+def adapters_of(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:
     """The adapters of a layer. Of several targets that name the same adapter the last one holds."""
     config, result = model.adapter, []
     if config.lora_rank is None:
@@ -193,7 +193,7 @@ def adapters_of(model: ModelConfig, plan: LayerRow) -> tuple[AdapterPlan, ...]:
     for linear, shape in linear_layers(model, plan).items():
         chosen: dict[str, str] = {}
         for target in config.lora_targets:
-            chosen |= dict.fromkeys(parts_named(target, f"{layer_name(model, plan)}.{linear}", shape), target)
+            chosen |= dict.fromkeys(matching_parts(target, f"{layer_name(model, plan)}.{linear}", shape), target)
         for part in ("", *(name for name, _ in shape.parts if name)):
             rank, alpha = read_target(config, chosen[part]) if part in chosen else (0, 0.0)
             if rank > 0:
@@ -212,7 +212,7 @@ def read_target(config: AdapterConfig, target: str) -> tuple[int, float]:
     return int(result[1] or default), float(result[2] or alpha)
 
 
-def parts_named(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
+def matching_parts(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
     """What a target names of a linear layer: "" all of the matrix as one, else names of its parts. linear: its global name.
 
     What names the whole and the parts means the parts; of experts, whose matrices published networks have fused, the whole.
@@ -222,14 +222,14 @@ def parts_named(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]
     result = [
         part
         for part in parts
-        if _is_named(name, f"{linear}.{part}" if part else linear, PROJECTIONS.get((matrix, part)))
+        if _matches_target(name, f"{linear}.{part}" if part else linear, PROJECTIONS.get((matrix, part)))
     ]
     if "" in result and len(result) > 1:
         result = [""] if EXPERTS in linear else result[1:]
     return tuple(result)
 
 
-def _is_named(name: str, full: str, projection: str | None) -> bool:
+def _matches_target(name: str, full: str, projection: str | None) -> bool:
     return name in (ALL_LINEAR, projection, full) or fnmatchcase(full, name) or fnmatchcase(full, f"*.{name}")
 
 
@@ -240,19 +240,23 @@ def is_adapter(name: str) -> bool:
 
 def is_trained(name: str, config: AdapterConfig) -> bool:
     """Whether a parameter, by its global name, is trained: with adapters these and --lora-modules-to-save, and nothing of --freeze."""
-    frozen = config.has_adapters and not is_adapter(name) and not _named_by(name, config.lora_modules_to_save)
-    return not frozen and not _named_by(name, config.freeze)
+    frozen = (
+        config.has_adapters and not is_adapter(name) and not _matches_any_pattern(name, config.lora_modules_to_save)
+    )
+    return not frozen and not _matches_any_pattern(name, config.freeze)
 
 
-def _named_by(name: str, patterns: Iterable[str]) -> bool:
+def _matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def chosen_layers(model: ModelConfig, rows: Iterable[LayerRow], target: str) -> list[tuple[str, str, LinearShape]]:
+def chosen_layers(
+    model: ModelConfig, rows: Iterable[LayerStructure], target: str
+) -> list[tuple[str, str, LinearShape]]:
     """(linear layer, part, its shape) of everything that a target names in a network."""
     return [
         (linear, part, shape)
         for plan in rows
         for linear, shape in linear_layers(model, plan).items()
-        for part in parts_named(target, f"{layer_name(model, plan)}.{linear}", shape)
+        for part in matching_parts(target, f"{layer_name(model, plan)}.{linear}", shape)
     ]

@@ -63,7 +63,7 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def plain(default: Any, *, role: Role) -> Any:
+def plain_field(default: Any, *, role: Role) -> Any:
     """Declare a dataclass field that is not a flag, and its role."""
     return dataclasses.field(default=default, metadata={"role": role})
 
@@ -81,7 +81,7 @@ def roles_of(config_class: type) -> Mapping[str, Role | None]:
     return roles
 
 
-def spelling(name: str) -> str:
+def flag_name(name: str) -> str:
     """The flag of a field: `num_layers` -> `--num-layers`."""
     return "--" + name.replace("_", "-")
 
@@ -99,11 +99,11 @@ def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
     return fields
 
 
-def words_of(field: dataclasses.Field, kind: Any) -> list[str]:
+def flag_spellings(field: dataclasses.Field, kind: Any) -> list[str]:
     """Every spelling on the command line that belongs to this field."""
-    words = [spelling(field.name), *field.metadata["also"]]
+    words = [flag_name(field.name), *field.metadata["also"]]
     if kind is bool:
-        words.append("--no-" + spelling(field.name)[2:])
+        words.append("--no-" + flag_name(field.name)[2:])
         if field.metadata["off"]:
             words.append(field.metadata["off"])
     return words
@@ -111,7 +111,7 @@ def words_of(field: dataclasses.Field, kind: Any) -> list[str]:
 
 def known_flags(config_class: type) -> set[str]:
     """Every spelling that the class understands."""
-    return {word for field, kind in flag_fields(config_class) for word in words_of(field, kind)}
+    return {word for field, kind in flag_fields(config_class) for word in flag_spellings(field, kind)}
 
 
 def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
     help_text = field.metadata["help"].replace("%", "%%")
-    names = [spelling(field.name), *field.metadata["also"]]
+    names = [flag_name(field.name), *field.metadata["also"]]
     if kind is bool:
         on, off = names, ["--no-" + names[0][2:]] + ([field.metadata["off"]] if field.metadata["off"] else [])
         # The spelling that changes the default carries the help; its opposite is accepted but not listed.
@@ -149,7 +149,7 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
             help=argparse.SUPPRESS,
         )
         return
-    element, many, choices = _word_format(kind)
+    element, many, choices = _value_parser(kind)
     default = "" if field.default is None or field.default == () else f" (default: {_format_value(field.default)})"
     group.add_argument(
         *names,
@@ -167,13 +167,13 @@ def _format_value(value: Any) -> str:
     return " ".join(str(v) for v in value) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _word_format(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
+def _value_parser(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
     """(how to read one word, whether several words are taken, the allowed values)."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return _word_format(next(a for a in arguments if a is not type(None)))
+        return _value_parser(next(a for a in arguments if a is not type(None)))
     if origin is tuple:
-        element, _, choices = _word_format(arguments[0])
+        element, _, choices = _value_parser(arguments[0])
         return element, True, choices
     if origin is Literal:
         return type(arguments[0]), False, list(arguments)

@@ -10,15 +10,15 @@ def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
     symbols, attending, dense = ["M"] * layers, round(layers * attention), round(layers * mlp)
     if attending:
         step = (layers - attending) / (attending + 1)
-        _place(symbols, "*", step, step)
+        _spread_symbol(symbols, "*", step, step)
     states = symbols.count("M")
     if dense and states:
         step = (states - dense) / dense
-        _place(symbols, "-", step, step)
+        _spread_symbol(symbols, "-", step, step)
     return "".join(symbols)
 
 
-def _place(symbols: list[str], symbol: str, first: float, step: float) -> None:
+def _spread_symbol(symbols: list[str], symbol: str, first: float, step: float) -> None:
     """Put a symbol in the place of an M after every `step` that stay, `first` before the first one."""
     left = first
     for index in range(len(symbols)):

@@ -90,17 +90,17 @@ def layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) ->
     return tuple(LayerPlan(index, causal=causal, cross=cross) for index in range(num_layers))
 
 
-def layer_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+def network_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """The rows of the whole network: of T5 the encoder's and then the decoder's, each numbered from 0."""
-    return tuple(replace(row, adapters=adapters_of(model, row)) for row in _bare_rows(model))
+    return tuple(replace(row, adapters=adapters_of(model, row)) for row in _plans_without_adapters(model))
 
 
-def _bare_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+def _plans_without_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """The rows without their adapters."""
     if model.architecture == "t5":
         return layer_plans(model.encoder_num_layers, causal=False) + layer_plans(model.decoder_num_layers, cross=True)
     if model.hybrid.symbols:
-        return _symbol_rows(model)
+        return _plans_from_symbols(model)
     rows = layer_plans(model.num_layers, causal=model.architecture == "gpt")
     beside = "mamba" if model.hybrid.parallel_mamba else "none"
     return tuple(
@@ -123,7 +123,7 @@ def _bare_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     )
 
 
-def _symbol_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+def _plans_from_symbols(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """The rows of a network whose layers are told by symbols. Windows and rotations are those of its attention layers, counted with all others."""
     rows = []  # a number of layers that is not that of the symbols a rule refuses
     for index, (symbol, windowed, rope) in enumerate(
@@ -139,10 +139,10 @@ def _symbol_rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
     return tuple(rows)
 
 
-def mtp_rows(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
+def mtp_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
     """The rows of one depth of multi-token prediction, counted from 0: those of its symbols, or one like the last."""
     if not model.hybrid.mtp_patterns:
-        return (replace(layer_rows(model)[-1], index=model.num_layers + depth, adapters=()),)
+        return (replace(network_layer_plans(model)[-1], index=model.num_layers + depth, adapters=()),)
     symbols = model.hybrid.mtp_patterns[0]
     return tuple(
         LayerPlan(model.num_layers + depth * len(symbols) + place, mixer, mlp=mlp)
@@ -225,7 +225,7 @@ def partition(
     if layout is not None:
         stages = read_layout(layout)
         problems, counts = _layout_problems(stages, len(layers), pp, vpp), [stage.count("t") for stage in stages]
-        problems += _ahead_problems(stages, pp, placement)
+        problems += _mtp_layout_problems(stages, pp, placement)
     elif uneven:
         problems, counts = _uneven_layer_counts(len(layers), pp, vpp, ends, placement)
     else:
@@ -268,7 +268,7 @@ def virtual_size(
     refuse(problems)
     if layout is not None:
         stages = len(read_layout(layout))
-        refuse(_multiple_problem(stages, pp))
+        refuse(_stage_count_problem(stages, pp))
         return stages // pp
     if layers_per_chunk is not None:
         counted = account_for_embedding + account_for_loss
@@ -340,14 +340,14 @@ def _uneven_layer_counts(
         if value < 1 or value % vpp
     ]
     rest, ranks = num_layers - sum(ends.values()), pp - len(ends)
-    problems += _uneven_rest(num_layers, pp, vpp, ends)
+    problems += _uneven_rest_problems(num_layers, pp, vpp, ends)
     per_rank = [rest // max(ranks, 1)] * pp
     per_rank[0] = per_rank[0] if first is None else first
     per_rank[-1] = per_rank[-1] if last is None else last
     return problems, [per_rank[rank_and_chunk(stage, pp, placement)[0]] // vpp for stage in range(pp * vpp)]
 
 
-def _uneven_rest(num_layers: int, pp: int, vpp: int, ends: Mapping[str, int]) -> list[str]:
+def _uneven_rest_problems(num_layers: int, pp: int, vpp: int, ends: Mapping[str, int]) -> list[str]:
     """Why the layers that `ends` (flag -> count of the first or last rank) leave cannot be divided over the other ranks."""
     words = " and ".join(f"{flag} {value}" for flag, value in ends.items())
     rest, ranks = num_layers - sum(ends.values()), pp - len(ends)
@@ -377,13 +377,13 @@ def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int
         sections.append(f"it has {letters.count('t')} t, but --num-layers is {num_layers}")
     problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in sections]
     if len(stages) != pp * vpp:
-        problems += _multiple_problem(len(stages), pp) or [
+        problems += _stage_count_problem(len(stages), pp) or [
             f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_pipeline_ranks_text(pp, vpp)} make {pp * vpp}"
         ]
     return problems
 
 
-def _ahead_problems(stages: tuple[str, ...], pp: int, placement: Placement) -> list[str]:
+def _mtp_layout_problems(stages: tuple[str, ...], pp: int, placement: Placement) -> list[str]:
     """Why the layers of multi-token prediction cannot be where the layout has them."""
     letters, homes = "".join(stages), [index for index, stage in enumerate(stages) if "m" in stage]
     layout = f"--pipeline-model-parallel-layout {'|'.join(stages)}"
@@ -402,7 +402,7 @@ def _ahead_problems(stages: tuple[str, ...], pp: int, placement: Placement) -> l
     return []
 
 
-def _multiple_problem(stages: int, pp: int) -> list[str]:
+def _stage_count_problem(stages: int, pp: int) -> list[str]:
     if stages % pp == 0:
         return []
     return [
@@ -457,7 +457,7 @@ def _nearest_multiples(value: int, step: int, offset: int = 0) -> str:
     return " or ".join(str(number) for k in (below, below + 1) if (number := offset + k * step) > 0)
 
 
-def group_problem(pp: int, m: int, group: int) -> str:
+def microbatch_group_problem(pp: int, m: int, group: int) -> str:
     """Why m microbatches cannot be interleaved in groups of this size, or nothing. A single group, full or not, always can."""
     flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
     if group < pp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.config.plan import StageSpec, layer_rows, partition, virtual_size
+from megatron.core.config.plan import StageSpec, network_layer_plans, partition, virtual_size
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -13,7 +13,7 @@ def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
         "account_for_embedding": parallel.account_for_embedding_in_pipeline_split,
         "account_for_loss": parallel.account_for_loss_in_pipeline_split,
     }
-    layout, rows = parallel.pipeline_model_parallel_layout, layer_rows(model)
+    layout, rows = parallel.pipeline_model_parallel_layout, network_layer_plans(model)
     chunks = virtual_size(
         len(rows),
         pp=parallel.pp,

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.context_parallel.ring import RingSettings, ring_attention
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import reference
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 
@@ -34,7 +34,7 @@ def context_parallel_kernel(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
     --cp-comm-type.
     """
     if mesh.hybrid_cp:
-        return KernelBySize(
+        return VariableContextSizeAttention(
             {
                 1: kernel,
                 **{
@@ -56,13 +56,19 @@ def _kernel_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kern
 
 
 @dataclass(frozen=True, slots=True)
-class KernelBySize:
+class VariableContextSizeAttention:
     """Attention for sequences that are sharded over different numbers of ranks: selects the kernel for that number."""
 
     kernels: dict[int, Kernel]
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskSpec,
+        dropout: float = 0.0,
+        scores: ScoreModifiers = ScoreModifiers(),
     ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         size = 1 if mask.length is None else mask.length // len(q)
@@ -79,7 +85,9 @@ def gather_keys(k: Tensor, mask: MaskSpec, mesh: Mesh) -> tuple[Tensor, MaskSpec
         return k, mask
     axis = mesh.sequence_axis(mask.length // len(k))
     cut = Zigzag(mask.length, axis.size)
-    keys = collectives.uneven_gather_then_scatter(k, cut.counts(), axis)[cut.in_order(range(cut.size), k.device)]
+    keys = collectives.uneven_gather_then_scatter(k, cut.positions_per_rank(), axis)[
+        cut.sorting_permutation(range(cut.size), k.device)
+    ]
     places, documents = cut.positions_of_rank(axis.rank, k.device), mask.documents
     query_documents = None if documents is None else documents[:, places]
     return keys, replace(mask, length=None, query_places=places, query_documents=query_documents)
@@ -93,12 +101,20 @@ class AllGatherAttention:
     axis: Axis
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskSpec,
+        dropout: float = 0.0,
+        scores: ScoreModifiers = ScoreModifiers(),
     ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _zigzag_of(mask, scores, self.axis.size)
-        order = cut.in_order(range(cut.size), q.device)
-        both = collectives.uneven_gather_then_scatter(torch.cat((k, v), dim=-1), cut.counts(), self.axis)[order]
+        order = cut.sorting_permutation(range(cut.size), q.device)
+        both = collectives.uneven_gather_then_scatter(torch.cat((k, v), dim=-1), cut.positions_per_rank(), self.axis)[
+            order
+        ]
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
         # A rank without positions returns an empty tensor that depends on v, so that it takes part in the reduction of gradients.
         outputs = [v[:0].repeat_interleave(q.shape[2] // v.shape[2], dim=2).flatten(2)]
@@ -119,13 +135,19 @@ class UlyssesRingAttention:
     outer: Axis
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskSpec,
+        dropout: float = 0.0,
+        scores: ScoreModifiers = ScoreModifiers(),
     ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _zigzag_of(mask, scores, self.inner.size * self.outer.size)
         size, block = self.inner.size, self.outer.rank * self.inner.size
-        counts = cut.counts()[block : block + size]
-        order = cut.in_order(range(block, block + size), q.device)
+        counts = cut.positions_per_rank()[block : block + size]
+        order = cut.sorting_permutation(range(block, block + size), q.device)
         # If there are fewer key heads than ranks, heads are repeated; autograd sums their gradients.
         repeats = size // gcd(size, k.shape[2])
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
@@ -135,7 +157,7 @@ class UlyssesRingAttention:
         return self._to_heads(output, counts, order)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: MaskSpec, dropout: float, cut: Zigzag
+        self, q: Tensor, k: Tensor, v: Tensor, scores: ScoreModifiers, mask: MaskSpec, dropout: float, cut: Zigzag
     ) -> Tensor:
         if self.outer.group is None:
             return self.kernel(q, k, v, replace(mask, length=None, query_places=None), dropout, scores)
@@ -164,7 +186,7 @@ class UlyssesRingAttention:
         return places.unflatten(0, (self.inner.size, own)).movedim(0, 2).flatten(2)
 
 
-def _zigzag_of(mask: MaskSpec, scores: Scores, size: int) -> Zigzag:
+def _zigzag_of(mask: MaskSpec, scores: ScoreModifiers, size: int) -> Zigzag:
     assert mask.length is not None, "under context parallelism a mask holds the length of the whole sequence"
     assert scores.bias is None, "a bias of the scores is refused under context parallelism"
     return Zigzag(mask.length, size)

@@ -43,9 +43,9 @@ class HeadExchange:
             return HeadExchange(ALONE.axis, ALONE.cut, SequenceShards(axis, cut))
         return HeadExchange(axis, cut)
 
-    def around(self, kernels: Kernels) -> Kernels:
+    def wrap_kernels(self, kernels: Kernels) -> Kernels:
         """Kernels for what this exchange brings: whole sequences, or this rank's positions."""
-        return kernels if self.shards is None else self.shards.around(kernels)
+        return kernels if self.shards is None else self.shards.wrap_kernels(kernels)
 
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Each part [s/cp, b, n, w] to [s, b, n/cp, w]; numbers of heads and widths may differ between parts."""
@@ -55,7 +55,7 @@ class HeadExchange:
         shares = [part.unflatten(2, (size, -1)) for part in parts]  # [s/cp, b, cp, n/cp, w]
         joined = torch.cat([share.flatten(3) for share in shares], dim=-1).movedim(2, 0)
         sent = [joined.shape[1]] * size
-        whole = collectives.all_to_all(joined.flatten(0, 1), sent, self.cut.counts(), self.axis)[
+        whole = collectives.all_to_all(joined.flatten(0, 1), sent, self.cut.positions_per_rank(), self.axis)[
             self._sequence_permutation(joined.device)
         ]
         pieces = whole.split([share.shape[3] * share.shape[4] for share in shares], dim=-1)
@@ -63,7 +63,7 @@ class HeadExchange:
 
     def to_positions(self, x: Tensor) -> Tensor:
         """[s, b, n/cp, w] back to [s/cp, b, n, w]."""
-        size, counts = self.axis.size, self.cut.counts()
+        size, counts = self.axis.size, self.cut.positions_per_rank()
         if size == 1:
             return x
         own = counts[self.axis.rank]
@@ -81,7 +81,7 @@ class HeadExchange:
 
     def _sequence_permutation(self, device: torch.device) -> Tensor:
         """The permutation that brings the ranks' shards, one behind the other, to true order."""
-        return self.cut.in_order(range(self.axis.size), device)
+        return self.cut.sorting_permutation(range(self.axis.size), device)
 
 
 ALONE = HeadExchange(Axis("alone"), Zigzag(1, 1))

@@ -43,7 +43,7 @@ class Assignment:
         return sum(self.loads) / len(self.loads) / largest if largest else 1.0
 
 
-def largest_block(ranks: int) -> int:
+def largest_power_of_two(ranks: int) -> int:
     """Return the largest power of two that is at most `ranks`."""
     return 1 << (ranks.bit_length() - 1)
 

@@ -93,15 +93,15 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: R
 
     q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]; sink: [n], as in `Scores`. Returns [s/cp, b, n * dv].
     """
-    return _Ring.apply(q, k, v, sink, ring)
+    return _RingAttention.apply(q, k, v, sink, ring)
 
 
 def chunk_pairs(queries: tuple[range, range], keys: tuple[range, range], mask: MaskSpec) -> list[ChunkPair]:
     """Return the pairs of chunks that the mask does not hide; adjacent chunks of the same kind are merged."""
     rows: list[list[ChunkPair]] = []
-    for query_chunk, query_slice in zip(queries, _slices(queries), strict=True):
+    for query_chunk, query_slice in zip(queries, _chunk_slices(queries), strict=True):
         row: list[ChunkPair] = []
-        for key_chunk, key_slice in zip(keys, _slices(keys), strict=True):
+        for key_chunk, key_slice in zip(keys, _chunk_slices(keys), strict=True):
             kind = _chunk_visibility(query_chunk, key_chunk, mask)
             if row and kind == row[-1].kind != "causal":
                 row[-1] = ChunkPair(query_slice, slice(row[-1].keys.start, key_slice.stop), kind)
@@ -133,7 +133,7 @@ def _chunk_visibility(queries: range, keys: range, mask: MaskSpec) -> str:
     return "causal" if queries == keys and high == 0 else "some"
 
 
-def _slices(chunks: tuple[range, range]) -> tuple[slice, slice]:
+def _chunk_slices(chunks: tuple[range, range]) -> tuple[slice, slice]:
     first, both = len(chunks[0]), len(chunks[0]) + len(chunks[1])
     return slice(0, first), slice(first, both)
 
@@ -160,14 +160,14 @@ class _PackedKeyValue:
         key, value = self.sizes(count)
         return like.new_empty(torch.Size(key).numel() + torch.Size(value).numel(), dtype=dtype)
 
-    def open(self, flat: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def unpack(self, flat: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and the values in a flat tensor."""
         key, value = self.sizes(count)
         split = torch.Size(key).numel()
         return flat[:split].view(key), flat[split:].view(value)
 
 
-class _Ring(Function):
+class _RingAttention(Function):
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: RingSettings) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))
@@ -197,13 +197,13 @@ class _Ring(Function):
         ring: RingSettings = context.ring
         gradient = gradient.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3).contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        packed, counts = _PackedKeyValue(k.shape, v.shape), ring.cut.counts()
+        packed, counts = _PackedKeyValue(k.shape, v.shape), ring.cut.positions_per_rank()
         works: list[Any] = []
         received: Tensor | None = None
         for step, (source, key, value) in enumerate(_ring_steps(k, v, ring)):
             count = counts[source]
             flat = packed.empty(k, count, lse.dtype).zero_()
-            dk, dv = packed.open(flat, count)
+            dk, dv = packed.unpack(flat, count)
             for query_slice, key_slice, block in ring.blocks(source, q):
                 gradients = blockwise_attention.backward(
                     gradient[:, :, query_slice],
@@ -226,7 +226,7 @@ class _Ring(Function):
             works = collectives.start_ring_shift(received, sent, ring.axis)
         _wait_all(works)
         assert received is not None, "a ring has at least one rank"
-        dk, dv = packed.open(received, k.shape[2])
+        dk, dv = packed.unpack(received, k.shape[2])
         dsink = None
         if sink is not None:
             mean = (gradient.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
@@ -237,7 +237,7 @@ class _Ring(Function):
 
 def _ring_steps(k: Tensor, v: Tensor, ring: RingSettings) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (rank, its keys, its values) of every rank, this one first; the next are in flight while these are used."""
-    axis, counts, packed = ring.axis, ring.cut.counts(), _PackedKeyValue(k.shape, v.shape)
+    axis, counts, packed = ring.axis, ring.cut.positions_per_rank(), _PackedKeyValue(k.shape, v.shape)
     flat = torch.cat((k.flatten(), v.flatten()))
     for step in range(axis.size):
         source, next_source = (axis.rank - step) % axis.size, (axis.rank - step - 1) % axis.size
@@ -245,7 +245,7 @@ def _ring_steps(k: Tensor, v: Tensor, ring: RingSettings) -> Iterator[tuple[int,
         if step < axis.size - 1:
             received = packed.empty(k, counts[next_source], k.dtype)
             works = collectives.start_ring_shift(received, flat, axis)
-        yield source, *packed.open(flat, counts[source])
+        yield source, *packed.unpack(flat, counts[source])
         _wait_all(works)
         flat = received
 

@@ -29,13 +29,13 @@ class Zigzag:
         """Return the two ranges of positions that a rank holds, in its order."""
         return self._chunk_range(rank), self._chunk_range(2 * self.size - 1 - rank)
 
-    def count(self, rank: int) -> int:
+    def num_positions(self, rank: int) -> int:
         """Return the number of positions that a rank holds."""
         return sum(len(chunk) for chunk in self.chunks(rank))
 
-    def counts(self) -> list[int]:
+    def positions_per_rank(self) -> list[int]:
         """Return the number of positions of every rank."""
-        return [self.count(rank) for rank in range(self.size)]
+        return [self.num_positions(rank) for rank in range(self.size)]
 
     def positions_of_rank(self, rank: int, device: torch.device) -> Tensor:
         """Return the positions that a rank holds, int64 [s/cp]."""
@@ -52,7 +52,7 @@ class Zigzag:
         """
         return Zigzag(self.length, self.size // factor)
 
-    def in_order(self, ranks: range, device: torch.device) -> Tensor:
+    def sorting_permutation(self, ranks: range, device: torch.device) -> Tensor:
         """Return the permutation that sorts the concatenated shards of these ranks by position, int64 [positions of the
         ranks].
         """

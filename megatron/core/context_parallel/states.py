@@ -33,7 +33,7 @@ class SequenceShards:
     axis: Axis
     cut: Zigzag
 
-    def around(self, kernels: Kernels) -> Kernels:
+    def wrap_kernels(self, kernels: Kernels) -> Kernels:
         """The kernels for a rank's shard [s/cp, b, ...] of a sequence. Segments are those of the whole sequence, [b, s]."""
         return replace(
             kernels,
@@ -64,7 +64,7 @@ class SequenceShards:
             across = [scans.decay_across(dt * a, each)[..., None, None] for _, dt, _, _, each in chunks]
             states = self._states_before([made for _, made in scanned], across, segments, torch.mul)
             outputs = [
-                y + scans.selective_read(c, dt * a, before, each).to(y.dtype)
+                y + scans.read_initial_state(c, dt * a, before, each).to(y.dtype)
                 for (y, _), before, (_, dt, _, c, each) in zip(scanned, states, chunks, strict=True)
             ]
             return torch.cat(outputs), scanned[-1][1]
@@ -139,7 +139,7 @@ class SequenceShards:
         own, now, before = self.cut.chunks(self.axis.rank), torch.zeros_like(made[0]), dict[int, Tensor]()
         for (chunk, add), (_, keep) in zip(self._gather(made), self._gather(across), strict=True):
             if segments is not None and chunk.start:
-                now = scans.passed_on(now, segments[:, chunk.start :], segments[:, chunk.start - 1])
+                now = scans.carry_state_within_segment(now, segments[:, chunk.start :], segments[:, chunk.start - 1])
             before[chunk.start] = now
             now = apply(keep, now) + add
         return [before[chunk.start] for chunk in own]

@@ -19,7 +19,7 @@ import numpy as np
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.masking import MaskOptions, candidates, mask
+from megatron.core.datasets.masking import MaskOptions, mask, word_positions
 from megatron.core.datasets.samples import Sample, Span
 from megatron.core.datasets.sentence_map import MapOptions, SentenceMap
 
@@ -99,7 +99,7 @@ class BERTDataset:
 
         hidden = mask(
             ids,
-            candidates(ids, options.continues, (options.cls, options.sep)),
+            word_positions(ids, options.continues, (options.cls, options.sep)),
             options.masking,
             target_length=target,
             replace=replace,

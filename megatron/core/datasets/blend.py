@@ -21,7 +21,7 @@ from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.index_map import IndexCache, load_or_build
 from megatron.core.datasets.kinds import gpt_kind
-from megatron.core.datasets.paths import SplitPlan, normalize, plan_splits
+from megatron.core.datasets.paths import SplitPlan, normalize_weights, plan_splits
 from megatron.core.datasets.samples import DatasetKind, Sample, SampleSet, Span
 from megatron.core.datasets.storage import is_remote
 from megatron.core.tokenizers.base import Tokenizer
@@ -240,7 +240,7 @@ class _Builder:
                 self.each(lambda prefix, count: self._build_single(plan, prefix, count), prefixes, prepared)
             )
             # Normalised twice, as Megatron does: the last bit of a weight can decide a tie.
-            blended = self._build_blended(plan, datasets, normalize(weights), sum(targets))
+            blended = self._build_blended(plan, datasets, normalize_weights(weights), sum(targets))
             drawn = blended.drawn.tolist()
             if all(count <= len(dataset) for count, dataset in zip(drawn, datasets)):
                 return blended
@@ -258,7 +258,9 @@ class _Builder:
                 f"through its {len(sizes)} datasets once and has {size}; give weights, which repeat "
                 "datasets as needed, or ask for fewer samples"
             )
-        return self._build_blended(plan, datasets, normalize(sizes), size if samples is None else min(samples, size))
+        return self._build_blended(
+            plan, datasets, normalize_weights(sizes), size if samples is None else min(samples, size)
+        )
 
     def _split_share(self, plan: SplitPlan, prefix: str) -> range:
         """The split's share of what the source counts."""

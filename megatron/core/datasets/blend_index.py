@@ -62,19 +62,19 @@ def _draw_sources(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
     steps = -(-size // lanes)
     times = np.arange(lanes, dtype=np.int64) * steps
     starts = _guess_counts(weights, times)
-    choices, ends = _walk_lanes(weights, times, starts, steps, rule)
+    choices, ends = _draw_parallel_lanes(weights, times, starts, steps, rule)
     for _ in range(PASSES_SIDE_BY_SIDE):
         true_starts = np.concatenate([starts[:, :1], ends[:, :-1]], axis=1)
         wrong = np.flatnonzero((true_starts != starts).any(axis=0))
         starts = true_starts
-        choices[wrong], ends[:, wrong] = _walk_lanes(weights, times[wrong], starts[:, wrong], steps, rule)
+        choices[wrong], ends[:, wrong] = _draw_parallel_lanes(weights, times[wrong], starts[:, wrong], steps, rule)
     for lane in range(1, lanes):
         if (ends[:, lane - 1] != starts[:, lane]).any():
             start = ends[:, lane - 1]
             if rule is _furthest_behind:
-                choices[lane], ends[:, lane] = _walk_one_lane(weights, int(times[lane]), start, steps)
+                choices[lane], ends[:, lane] = _draw_single_lane(weights, int(times[lane]), start, steps)
             else:
-                drawn, end = _walk_lanes(weights, times[lane : lane + 1], start[:, None], steps, rule)
+                drawn, end = _draw_parallel_lanes(weights, times[lane : lane + 1], start[:, None], steps, rule)
                 choices[lane], ends[:, lane] = drawn[0], end[:, 0]
     return choices.reshape(-1)[:size]
 
@@ -88,7 +88,7 @@ def _guess_counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
     return counts + (place < missing)
 
 
-def _walk_lanes(
+def _draw_parallel_lanes(
     weights: np.ndarray, times: np.ndarray, starts: np.ndarray, steps: int, rule: Rule
 ) -> tuple[np.ndarray, np.ndarray]:
     """`steps` draws of every lane from its time and counts: the choices [lanes, steps], the counts after them."""
@@ -103,7 +103,7 @@ def _walk_lanes(
     return np.ascontiguousarray(choices.T), counts
 
 
-def _walk_one_lane(weights: np.ndarray, time: int, start: np.ndarray, steps: int) -> tuple[list[int], list[float]]:
+def _draw_single_lane(weights: np.ndarray, time: int, start: np.ndarray, steps: int) -> tuple[list[int], list[float]]:
     """The rule of the largest lag for one lane, where Python's own numbers are quicker."""
     shares, counts, choices = weights.tolist(), start.tolist(), []
     for now in range(time, time + steps):

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.config.settings.data import DataConfig
-from megatron.core.datasets.conversations import Encoder, open_conversations
+from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
@@ -172,7 +172,7 @@ class ChatKind:
 
     config: DataConfig
     tokenizer: Tokenizer
-    encoder: Encoder | None  # of made-up conversations none
+    encoder: ConversationEncoder | None  # of made-up conversations none
     sequence_length: int
     seed: int
     name: str = ChatDataset.__name__
@@ -217,5 +217,5 @@ class ChatKind:
 
 def chat_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> ChatKind:
     """What --sft trains on, as the settings say; `ConfigError` when the tokenizer does not do."""
-    encoder = None if config.mock_data else Encoder(tokenizer, config.chat.sft_tokenizer_prompt_format)
+    encoder = None if config.mock_data else ConversationEncoder(tokenizer, config.chat.sft_tokenizer_prompt_format)
     return ChatKind(config, tokenizer, encoder, sequence_length, seed)

@@ -29,9 +29,9 @@ from megatron.core.datasets.templates import (
     EOS,
     FORMATS,
     MARK_LIKE,
-    EndlessTemplate,
     Message,
     Template,
+    TemplateLimitError,
     TemplateSegment,
 )
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
@@ -43,7 +43,7 @@ SHAPES = {"ids": ((None,), np.int32), "starts": ((None,), np.int64), "lines": ((
 logger = logging.getLogger(__name__)
 
 
-class Encoder:
+class ConversationEncoder:
     """Conversations to ids. template: the name of a format, or "tokenizer" for the tokenizer's own template."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
@@ -93,7 +93,7 @@ class Encoder:
         encoded = (ids[first:last] for first, last in spans)
         return [self._join_segments(conversation, encoded) for conversation in conversations]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation and of what stands before its next answer. Raises `DataError` and `ValueError` for what has none."""
         (encoded,) = self.encode([self.template.generation_prompt(messages)])
         return (~encoded).tolist()  # nothing of it is learnt
@@ -104,7 +104,9 @@ class Encoder:
         Found in a small conversation: its answer is `b`, and what comes after it ends it.
         """
         try:
-            pieces = self.template.pieces([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            pieces = self.template.render_segments(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            )
         except DataError:
             return (), ()
         answer = [piece for piece in pieces if piece.answer]
@@ -172,7 +174,7 @@ class Conversations:
         return self._ids[first + offset : last if length is None else min(last, first + offset + length)]
 
 
-def open_conversations(path: str, encoder: Encoder, cache: IndexCache) -> Conversations:
+def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCache) -> Conversations:
     """The conversations of a JSONL file, as ids; `DataError` names the first bad lines, with what is wrong."""
     try:
         state = os.stat(path)
@@ -188,7 +190,7 @@ def open_conversations(path: str, encoder: Encoder, cache: IndexCache) -> Conver
     )
 
 
-def _tokenize_file(path: str, encoder: Encoder) -> Arrays:
+def _tokenize_file(path: str, encoder: ConversationEncoder) -> Arrays:
     """ids: all conversations end to end; starts: of each and, last, the end; lines: the first of each line and, last, the end."""
     # Machine integers, not Python's.
     ids, starts, lines = array.array("i"), array.array("q", [0]), array.array("q", [0])
@@ -199,8 +201,10 @@ def _tokenize_file(path: str, encoder: Encoder) -> Arrays:
             result: list[list[list[TemplateSegment]]] = []
             for number, line in rows:
                 try:
-                    result.append([encoder.template.pieces(*conversation) for conversation in conversations_of(line)])
-                except EndlessTemplate as error:  # all lines would take as long
+                    result.append(
+                        [encoder.template.render_segments(*conversation) for conversation in conversations_of(line)]
+                    )
+                except TemplateLimitError as error:  # all lines would take as long
                     raise DataError(f"{path}, line {number}: {error}") from error
                 except DataError as error:
                     bad.append((number, str(error)))
@@ -226,7 +230,7 @@ def _tokenize_file(path: str, encoder: Encoder) -> Arrays:
 
 
 def _encode_lines(
-    encoder: Encoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]
+    encoder: ConversationEncoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]
 ) -> list[list[np.ndarray] | str]:
     """The sequences of each line, or what is wrong with its text."""
     try:

@@ -56,7 +56,7 @@ class EnergonPart:
         return "|".join([own, *map(":".join, self.joined), *([f"={self.kind}"] if self.joined else [])])
 
     @staticmethod
-    def read(prefix: str) -> EnergonPart | None:
+    def parse_prefix(prefix: str) -> EnergonPart | None:
         """The part that a prefix names; None if it is the name of something else."""
         own, *others = prefix.split("|")
         match = _PREFIX.fullmatch(own)
@@ -71,15 +71,15 @@ class EnergonPart:
     @property
     def shards(self) -> list[tuple[str, int]]:
         """Name and number of samples of each tar of the part, in order."""
-        split, counts = _mapping(self.folder, "split"), _mapping(self.folder, ".info").get("shard_counts")
+        split, counts = _read_meta_file(self.folder, "split"), _read_meta_file(self.folder, ".info").get("shard_counts")
         parts = split.get("split_parts")
         if not isinstance(parts, Mapping) or self.part not in parts:
             known = ", ".join(parts) if isinstance(parts, Mapping) else "none"
             raise DataError(f"{self.folder}/{META}/split.yaml has no part {self.part!r}; it has {known}")
         if not isinstance(counts, Mapping):
             raise DataError(f"{self.folder}/{META}/.info.json has no shard_counts; run `energon prepare` again")
-        excluded = set(_braces(split.get("exclude") or ()))
-        names = [name for name in _braces(parts[self.part] or ()) if name not in excluded]
+        excluded = set(_expand_braces(split.get("exclude") or ()))
+        names = [name for name in _expand_braces(parts[self.part] or ()) if name not in excluded]
         for name in names:
             if os.path.isabs(name) or ".." in name.split("/"):
                 raise DataError(f"{self.folder}/{META}/split.yaml names {name!r}, which is outside the folder")
@@ -90,12 +90,14 @@ class EnergonPart:
     @property
     def excluded(self) -> frozenset[str]:
         """Samples that are left out, as SHARD/KEY."""
-        return frozenset(name for name in _braces(_mapping(self.folder, "split").get("exclude") or ()) if "/" in name)
+        return frozenset(
+            name for name in _expand_braces(_read_meta_file(self.folder, "split").get("exclude") or ()) if "/" in name
+        )
 
     @property
     def description(self) -> Mapping[str, Any]:
         """The content of dataset.yaml."""
-        return _mapping(self.folder, "dataset")
+        return _read_meta_file(self.folder, "dataset")
 
     def select_subset(self, subset: Any, where: str) -> EnergonPart:
         """These samples of a part, as `subset: {range: [25%, 75%]}` or `[100, end]` says."""
@@ -104,7 +106,7 @@ class EnergonPart:
         ends = subset.get("range") if isinstance(subset, Mapping) else None
         if not isinstance(ends, list) or len(ends) != 2:
             raise DataError(f"{where}: a subset has a range of two numbers or percentages, not {subset!r}")
-        start, stop = (_place(end, last - first, where) for end in ends)
+        start, stop = (_parse_subset_bound(end, last - first, where) for end in ends)
         if not 0 <= start < stop <= last - first:
             raise DataError(f"{where}: the range {ends} leaves nothing of {last - first} samples, or is beyond them")
         if any(nonmatch == "skip" for nonmatch, _ in self.joined):
@@ -127,20 +129,20 @@ class EnergonBlend:
 
 def is_energon(path: str) -> bool:
     """Whether a path of data settings is one of Energon's: a folder with `.nv-meta`, or a YAML file."""
-    if os.path.isdir(os.path.join(path, META)) or EnergonPart.read(path) is not None:
+    if os.path.isdir(os.path.join(path, META)) or EnergonPart.parse_prefix(path) is not None:
         return True
     return path.endswith((".yaml", ".yml")) and os.path.isfile(path)
 
 
-def blend_of(path: str, split: str) -> EnergonBlend | None:
+def read_blend(path: str, split: str) -> EnergonBlend | None:
     """What a folder or a YAML file gives to training, validation or test; None: nothing. split: train, valid or test."""
-    named = EnergonPart.read(path)
+    named = EnergonPart.parse_prefix(path)
     if named is not None:
         return EnergonBlend((named.prefix,), None)
-    return _reference({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
+    return _resolve_reference({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
 
 
-def _reference(node: Mapping[str, Any], base: str, part: str, where: str, depth: int) -> EnergonBlend | None:
+def _resolve_reference(node: Mapping[str, Any], base: str, part: str, where: str, depth: int) -> EnergonBlend | None:
     """What a mapping with a path stands for."""
     unserved = [key for key in _UNSERVED if node.get(key)]
     if unserved:
@@ -153,18 +155,18 @@ def _reference(node: Mapping[str, Any], base: str, part: str, where: str, depth:
     if os.path.isfile(path):
         if depth == _DEEPEST:
             raise DataError(f"{where}: YAML files name each other {_DEEPEST} deep")
-        return _limited(_file(path, part, depth + 1), node.get("subset"), where)
+        return _apply_subset(_read_metadataset(path, part, depth + 1), node.get("subset"), where)
     if not os.path.isdir(os.path.join(path, META)):
         raise DataError(f"{where}: {path} is no folder with {META} and no YAML file; prepare it with `energon prepare`")
-    parts = _mapping(path, "split").get("split_parts")
+    parts = _read_meta_file(path, "split").get("split_parts")
     if not depth and isinstance(parts, Mapping) and not parts.get(part):
         return None  # a folder that is given by itself need not have every part
-    return _limited(EnergonBlend((EnergonPart(path, part).prefix,), None), node.get("subset"), where)
+    return _apply_subset(EnergonBlend((EnergonPart(path, part).prefix,), None), node.get("subset"), where)
 
 
-def _file(path: str, part: str, depth: int) -> EnergonBlend | None:
+def _read_metadataset(path: str, part: str, depth: int) -> EnergonBlend | None:
     """What a YAML file says of a part: a Metadataset, or a MetadatasetV2."""
-    content = _loaded(path)
+    content = _load_mapping(path)
     splits = content.get("splits")
     if not isinstance(splits, Mapping):
         raise DataError(f"{path} has no splits; it is no blend of Energon's")
@@ -178,8 +180,10 @@ def _file(path: str, part: str, depth: int) -> EnergonBlend | None:
     for key in ("blend", "datasets", "blend_epochized"):
         if key in node:
             repeated = key == "blend_epochized"
-            return _limited(_joined(node[key], base, part, where, depth, repeated), node.get("subset"), where)
-    return _reference(node, base, part, where, depth)
+            return _apply_subset(
+                _blend_datasets(node[key], base, part, where, depth, repeated), node.get("subset"), where
+            )
+    return _resolve_reference(node, base, part, where, depth)
 
 
 def _join(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonBlend:
@@ -192,10 +196,10 @@ def _join(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonB
             "megatron.energon as joiner"
         )
     parts: list[tuple[str, EnergonPart]] = []
-    for each in _listed(nodes, where):
+    for each in _require_dataset_list(nodes, where):
         chosen = each.get("split_part") or node.get("split_part") or part
-        inner = _reference({**each, "split_part": chosen}, base, part, where, 1)
-        first = None if inner is None or len(inner.prefixes) != 1 else EnergonPart.read(inner.prefixes[0])
+        inner = _resolve_reference({**each, "split_part": chosen}, base, part, where, 1)
+        first = None if inner is None or len(inner.prefixes) != 1 else EnergonPart.parse_prefix(inner.prefixes[0])
         nonmatch = str(each.get("nonmatch", "error"))
         if first is None or nonmatch not in _NONMATCH or each.get("subset"):
             raise DataError(
@@ -208,19 +212,19 @@ def _join(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonB
     assert isinstance(joiner, Mapping), "checked above"
     joined = tuple((how, other.prefix) for how, other in others)
     whole = replace(primary, joined=joined, kind=str(joiner.get("__class__", "")))
-    return _limited(EnergonBlend((whole.prefix,), None), node.get("subset"), where) or EnergonBlend((), None)
+    return _apply_subset(EnergonBlend((whole.prefix,), None), node.get("subset"), where) or EnergonBlend((), None)
 
 
-def _joined(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
+def _blend_datasets(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
     """A list of data sets with weights, or, repeated, with repetitions."""
     prefixes: list[str] = []
     weights: list[float] = []
-    for node in _listed(nodes, where):
-        inner = _reference(node, base, part, where, depth)
+    for node in _require_dataset_list(nodes, where):
+        inner = _resolve_reference(node, base, part, where, depth)
         assert inner is not None, "what is named inside a file has the part or is refused"
-        number = _share(node, "repetitions" if repeated else "weight", where)
+        number = _read_weight(node, "repetitions" if repeated else "weight", where)
         if repeated and inner.weights is None:
-            prefixes += [prefix for each in inner.prefixes for prefix in _times(each, number)]
+            prefixes += [prefix for each in inner.prefixes for prefix in _repeat_prefix(each, number)]
         elif not repeated and (inner.weights is not None or len(inner.prefixes) == 1):
             prefixes += inner.prefixes
             weights += [number * weight for weight in inner.weights or (1.0,)]
@@ -229,13 +233,13 @@ def _joined(nodes: Any, base: str, part: str, where: str, depth: int, repeated: 
     return EnergonBlend(tuple(prefixes), None if repeated else tuple(weight / sum(weights) for weight in weights))
 
 
-def _listed(nodes: Any, where: str) -> list[Mapping[str, Any]]:
+def _require_dataset_list(nodes: Any, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, Mapping) for node in nodes):
         raise DataError(f"{where} is no list of data sets")
     return nodes
 
 
-def _share(node: Mapping[str, Any], key: str, where: str) -> float:
+def _read_weight(node: Mapping[str, Any], key: str, where: str) -> float:
     """The weight of a data set, or its repetitions."""
     number = node.get(key, 1)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and isfinite(number)):
@@ -243,24 +247,24 @@ def _share(node: Mapping[str, Any], key: str, where: str) -> float:
     return float(number)
 
 
-def _times(prefix: str, repetitions: float) -> list[str]:
-    part = EnergonPart.read(prefix)
+def _repeat_prefix(prefix: str, repetitions: float) -> list[str]:
+    part = EnergonPart.parse_prefix(prefix)
     assert part is not None, "the parts of a blend are parts"
     whole, rest = int(repetitions), round((repetitions % 1) * len(part))
     last = replace(part, stop=part.start + rest)
     return [prefix] * whole + ([last.prefix] if rest else [])
 
 
-def _limited(blend: EnergonBlend | None, subset: Any, where: str) -> EnergonBlend | None:
+def _apply_subset(blend: EnergonBlend | None, subset: Any, where: str) -> EnergonBlend | None:
     if blend is None or subset is None:
         return blend
-    parts = [EnergonPart.read(prefix) for prefix in blend.prefixes]
+    parts = [EnergonPart.parse_prefix(prefix) for prefix in blend.prefixes]
     return EnergonBlend(
         tuple(part.select_subset(subset, where).prefix for part in parts if part is not None), blend.weights
     )
 
 
-def _place(end: Any, total: int, where: str) -> int:
+def _parse_subset_bound(end: Any, total: int, where: str) -> int:
     if end == "end":
         return total
     if isinstance(end, int):
@@ -271,17 +275,17 @@ def _place(end: Any, total: int, where: str) -> int:
     return int(total * float(match[1]) / 100)
 
 
-def _braces(patterns: Sequence[Any]) -> list[str]:
+def _expand_braces(patterns: Sequence[Any]) -> list[str]:
     """Names written as a-{0..3}.tar or {a,b}.tar, one by one."""
     result: list[str] = []
     for pattern in map(str, patterns):
         pieces = re.split(r"\{([^{}]*)\}", pattern)
-        options = [_options(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        options = [_brace_alternatives(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         result += ["".join(words) for words in product(*options)]
     return result
 
 
-def _options(inside: str) -> list[str]:
+def _brace_alternatives(inside: str) -> list[str]:
     match = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
     if match is None:
         return inside.split(",")
@@ -290,16 +294,16 @@ def _options(inside: str) -> list[str]:
     return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
 
 
-def _mapping(folder: str, name: str) -> Mapping[str, Any]:
+def _read_meta_file(folder: str, name: str) -> Mapping[str, Any]:
     """A file of `.nv-meta`, YAML or JSON."""
     for ending in (".json", ".yaml") if name == ".info" else (".yaml", ".json"):
         path = os.path.join(folder, META, name + ending)
         if os.path.isfile(path):
-            return _loaded(path)
+            return _load_mapping(path)
     raise DataError(f"{folder}/{META} has no {name}.yaml or {name}.json; prepare the folder with `energon prepare`")
 
 
-def _loaded(path: str) -> Mapping[str, Any]:
+def _load_mapping(path: str) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
@@ -310,15 +314,15 @@ def _loaded(path: str) -> Mapping[str, Any]:
     return content
 
 
-def checked(path: str, split: str) -> EnergonBlend | None:
-    """`blend_of`, for flags: what is wrong with the files is the user's mistake."""
+def read_blend_of_flag(path: str, split: str) -> EnergonBlend | None:
+    """`read_blend`, for flags: what is wrong with the files is the user's mistake."""
     try:
-        return blend_of(path, split)
+        return read_blend(path, split)
     except DataError as error:
         raise ConfigError(str(error)) from None
 
 
-def of_range(counts: Sequence[int], start: int, stop: int | None) -> list[range]:
+def ranges_within_shards(counts: Sequence[int], start: int, stop: int | None) -> list[range]:
     """Of shards with these many samples, those in [start, stop) of all, by their places within each shard."""
     ends = list(accumulate(counts))
     stop = ends[-1] if stop is None and ends else stop or 0

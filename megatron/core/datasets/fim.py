@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.config.flags import refuse, spelling
-from megatron.core.config.settings.data import FillConfig
+from megatron.core.config.flags import flag_name, refuse
+from megatron.core.config.settings.data import FIMConfig
 from megatron.core.datasets.marks import count_added_ids, named_tokens
 from megatron.core.tokenizers.base import Tokenizer
 
@@ -59,7 +59,7 @@ class FillInTheMiddle:
     def __call__(self, ids: np.ndarray, index: int) -> np.ndarray:
         """The ids of sample `index` with some of its documents rearranged. [t] -> [any length]"""
         random = np.random.default_rng((self.seed, index))
-        return _each_part(ids, self.marks.eod, lambda part: self._rearrange_document(part, random))
+        return _map_between_separators(ids, self.marks.eod, lambda part: self._rearrange_document(part, random))
 
     def _rearrange_document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if random.random() >= self.rate:
@@ -67,7 +67,7 @@ class FillInTheMiddle:
         split = self.marks.split
         if split is None or not (ids == split).any():
             return self._rearrange_part(ids, random)
-        return _each_part(
+        return _map_between_separators(
             ids,
             split,
             lambda part: self._rearrange_part(part, random) if random.random() < self.fragment_rate else part,
@@ -104,7 +104,7 @@ class FillInTheMiddle:
         return text
 
 
-def _each_part(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _map_between_separators(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """The ids with every part between two `end`s changed; the ends, and parts without ids, stay as they are."""
     parts: list[np.ndarray] = []
     start = 0
@@ -114,10 +114,10 @@ def _each_part(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndar
     return np.concatenate(parts)
 
 
-def fill_in_the_middle(fill: FillConfig, tokenizer: Tokenizer, *, seed: int, pad: int) -> FillInTheMiddle:
+def build_fill_in_middle(fill: FIMConfig, tokenizer: Tokenizer, *, seed: int, pad: int) -> FillInTheMiddle:
     """What the settings describe; `ConfigError` when the vocabulary lacks a token. pad: where --fim-pad-token is not given."""
     flags = {
-        spelling(name): getattr(fill, name)
+        flag_name(name): getattr(fill, name)
         for name in (
             "fim_prefix_token",
             "fim_middle_token",

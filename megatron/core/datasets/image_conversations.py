@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, Encoder
+from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, ConversationEncoder
 from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, read_bytes, read_grid
 from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
 from megatron.core.datasets.indexed import DataError
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SlotWriter:
+class ImageTokenWriter:
     """How an image stands in a sequence. rows: of a tile. tags: ids before each tile, the last those of a thumbnail; around: ids
     before and after an image.
 
@@ -61,7 +61,7 @@ class SlotWriter:
     places: tuple[tuple[tuple[int, ...], ...], ...] = ()
     ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
-    def write(self, grid: TileGrid) -> np.ndarray:
+    def image_tokens(self, grid: TileGrid) -> np.ndarray:
         """The ids of an image that is cut so, ~id each. int32 [t]"""
         ids: list[int] = []
         tiles = grid.tiles
@@ -82,22 +82,22 @@ class SlotWriter:
 class ConversationWriter:
     """Writes conversations about images as ids. plain: of what the user says only the images are kept."""
 
-    def __init__(self, encoder: Encoder, slots: SlotWriter, *, plain: bool) -> None:
+    def __init__(self, encoder: ConversationEncoder, slots: ImageTokenWriter, *, plain: bool) -> None:
         self.encoder, self.slots, self.plain = encoder, slots, plain
         encoder.marks[_CHARACTER] = SLOT
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What the ids depend on."""
         return {**self.encoder.identity, **asdict(self.slots), "plain": self.plain}
 
-    def row(self, row: Any) -> ImageRow:
+    def parse_row(self, row: Any) -> ImageRow:
         """The conversation of a row of a file and its images; `DataError` says what is wrong with it."""
         return _read_row(row, plain=self.plain)
 
-    def pieces(self, messages: Sequence[Message]) -> list[TemplateSegment]:
-        """A conversation of `row` as the template writes it; `DataError` when the template does not take it."""
-        return list(_with_marks(self.encoder.template.pieces(messages)))
+    def render_segments(self, messages: Sequence[Message]) -> list[TemplateSegment]:
+        """A conversation of `parse_row` as the template writes it; `DataError` when the template does not take it."""
+        return list(_split_at_images(self.encoder.template.render_segments(messages)))
 
     def expanded(self, ids: np.ndarray, grids: Sequence[TileGrid]) -> np.ndarray:
         """The ids of a conversation with the slots of every image in the place of its mark.
@@ -107,17 +107,17 @@ class ConversationWriter:
         parts = np.split(ids, np.flatnonzero(ids == ~SLOT))
         result = [parts[0]]
         for part, grid in zip(parts[1:], grids, strict=True):
-            result += [self.slots.write(grid), part[1:]]
+            result += [self.slots.image_tokens(grid), part[1:]]
         return np.concatenate(result)
 
-    def prompt(self, messages: Sequence[Message], grids: Sequence[TileGrid]) -> np.ndarray:
+    def encode_prompt(self, messages: Sequence[Message], grids: Sequence[TileGrid]) -> np.ndarray:
         """The ids of a conversation that ends where an answer begins, `SLOT` at slots. int64 [t]"""
-        turns = [_turn(message, place) for place, message in enumerate(messages, 1)]
-        own = [{"role": role, "content": _marked(role, text, plain=self.plain)} for role, text in turns]
+        turns = [_parse_turn(message, place) for place, message in enumerate(messages, 1)]
+        own = [{"role": role, "content": _insert_image_marks(role, text, plain=self.plain)} for role, text in turns]
         marks = sum(message["content"].count(_CHARACTER) for message in own)
         if marks != len(grids):
             raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(grids)} images")
-        (ids,) = self.encoder.encode([list(_with_marks(self.encoder.template.generation_prompt(own)))])
+        (ids,) = self.encoder.encode([list(_split_at_images(self.encoder.template.generation_prompt(own)))])
         whole = self.expanded(ids, grids).astype(np.int64)
         return whole ^ (whole >> 63)
 
@@ -173,7 +173,7 @@ def open_image_conversations(
 ) -> ImageConversations:
     """The conversations of some rows, as ids."""
     description = {
-        **writer.identity,
+        **writer.fingerprint,
         **source.identity,
         "images": {**asdict(options), "folder": os.path.abspath(source.folder)},
     }
@@ -240,7 +240,7 @@ class _Builder:
             unreadable.append((number, row))
             return None
         try:
-            return self.writer.row(row)
+            return self.writer.parse_row(row)
         except DataError as error:
             bad.append((number, str(error)))
             return None
@@ -272,7 +272,7 @@ class _Builder:
                 unreadable.append((number, cut))
                 continue
             try:
-                result[-1] = self.writer.pieces(row.messages) if row.ids is None else []
+                result[-1] = self.writer.render_segments(row.messages) if row.ids is None else []
             except DataError as error:
                 bad.append((number, str(error)))
         return result
@@ -321,8 +321,8 @@ def _read_row(row: Any, *, plain: bool) -> ImageRow:
     messages: list[Message] = []
     marks = 0
     for place, turn in enumerate(turns, 1):
-        role, text = _turn(turn, place)
-        text = _marked(role, text, plain=plain)
+        role, text = _parse_turn(turn, place)
+        text = _insert_image_marks(role, text, plain=plain)
         marks += text.count(_CHARACTER)
         messages.append({"role": role, "content": text})
     if marks != len(images):
@@ -332,14 +332,14 @@ def _read_row(row: Any, *, plain: bool) -> ImageRow:
     return ImageRow(messages, images)
 
 
-def _marked(role: str, text: str, *, plain: bool) -> str:
+def _insert_image_marks(role: str, text: str, *, plain: bool) -> str:
     """What is said, with a character for every image that the user shows."""
     if role != "user":
         return text
     return _CHARACTER * text.count(IMAGE) if plain else text.replace(IMAGE, _CHARACTER)
 
 
-def _turn(turn: Any, place: int) -> tuple[str, str]:
+def _parse_turn(turn: Any, place: int) -> tuple[str, str]:
     """Role and text of a turn, in the words of LLaVA or of OpenAI."""
     if not isinstance(turn, Mapping):
         raise DataError(f"turn {place} is no object")
@@ -351,7 +351,7 @@ def _turn(turn: Any, place: int) -> tuple[str, str]:
     return _ROLES[role], text
 
 
-def _with_marks(pieces: Sequence[TemplateSegment]) -> Iterator[TemplateSegment]:
+def _split_at_images(pieces: Sequence[TemplateSegment]) -> Iterator[TemplateSegment]:
     """The pieces with every image as a piece of its own."""
     for piece in pieces:
         if piece.mark:

@@ -63,7 +63,7 @@ def _documents(prefix: str, eod: int) -> Iterator[ImageRow | str]:
                     break
                 images.append(f"{name}@{int(data.offsets(sequence, sequence + 1)[0]) + 4}+{size}/image {sequence}")
             else:
-                ids.append(_once_ended(data.get(sequence), eod))
+                ids.append(_collapse_repeated_eod(data.get(sequence), eod))
         else:
             text = np.concatenate([np.empty(0, np.int32), *ids])
             marks = np.full(len(images), ~SLOT, np.int32)
@@ -72,7 +72,7 @@ def _documents(prefix: str, eod: int) -> Iterator[ImageRow | str]:
         yield f"document {number}: its image does not begin with a number of padding bytes"
 
 
-def _once_ended(ids: np.ndarray, eod: int) -> np.ndarray:
+def _collapse_repeated_eod(ids: np.ndarray, eod: int) -> np.ndarray:
     """Ids with the ends that fill them up cut to one."""
     text = np.asarray(ids, np.int32)
     others = np.flatnonzero(text != eod)

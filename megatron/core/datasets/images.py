@@ -242,6 +242,6 @@ def normalized(images: list[Image.Image], options: ImageOptions) -> np.ndarray:
     return np.moveaxis(pixels * factor.astype(np.float32) - shift.astype(np.float32), -1, 1).astype(np.float32)
 
 
-def no_images(options: ImageOptions) -> np.ndarray:
+def empty_image_batch(options: ImageOptions) -> np.ndarray:
     """The images of a sample without any. float32 [0, channels, height, width]"""
     return np.empty((0, options.channels, options.height, options.width), np.float32)

@@ -98,17 +98,17 @@ def index_shapes(num_sequences: int, plan: EpochPlan) -> Shapes:
     documents = num_sequences * plan.epochs
     return {
         "document_index": ((documents,), np.int32),
-        "sample_index": ((plan.samples + 1, 2), _place_type(documents)),
-        "shuffle_index": ((plan.samples,), _shuffle_type(plan.samples)),
+        "sample_index": ((plan.samples + 1, 2), _sample_index_dtype(documents)),
+        "shuffle_index": ((plan.samples,), _shuffle_index_dtype(plan.samples)),
     }
 
 
-def _place_type(num_documents: int) -> type:
+def _sample_index_dtype(num_documents: int) -> type:
     # Offsets within a sequence always fit, since the format's lengths are int32.
     return np.int32 if num_documents <= np.iinfo(np.int32).max else np.int64
 
 
-def _shuffle_type(samples: int) -> type:
+def _shuffle_index_dtype(samples: int) -> type:
     return np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
 
 
@@ -127,7 +127,7 @@ def _sample_index(
 ) -> np.ndarray:
     """Where each sample begins and, last, where the last one ends. lengths: of the sequences from `first` on."""
     # The first sample begins at (0, 0) even when the first sequence is empty.
-    index: np.ndarray = np.zeros((plan.samples + 1, 2), _place_type(len(document_index)))
+    index: np.ndarray = np.zeros((plan.samples + 1, 2), _sample_index_dtype(len(document_index)))
     lengths = np.array(lengths)  # a file's are not aligned, which makes every look-up slow
     total = plan.epochs * int(lengths.sum(dtype=np.int64))
     end, placed = 0, 1
@@ -151,7 +151,7 @@ def _sample_index(
 
 
 def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    index: np.ndarray = np.arange(plan.samples, dtype=_shuffle_type(plan.samples))
+    index: np.ndarray = np.arange(plan.samples, dtype=_shuffle_index_dtype(plan.samples))
     random.shuffle(index[: plan.samples_before_last])
     if plan.separates_last:
         random.shuffle(index[plan.samples_before_last :])

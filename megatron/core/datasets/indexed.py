@@ -37,10 +37,10 @@ from megatron.core.datasets.storage import (
     MappedFile,
     fsync_file,
     is_remote,
+    read_whole,
     size_of,
     sync_folder,
     temporary_name,
-    whole,
 )
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -118,7 +118,7 @@ class IndexedDataset:
         size = size_of(path)
         if size < HEADER.size:
             raise DataError(f"{path} has {size} bytes, fewer than its header of {HEADER.size}; write it again")
-        content = whole(path, self.cache)
+        content = read_whole(path, self.cache)
         magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())
         if magic.startswith(OLD_MAGIC):
             raise DataError(
@@ -228,7 +228,7 @@ class IndexedDataset:
             return np.empty(0, self.dtype)
         start += offset * self.dtype.itemsize
         if self._mapped is not None:
-            return np.frombuffer(self._mapped.whole(), self.dtype, length, start)
+            return np.frombuffer(self._mapped.read_whole(), self.dtype, length, start)
         assert self._reader is not None, "what is not mapped has a reader"
         return np.frombuffer(self._reader.read(start, length * self.dtype.itemsize), self.dtype)
 
@@ -252,7 +252,7 @@ class IndexedDataset:
     def raw(self, start: int, count: int) -> np.ndarray:
         """Bytes [start, start + count) of the .bin file, uint8."""
         if self._mapped is not None:
-            return self._mapped.whole()[start : start + count]
+            return self._mapped.read_whole()[start : start + count]
         assert self._reader is not None, "what is not mapped has a reader"
         return np.frombuffer(self._reader.read(start, count), np.uint8)
 
@@ -274,7 +274,7 @@ class BuilderProgress:
     tokens: int = 0
 
 
-class _Column:
+class _AppendOnlyIntFile:
     """A file of integers of one type that grows at its end, open for writing."""
 
     def __init__(self, path: str, letter: str, keep: int | None) -> None:
@@ -353,7 +353,7 @@ class IndexedDatasetBuilder:
             raise DataError(f"{prefix}: pairs are written to files; write to a local folder, and copy the files")
         assert marks is None or partial is not None, "files that are found again have names that are known"
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        sidecar.check_place(prefix)
+        sidecar.check_not_overwriting(prefix)
         self._tokenizer, self._shard, self._level, self._multimodal = tokenizer, shard, level, multimodal
         self._ending = partial or temporary_name("")[1:]
         at = marks or BuilderProgress()
@@ -362,9 +362,15 @@ class IndexedDatasetBuilder:
         keep = None if marks is None else at.tokens * self.dtype.itemsize
         self._bin = _open_to_append(self._temporary_name("bin"), keep)
         self._checksum = _checksum_of(self._temporary_name("bin"), keep or 0)
-        self._lengths = _Column(self._temporary_name("lengths"), "i", None if marks is None else at.sequences)
-        self._modes = _Column(self._temporary_name("modes"), "b", None if marks is None else at.sequences * multimodal)
-        self._documents = _Column(self._temporary_name("documents"), "q", None if marks is None else at.documents)
+        self._lengths = _AppendOnlyIntFile(
+            self._temporary_name("lengths"), "i", None if marks is None else at.sequences
+        )
+        self._modes = _AppendOnlyIntFile(
+            self._temporary_name("modes"), "b", None if marks is None else at.sequences * multimodal
+        )
+        self._documents = _AppendOnlyIntFile(
+            self._temporary_name("documents"), "q", None if marks is None else at.documents
+        )
 
     def _temporary_name(self, part: str) -> str:
         """The name of a file until the pair is finished; it ends on no ending of a finished pair."""

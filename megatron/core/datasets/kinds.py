@@ -13,7 +13,7 @@ from types import MappingProxyType
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import chat_kind
-from megatron.core.datasets.fim import fill_in_the_middle
+from megatron.core.datasets.fim import build_fill_in_middle
 from megatron.core.datasets.gpt import NO_PAD, GPTDataset, Rearrange, TokenSource, WindowOptions
 from megatron.core.datasets.image_folder import image_folder_kind
 from megatron.core.datasets.index_map import IndexCache
@@ -27,7 +27,7 @@ from megatron.core.tokenizers.base import Tokenizer, fingerprint
 
 
 @dataclass(frozen=True, slots=True)
-class WindowKind:
+class TokenWindowKind:
     """Windows of tokens for next-token prediction; --split counts sequences. tokenizer: its fingerprint."""
 
     config: DataConfig
@@ -75,7 +75,7 @@ def gpt_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: 
         return chat_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
     pad, rearrange = pad_id(tokenizer, config.allow_ambiguous_pad_tokens), None
     if config.fill.fim_data:
-        rearrange = fill_in_the_middle(config.fill, tokenizer, seed=seed, pad=pad)
+        rearrange = build_fill_in_middle(config.fill, tokenizer, seed=seed, pad=pad)
         pad = rearrange.marks.pad
     options = WindowOptions(
         sequence_length=sequence_length,
@@ -86,7 +86,7 @@ def gpt_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: 
         reset_attention_mask=config.separates_documents,
         eod_mask_loss=config.eod_mask_loss,
     )
-    return WindowKind(config, options, seed, fingerprint(tokenizer), rearrange)
+    return TokenWindowKind(config, options, seed, fingerprint(tokenizer), rearrange)
 
 
 def pad_id(tokenizer: Tokenizer, ambiguous: bool) -> int:

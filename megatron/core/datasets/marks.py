@@ -43,14 +43,14 @@ def count_added_ids(tokenizer: Tokenizer) -> tuple[int, int]:
     )
 
 
-def bare_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+def ids_without_special_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """The ids of each text, [t] each, without those that the tokenizer puts around it."""
     before, after = count_added_ids(tokenizer)
     ids, lengths = tokenizer.encode_flat(texts)
     return [part[before : len(part) - after] for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
 
 
-def refuse_frame(tokenizer: Tokenizer) -> None:
+def refuse_added_special_tokens(tokenizer: Tokenizer) -> None:
     """`ConfigError` for a tokenizer that puts ids around every text: as texts are sentences, samples would be full of them."""
     if not any(count_added_ids(tokenizer)):
         return

@@ -62,7 +62,7 @@ def word_continuations(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([token.startswith("##") for token in tokens])
 
 
-def candidates(ids: Sequence[int], continues: np.ndarray, apart: Sequence[int]) -> list[list[int]]:
+def word_positions(ids: Sequence[int], continues: np.ndarray, apart: Sequence[int]) -> list[list[int]]:
     """The positions of each word. apart: ids that belong to no word, such as [CLS]."""
     result: list[list[int]] = []
     for position, (token, joins) in enumerate(zip(ids, continues[np.asarray(ids, np.int64)].tolist())):

@@ -25,25 +25,25 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
-from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.energon import META, EnergonPart
 from megatron.core.datasets.image_conversations import (
     SLOT,
     ConversationWriter,
     ImageConversations,
+    ImageTokenWriter,
     RowSource,
-    SlotWriter,
     json_rows,
     open_image_conversations,
 )
 from megatron.core.datasets.image_pairs import is_image_pair, pair_rows
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, no_images, read_bytes, tile_image
+from megatron.core.datasets.images import ImageError, ImageOptions, decode, empty_image_batch, read_bytes, tile_image
 from megatron.core.datasets.index_map import IndexCache
-from megatron.core.datasets.marks import IMAGE, bare_ids, named_tokens
+from megatron.core.datasets.marks import IMAGE, ids_without_special_tokens, named_tokens
 from megatron.core.datasets.mock import MockConversations
 from megatron.core.datasets.samples import Sample, Span
 from megatron.core.datasets.storage import DataError
-from megatron.core.datasets.webdataset import energon_rows, identity
+from megatron.core.datasets.webdataset import energon_rows, part_fingerprint
 from megatron.core.tokenizers.base import Tokenizer
 
 # What a rank needs of images: their pixels (first stage), whether they are sound (the stage of the loss), or nothing.
@@ -113,7 +113,7 @@ class MockImageConversations:
 
     def pixels(self, name: str) -> np.ndarray:
         """The image of a name: noise. float32 [1, channels, height, width]"""
-        shape = no_images(self.options).shape[1:]
+        shape = empty_image_batch(self.options).shape[1:]
         return np.random.default_rng(int(name)).standard_normal((1, *shape)).astype(np.float32)
 
 
@@ -156,7 +156,7 @@ class ImageChatDataset:
         tokens, labels, mask = sample["tokens"], sample["labels"], sample["loss_mask"]
         is_slot = tokens == SLOT
         slots = np.full(len(tokens), -1, np.int64)
-        images, first = [no_images(self.options)], 0
+        images, first = [empty_image_batch(self.options)], 0
         for span in self.chat.token_sources(index):
             place = slice(span.start, span.start + span.length)
             number = int(is_slot[place].sum())
@@ -202,12 +202,12 @@ class ImageChatDataset:
     def _read_tiles(self, name: str, count: int) -> np.ndarray:
         """The tiles of an image, as many as it had when lengths were counted; without pixels, zeros."""
         if self.use == "nothing":
-            return no_images(self.options)
+            return empty_image_batch(self.options)
         if isinstance(self.source, MockImageConversations):
             return self.source.pixels(name)
         image = decode(read_bytes(name, self.options), self.options)
         if self.use == "check":
-            return no_images(self.options)
+            return empty_image_batch(self.options)
         result = tile_image(image, self.options)
         if len(result) != count:
             raise ImageError(f"it has {len(result)} tiles, and had {count} when lengths were counted")
@@ -229,14 +229,14 @@ class ImageChatKind:
         """The ids of a file's conversations, or made-up ones."""
         if self.writer is None:
             made_up = MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
-            return MockImageConversations(made_up, self.run.model.vision.rows, self.options)
+            return MockImageConversations(made_up, self.run.model.vision.num_image_embeddings, self.options)
         return open_image_conversations(self._rows(prefix), self.writer, self.options, self._cache_path(prefix))
 
     def _rows(self, prefix: str) -> RowSource:
         """The rows of a part of an Energon folder, a pair of .bin and .idx, or a JSON file."""
-        part = EnergonPart.read(prefix)
+        part = EnergonPart.parse_prefix(prefix)
         if part is not None:
-            return RowSource(prefix, part.folder, identity(part), lambda: energon_rows(part))
+            return RowSource(prefix, part.folder, part_fingerprint(part), lambda: energon_rows(part))
         if is_image_pair(prefix):
             return pair_rows(prefix, self.tokenizer)
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
@@ -269,9 +269,9 @@ class ImageChatKind:
             split=split,
             cache=cache if self.writer is None else self._cache_path(source.prefix),
         )
-        rows = self.run.model.vision.rows
+        rows = self.run.model.vision.num_image_embeddings
         return ImageChatDataset(
-            chat, source, self.options, rows=rows, use=self.use, filler=filler_of(self.run.model, self.tokenizer)
+            chat, source, self.options, rows=rows, use=self.use, filler=image_filler_id(self.run.model, self.tokenizer)
         )
 
     def _cache_path(self, path: str) -> IndexCache:
@@ -279,23 +279,23 @@ class ImageChatKind:
         chosen = self.run.data.data_cache_path
         if chosen:
             return IndexCache(Path(chosen))
-        part = EnergonPart.read(path)
+        part = EnergonPart.parse_prefix(path)
         beside = os.path.join(part.folder, META, "cache") if part else f"{path}.cache"
         return IndexCache(Path(beside) / f"{self.name}_indices", chosen=False)
 
 
-def filler_of(model: ModelConfig, tokenizer: Tokenizer) -> int:
+def image_filler_id(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """The id that stands at slots: of an image token, where there is one."""
     index = model.vision.image_token_index
     index = named_tokens(tokenizer, [IMAGE]).get(IMAGE) if index is None else index
     return 0 if index is None or index >= tokenizer.vocab_size else index
 
 
-def slot_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokenizer) -> SlotWriter:
+def image_token_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokenizer) -> ImageTokenWriter:
     """How an image stands in a sequence, as the settings say."""
 
     def ids(text: str) -> tuple[int, ...]:
-        return tuple(bare_ids(tokenizer, [text])[0].tolist()) if text else ()
+        return tuple(ids_without_special_tokens(tokenizer, [text])[0].tolist()) if text else ()
 
     tags: tuple[tuple[int, ...], ...] = ()
     if config.use_tile_tags:
@@ -304,10 +304,12 @@ def slot_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokeniz
     before, after = IMAGE_TAGS.get(config.image_tag_type or "", ("", ""))
     around = ids(before), ids(after)
     if not config.cuts_as_smolvlm:
-        return SlotWriter(model.vision.rows, tags, around)
+        return ImageTokenWriter(model.vision.num_image_embeddings, tags, around)
     side = range(1, math.isqrt(config.max_num_tiles) + 1)
     places = tuple(tuple(ids(_PLACE.format(row=row, column=column)) for column in side) for row in side)
-    return SlotWriter(model.vision.rows, (), around, places, (ids(_ROW_ENDS[0]), ids(_ROW_ENDS[1])))
+    return ImageTokenWriter(
+        model.vision.num_image_embeddings, (), around, places, (ids(_ROW_ENDS[0]), ids(_ROW_ENDS[1]))
+    )
 
 
 def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:
@@ -319,6 +321,8 @@ def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -
     if run.data.mock_data:
         return ImageChatKind(run, tokenizer, None, options, use)
     writer = ConversationWriter(
-        Encoder(tokenizer, format), slot_writer(run.model, run.data.multimodal, tokenizer), plain=format == "plain"
+        ConversationEncoder(tokenizer, format),
+        image_token_writer(run.model, run.data.multimodal, tokenizer),
+        plain=format == "plain",
     )
     return ImageChatKind(run, tokenizer, writer, options, use)

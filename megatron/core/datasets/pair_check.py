@@ -44,7 +44,7 @@ def pair_problems(
     if vocab_size is None and facts is not None and facts.tokenizer is not None:
         given = facts.tokenizer.get("vocab_size")
         vocab_size = given if isinstance(given, int) else None
-    tokens, checksum, size = _IdRange(vocab_size), xxhash.xxh3_128(), size_of(bin_path(prefix))
+    tokens, checksum, size = _IdRangeCheck(vocab_size), xxhash.xxh3_128(), size_of(bin_path(prefix))
     text = data.sequence_modes is None
     for start in range(0, size, COPY_BYTES):
         piece = data.raw(start, min(COPY_BYTES, size - start))
@@ -56,7 +56,7 @@ def pair_problems(
         for sequence in np.flatnonzero(data.sequence_modes == 0).tolist():
             tokens.scan(data[sequence], int(data.offsets(sequence, sequence + 1)[0]) // data.dtype.itemsize)
     if tokens.count:
-        problems.append(_place_of_id(data, tokens))
+        problems.append(_bad_id_message(data, tokens))
     if size > data.num_bytes:
         problems.append(f"{bin_path(prefix)} has {size} bytes, {size - data.num_bytes} more than its index describes")
     if facts is not None:
@@ -83,7 +83,7 @@ def _index_problems(data: IndexedDataset) -> list[str]:
     )
 
 
-class _IdRange(DatasetFindings):
+class _IdRangeCheck(DatasetFindings):
     """Numbers that are no ids of the vocabulary; of one of unknown size, those below 0."""
 
     def __init__(self, vocab_size: int | None) -> None:
@@ -103,7 +103,7 @@ class _IdRange(DatasetFindings):
         self.add(wrong, at)
 
 
-def _place_of_id(data: IndexedDataset, tokens: _IdRange) -> str:
+def _bad_id_message(data: IndexedDataset, tokens: _IdRangeCheck) -> str:
     limit = "no ids" if tokens.vocab_size is None else f"outside the vocabulary of {tokens.vocab_size}"
     starts = data.offsets(0, len(data))
     sequence = int(np.searchsorted(starts, tokens.first * data.dtype.itemsize, side="right")) - 1

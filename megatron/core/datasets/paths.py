@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError, refuse
 from megatron.core.config.settings.data import DataConfig
-from megatron.core.datasets.energon import EnergonBlend, EnergonPart, checked, is_energon
+from megatron.core.datasets.energon import EnergonBlend, EnergonPart, is_energon, read_blend_of_flag
 from megatron.core.datasets.storage import DataError, is_remote, size_of
 
 SPLITS = ("train", "valid", "test")
@@ -70,7 +70,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     for weight, prefix in zip(given, prefixes):
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"{flag} gives {prefix} the weight {weight}; a weight is above 0: leave the dataset out")
-    return Blend(prefixes, normalize(given))
+    return Blend(prefixes, normalize_weights(given))
 
 
 def _parse_weight(word: str) -> float | None:
@@ -80,7 +80,7 @@ def _parse_weight(word: str) -> float | None:
         return None
 
 
-def normalize(weights: Sequence[float]) -> tuple[float, ...]:
+def normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:
     """The weights divided by their sum."""
     array = np.array(weights, np.float64)
     return tuple((array / array.sum()).tolist())
@@ -94,7 +94,7 @@ def parse_split(text: str) -> list[Share | None]:
         numbers = []
     if "-" in text or not 0 < len(numbers) <= len(SPLITS) or sum(numbers) == 0:
         raise ConfigError(f"--split {text!r} is not one to three shares with a sum above 0, such as '969, 30, 1'")
-    ends = [0.0, *accumulate(normalize(numbers + [0.0] * (len(SPLITS) - len(numbers))))]
+    ends = [0.0, *accumulate(normalize_weights(numbers + [0.0] * (len(SPLITS) - len(numbers))))]
     return [(first, last) if last > first else None for first, last in zip(ends, ends[1:])]
 
 
@@ -110,15 +110,17 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
         return [SplitPlan(name, blend, share) if share else None for name, share in zip(SPLITS, shares)]
     if config.split is not None:
         raise ConfigError(f"--split cuts the data of --data-path; with {source} every split has its own: leave it out")
-    words_of = paths if any(paths) else _words_per_split(config.per_split_data_args_path, source)
-    return [_own_split(config, name, words, source) if words else None for name, words in zip(SPLITS, words_of)]
+    words_of = paths if any(paths) else _read_per_split_arguments(config.per_split_data_args_path, source)
+    return [
+        _plan_separate_split(config, name, words, source) if words else None for name, words in zip(SPLITS, words_of)
+    ]
 
 
-def _endings(prefix: str, config: DataConfig, *, whole_names: bool) -> tuple[str, ...]:
+def _file_suffixes(prefix: str, config: DataConfig, *, whole_names: bool) -> tuple[str, ...]:
     """The endings of the files of a prefix; none where its files have been read already."""
     if whole_names:
         return ("",)
-    if EnergonPart.read(prefix) is not None:
+    if EnergonPart.parse_prefix(prefix) is not None:
         return ()
     pair = os.path.isfile(f"{prefix}.idx") and not os.path.isfile(prefix)
     return ("",) if (config.chat.sft and not pair) or os.path.isdir(prefix) else (".idx", ".bin")
@@ -140,20 +142,20 @@ def _energon_splits(config: DataConfig, blend: Blend, source: str) -> list[Split
 def _with_energon(config: DataConfig, name: str, blend: Blend, source: str) -> Blend | None:
     """A blend with the parts that Energon's folders and files stand for; None if they give nothing to this split."""
     inside = [
-        (checked(prefix, name) if is_energon(prefix) else EnergonBlend((prefix,), None), weight)
+        (read_blend_of_flag(prefix, name) if is_energon(prefix) else EnergonBlend((prefix,), None), weight)
         for prefix, weight in zip(blend.prefixes, blend.weights or [None] * len(blend.prefixes))
     ]
     given = [(inner, weight) for inner, weight in inside if inner is not None]
     prefixes = tuple(prefix for inner, _ in given for prefix in inner.prefixes)
     if not prefixes:
         return None
-    weights = _weights_within(given, source)
+    weights = _flatten_blend_weights(given, source)
     if weights is None or len(prefixes) == 1 or name != "train" and config.full_validation:
         return Blend(prefixes, None)
-    return Blend(prefixes, normalize(weights))
+    return Blend(prefixes, normalize_weights(weights))
 
 
-def _weights_within(given: Sequence[tuple[EnergonBlend, float | None]], source: str) -> list[float] | None:
+def _flatten_blend_weights(given: Sequence[tuple[EnergonBlend, float | None]], source: str) -> list[float] | None:
     """The weight of each part of some blends that have weights themselves, or not; None for parts that are gone through once each."""
     if all(inner.weights is None and weight is None for inner, weight in given):
         return None
@@ -207,7 +209,7 @@ def check_data_files(config: DataConfig, *, whole_names: bool = False) -> None:
     )
     problems = []
     for path in (
-        f"{prefix}{ending}" for prefix in prefixes for ending in _endings(prefix, config, whole_names=whole_names)
+        f"{prefix}{ending}" for prefix in prefixes for ending in _file_suffixes(prefix, config, whole_names=whole_names)
     ):
         if whole_names and os.path.isdir(path):
             problems.append(f"{path} is a folder; name its files")
@@ -219,7 +221,7 @@ def check_data_files(config: DataConfig, *, whole_names: bool = False) -> None:
     refuse(problems)
 
 
-def _own_split(config: DataConfig, name: str, words: Sequence[str], source: str) -> SplitPlan:
+def _plan_separate_split(config: DataConfig, name: str, words: Sequence[str], source: str) -> SplitPlan:
     blend: Blend | None = parse_blend(words, f"{source} ({name})")
     assert blend is not None, "words are a blend"
     if any(map(is_energon, blend.prefixes)):
@@ -231,7 +233,7 @@ def _own_split(config: DataConfig, name: str, words: Sequence[str], source: str)
     return SplitPlan(name, blend, (0.0, 1.0))
 
 
-def _words_per_split(path: str | None, flag: str) -> list[Sequence[str] | None]:
+def _read_per_split_arguments(path: str | None, flag: str) -> list[Sequence[str] | None]:
     """The JSON file of `--per-split-data-args-path`: for each split a string or a list of weights and prefixes."""
     try:
         content = json.loads(_read_text(path, flag))

@@ -15,7 +15,7 @@ from megatron.core.datasets.bert import BERTDataset, PairOptions
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.marks import refuse_frame
+from megatron.core.datasets.marks import refuse_added_special_tokens
 from megatron.core.datasets.masking import MaskOptions, word_continuations
 from megatron.core.datasets.mock import MockSentences
 from megatron.core.datasets.samples import DatasetKind
@@ -126,7 +126,7 @@ def _special_token_ids(tokenizer: Tokenizer, network: str, **needed: str) -> lis
 
     needed: name -> what it is called.
     """
-    refuse_frame(tokenizer)
+    refuse_added_special_tokens(tokenizer)
     lacking = [words for name, words in needed.items() if getattr(tokenizer, name) is None]
     if lacking:
         raise ConfigError(

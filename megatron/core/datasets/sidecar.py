@@ -126,7 +126,7 @@ def encode(sidecar: Sidecar) -> bytes:
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
-def check_place(prefix: str | Path) -> None:
+def check_not_overwriting(prefix: str | Path) -> None:
     """Raise `DataError` when writing the sidecar of `prefix` would overwrite a file that is not one."""
     path = sidecar_path(prefix)
     raw = read_small(path, MOST_BYTES)

@@ -202,7 +202,7 @@ def map_file(path: str) -> np.ndarray:
     return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
 
 
-def whole(path: str, cache: str | Path | None) -> np.ndarray:
+def read_whole(path: str, cache: str | Path | None) -> np.ndarray:
     """Return all bytes of a file or object, uint8 [bytes].
 
     An object is cached as a file in the folder `cache`, else kept in memory.
@@ -255,7 +255,7 @@ class MappedFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def whole(self) -> np.ndarray:
+    def read_whole(self) -> np.ndarray:
         """Return all bytes, uint8 [bytes], to be read at once and not kept.
 
         Raises `DataError` if the file was truncated.

@@ -18,7 +18,7 @@ import numpy as np
 from megatron.core.datasets.bert import check_ids
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache
-from megatron.core.datasets.masking import MaskOptions, candidates, mask
+from megatron.core.datasets.masking import MaskOptions, mask, word_positions
 from megatron.core.datasets.samples import Sample, Span
 from megatron.core.datasets.sentence_map import MapOptions, SentenceMap
 
@@ -93,7 +93,7 @@ class T5Dataset:
         check_ids(ids, len(options.continues), self.prefix)
         hidden = mask(
             ids,
-            candidates(ids, options.continues, ()),
+            word_positions(ids, options.continues, ()),
             options.masking,
             target_length=target,
             replace=lambda token: token,

@@ -26,7 +26,7 @@ MOST_CHARACTERS = 2**26
 MOST_BITS = 2**16  # of a power
 
 
-class BoundMet(SecurityError):
+class RenderLimitError(SecurityError):
     """A template does not end within the bounds."""
 
 
@@ -37,12 +37,12 @@ class _Budget:
         self.steps, self.end = MOST_STEPS, time.monotonic() + MOST_SECONDS
 
     def step(self) -> None:
-        """Count one step. Raises `BoundMet` after more than MOST_STEPS steps or, looked at every 64 steps, more than MOST_SECONDS seconds."""
+        """Count one step. Raises `RenderLimitError` after more than MOST_STEPS steps or, looked at every 64 steps, more than MOST_SECONDS seconds."""
         self.steps -= 1
         if self.steps < 0:
-            raise BoundMet(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")
+            raise RenderLimitError(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")
         if self.steps % 64 == 0 and time.monotonic() > self.end:
-            raise BoundMet(f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?")
+            raise RenderLimitError(f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?")
 
 
 _LEFT: ContextVar[_Budget] = ContextVar("what is left of a rendering")
@@ -50,7 +50,7 @@ _LEFT: ContextVar[_Budget] = ContextVar("what is left of a rendering")
 
 @contextmanager
 def render_limits() -> Iterator[None]:
-    """What is rendered inside has the bounds to itself; `BoundMet` says which it meets."""
+    """What is rendered inside has the bounds to itself; `RenderLimitError` says which it meets."""
     token = _LEFT.set(_Budget())
     try:
         yield
@@ -58,9 +58,9 @@ def render_limits() -> Iterator[None]:
         _LEFT.reset(token)
 
 
-def _checked_size(size: int) -> None:
+def _check_text_size(size: int) -> None:
     if size > MOST_CHARACTERS:
-        raise BoundMet(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
+        raise RenderLimitError(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
 
 
 def _join_texts(parts: Iterable[str]) -> str:
@@ -68,7 +68,7 @@ def _join_texts(parts: Iterable[str]) -> str:
     result, size = [], 0
     for part in parts:
         size += len(part)
-        _checked_size(size)
+        _check_text_size(size)
         result.append(part)
     return "".join(result)
 
@@ -84,7 +84,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def from_text(self, text: str) -> jinja2.Template:
         """A template that counts its steps."""
-        return self.from_string(_Counting(self.extensions[_Steps.identifier]).visit(self.parse(text)))
+        return self.from_string(_StepCountingTransformer(self.extensions[_Steps.identifier]).visit(self.parse(text)))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic whose result is bounded."""
@@ -98,14 +98,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             and isinstance(right, int)
             and left.bit_length() * right > MOST_BITS
         ):
-            raise BoundMet(f"{left} ** {right} is too large")
+            raise RenderLimitError(f"{left} ** {right} is too large")
         if hasattr(left, "__len__") or hasattr(right, "__len__"):
-            _checked_size(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
+            _check_text_size(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
         return super().call_binop(context, operator, left, right)
 
 
 class _Steps(Extension):
-    """What `_Counting` puts into a template calls these."""
+    """What `_StepCountingTransformer` puts into a template calls these."""
 
     def step(self) -> bool:
         """One more pass or call; true, so that it can stand before the condition of a loop."""
@@ -117,7 +117,7 @@ class _Steps(Extension):
         return _join_texts(map(str, parts))
 
 
-class _Counting(NodeTransformer):
+class _StepCountingTransformer(NodeTransformer):
     """Puts a step before the body of every loop, macro and call block, and before the condition of a loop."""
 
     def __init__(self, steps: Extension) -> None:

@@ -28,7 +28,7 @@ from jinja2.runtime import Macro
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.template_sandbox import BoundMet, Sandbox, render_limits
+from megatron.core.datasets.template_sandbox import RenderLimitError, Sandbox, render_limits
 
 # Characters that Unicode keeps out of text, so that they can say something about it.
 OPENS, CLOSES, APART, BOS, EOS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -100,7 +100,7 @@ class TemplateSegment:
     mark: bool = False
 
 
-class EndlessTemplate(DataError):
+class TemplateLimitError(DataError):
     """A template that meets a bound of the sandbox: it would do so with the next conversation too."""
 
 
@@ -108,7 +108,7 @@ class Template:
     """Writes conversations. marks: names of tokens that the text of a message must not forge."""
 
     def __init__(self, text: str, *, bos: str, eos: str, marks: Sequence[str]) -> None:
-        environment = Sandbox([_Generation, loopcontrols])
+        environment = Sandbox([_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         try:
@@ -129,13 +129,13 @@ class Template:
             for piece in self._split_answers(self._render(messages, tools, add_generation_prompt), answers=())
         )
 
-    def pieces(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
+    def render_segments(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """The conversation cut into marks, answers and the rest; `DataError` when the template does not take it."""
         whole = self._render(messages, tools, False)
         return self._split_answers(whole, () if self._tells_answers else self._answer_spans(messages, tools, whole))
 
     def generation_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
-        """The conversation and what stands before an answer to it, cut into marks and the rest; `DataError` as `pieces`."""
+        """The conversation and what stands before an answer to it, cut into marks and the rest; `DataError` as `render_segments`."""
         return self._split_answers(self._render(messages, tools, True), answers=())
 
     def _answer_spans(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ class Template:
         return result
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
-        guarded = [_each_text(message, self._escape_marks) for message in messages]
+        guarded = [_map_strings(message, self._escape_marks) for message in messages]
         try:
             with render_limits():
                 return self._template.render(
@@ -165,8 +165,8 @@ class Template:
                     add_generation_prompt=add_generation_prompt,
                     **self._names,
                 )
-        except BoundMet as error:
-            raise EndlessTemplate(f"the chat template does not take the conversation: {error}") from error
+        except RenderLimitError as error:
+            raise TemplateLimitError(f"the chat template does not take the conversation: {error}") from error
         except (
             TemplateError,
             SecurityError,
@@ -216,13 +216,13 @@ class Template:
         return pieces
 
 
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """A JSON value with every text in it changed; keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _each_text(part, change) for key, part in value.items()}
-    return [_each_text(part, change) for part in value] if isinstance(value, list) else value
+        return {key: _map_strings(part, change) for key, part in value.items()}
+    return [_map_strings(part, change) for part in value] if isinstance(value, list) else value
 
 
 def _to_json(
@@ -239,7 +239,7 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """{% generation %}: what is written inside stands between OPENS and CLOSES."""
 
     tags = {"generation"}

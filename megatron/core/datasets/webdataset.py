@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.datasets.energon import META, EnergonPart, of_range
+from megatron.core.datasets.energon import META, EnergonPart, ranges_within_shards
 from megatron.core.datasets.marks import IMAGE
 from megatron.core.datasets.storage import DataError
 
@@ -39,7 +39,7 @@ class Member:
     size: int
 
     @property
-    def kind(self) -> str:
+    def suffix(self) -> str:
         """Its ending, without the first part of `1.jpg`."""
         return self.name.rpartition(".")[2].lower()
 
@@ -81,20 +81,20 @@ def tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
 
 def energon_rows(part: EnergonPart) -> Iterator[dict[str, Any] | str]:
     """Each sample of a part as a row of LLaVA's JSON, or what is wrong with it, which leaves it out."""
-    convert = _converter(part)
-    others = [(nonmatch, _secondary(prefix)) for nonmatch, prefix in part.joined]
+    convert = _row_converter(part)
+    others = [(nonmatch, _open_joined_folder(prefix)) for nonmatch, prefix in part.joined]
     shards, excluded = part.shards, part.excluded
     for (shard, count), requested in zip(
-        shards, of_range([count for _, count in shards], part.start, part.stop), strict=True
+        shards, ranges_within_shards([count for _, count in shards], part.start, part.stop), strict=True
     ):
         if not requested:
             continue
         path, number = os.path.join(part.folder, shard), 0
         for sample in tar_samples(part.folder, shard):
             if number in requested and f"{shard}/{sample.key}" not in excluded:
-                joined = [_partner(sample, nonmatch, other) for nonmatch, other in others]
+                joined = [_sample_with_same_key(sample, nonmatch, other) for nonmatch, other in others]
                 if all(partner is not None for partner in joined):
-                    yield _row(path, sample, convert, [partner for partner in joined if partner])
+                    yield _convert_row(path, sample, convert, [partner for partner in joined if partner])
             number += 1
         if number != count:
             raise DataError(
@@ -102,30 +102,34 @@ def energon_rows(part: EnergonPart) -> Iterator[dict[str, Any] | str]:
             )
 
 
-def identity(part: EnergonPart) -> dict[str, Any]:
+def part_fingerprint(part: EnergonPart) -> dict[str, Any]:
     """What the rows of a part depend on."""
     states = {shard: os.stat(os.path.join(part.folder, shard)) for shard, _ in part.shards}
     return {
         "part": part.prefix,
         "dataset": json.dumps(part.description, sort_keys=True, default=str),
         "excluded": sorted(part.excluded),
-        "joined": [identity(other) for _, prefix in part.joined if (other := EnergonPart.read(prefix)) is not None],
+        "joined": [
+            part_fingerprint(other)
+            for _, prefix in part.joined
+            if (other := EnergonPart.parse_prefix(prefix)) is not None
+        ],
         "shards": {shard: [state.st_size, state.st_mtime_ns] for shard, state in states.items()},
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _Secondary:
+class _JoinedFolder:
     """A folder that gives fields to the samples of another with the same keys. samples: by key, with their tars."""
 
     part: EnergonPart
     fields: Mapping[str, str]
     samples: Mapping[str, TarSample]
 
-    def values(self, sample: TarSample) -> dict[str, Any]:
+    def sample_fields(self, sample: TarSample) -> dict[str, Any]:
         """The fields of a sample, images with the whole names of their tars."""
         folder = os.path.abspath(self.part.folder)
-        access = _Access(os.path.join(folder, sample.shard), sample)
+        access = _FieldReader(os.path.join(folder, sample.shard), sample)
         given = {field: access(where) for field, where in self.fields.items()}
         return {
             field: replace(value, name=os.path.join(folder, value.name)) if isinstance(value, Member) else value
@@ -133,8 +137,8 @@ class _Secondary:
         }
 
 
-def _secondary(prefix: str) -> _Secondary:
-    part = EnergonPart.read(prefix)
+def _open_joined_folder(prefix: str) -> _JoinedFolder:
+    part = EnergonPart.parse_prefix(prefix)
     if part is None:
         raise DataError(f"{prefix} is no part of a folder with {META}")
     samples: dict[str, TarSample] = {}
@@ -145,10 +149,12 @@ def _secondary(prefix: str) -> _Secondary:
             if sample.key in samples:
                 raise DataError(f"{part.folder} holds the key {sample.key} twice, and cannot be joined")
             samples[sample.key] = sample
-    return _Secondary(part, _field_map(part), samples)
+    return _JoinedFolder(part, _read_field_map(part), samples)
 
 
-def _partner(sample: TarSample, nonmatch: str, other: _Secondary) -> tuple[()] | tuple[_Secondary, TarSample] | None:
+def _sample_with_same_key(
+    sample: TarSample, nonmatch: str, other: _JoinedFolder
+) -> tuple[()] | tuple[_JoinedFolder, TarSample] | None:
     """The sample of another folder with the same key. Without one: nothing if that is allowed; None if the sample is skipped."""
     partner = other.samples.get(sample.key)
     if partner is not None:
@@ -158,23 +164,23 @@ def _partner(sample: TarSample, nonmatch: str, other: _Secondary) -> tuple[()] |
     return () if nonmatch == "none" else None
 
 
-def _row(
+def _convert_row(
     path: str,
     sample: TarSample,
-    convert: Callable[[_Access, Fields], dict[str, Any]],
-    partners: Sequence[tuple[_Secondary, TarSample]],
+    convert: Callable[[_FieldReader, Fields], dict[str, Any]],
+    partners: Sequence[tuple[_JoinedFolder, TarSample]],
 ) -> dict[str, Any] | str:
     try:
         more: dict[str, Any] = {}
         for other, partner in partners:
-            more |= other.values(partner)
-        return convert(_Access(path, sample), more)
+            more |= other.sample_fields(partner)
+        return convert(_FieldReader(path, sample), more)
     except (DataError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         message = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         return f"{sample.shard}/{sample.key}: {message}"
 
 
-class _Access:
+class _FieldReader:
     """Values of a sample by the paths of a field map: `jpg`, `json[0][value]`, `jpg,png` (the first that is there)."""
 
     def __init__(self, path: str, sample: TarSample) -> None:
@@ -200,7 +206,7 @@ class _Access:
         """
         member = self.sample.members[name.lower()]
         if name not in self._read:
-            kind = member.kind
+            kind = member.suffix
             if kind in _IMAGES:
                 self._read[name] = member
             elif kind in ("json", "jsn"):
@@ -218,66 +224,66 @@ class _Access:
             file.seek(member.offset)
             return file.read(member.size)
 
-    def sequence(self, path: str) -> list[Any]:
+    def interleaved_items(self, path: str) -> list[Any]:
         """Images and texts in turn: a JSON list of texts and of names of members, or of objects with a type (text, image) and a value."""
         items = self(path)
         if not isinstance(items, list):
             raise DataError("a sequence is a list of texts and of names of images")
-        images = {name: member for name, member in self.sample.members.items() if member.kind in _IMAGES}
+        images = {name: member for name, member in self.sample.members.items() if member.suffix in _IMAGES}
         result: list[Any] = []
         for item in items:
             kind, value = (item.get("type"), item.get("value")) if isinstance(item, Mapping) else (None, item)
             member = images.get(str(value).lower())
             if kind == "image" and member is None:
                 raise DataError(f"it has no image {value}; it has {', '.join(images)}")
-            result.append(_text(value) if member is None or kind == "text" else member)
+            result.append(_require_text(value) if member is None or kind == "text" else member)
         return result
 
     def images(self) -> list[str]:
         """All images, in order."""
-        return [member.name for member in self.sample.members.values() if member.kind in _IMAGES]
+        return [member.name for member in self.sample.members.values() if member.suffix in _IMAGES]
 
 
-def _image(value: Any) -> str:
+def _image_name(value: Any) -> str:
     if not isinstance(value, Member):
         raise DataError("the field of the image is no image")
     return value.name
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if not isinstance(value, str):
         raise DataError(f"a {type(value).__name__} stands where a text is expected")
     return value.strip()
 
 
-def _pair(fields: Fields, question: str, answer: str) -> dict[str, Any]:
+def _question_answer_row(fields: Fields, question: str, answer: str) -> dict[str, Any]:
     """A row of one question and its answer, the image first unless the question says where it is."""
     question_text = question if IMAGE in question else f"{IMAGE}\n{question}"
     turns = [{"from": "human", "value": question_text}, {"from": "gpt", "value": answer}]
-    return {"image": _image(fields["image"]), "conversations": turns}
+    return {"image": _image_name(fields["image"]), "conversations": turns}
 
 
-def _vqa(fields: Fields) -> dict[str, Any]:
+def _vqa_row(fields: Fields) -> dict[str, Any]:
     answers, weights = fields["answers"], fields.get("answer_weights")
     if isinstance(answers, list):  # the heaviest, the first of equals
         known = [float(weight) for weight in weights] if isinstance(weights, list) else [1.0] * len(answers)
         answers = answers[max(range(len(answers)), key=lambda place: known[place])]
-    return _pair(fields, _text(fields["context"]), _text(answers))
+    return _question_answer_row(fields, _require_text(fields["context"]), _require_text(answers))
 
 
-def _choice(fields: Fields) -> dict[str, Any]:
+def _multiple_choice_row(fields: Fields) -> dict[str, Any]:
     options = list(zip(_LETTERS, fields["choices"]))
-    listed = "\n".join(f"{letter}. {_text(choice)}" for letter, choice in options)
-    question = f"{_text(fields['context'])}\n{listed}\nAnswer with the option's letter from the given choices directly."
-    return _pair(fields, question, options[int(fields["correct_choice_idx"])][0])
+    listed = "\n".join(f"{letter}. {_require_text(choice)}" for letter, choice in options)
+    question = f"{_require_text(fields['context'])}\n{listed}\nAnswer with the option's letter from the given choices directly."
+    return _question_answer_row(fields, question, options[int(fields["correct_choice_idx"])][0])
 
 
-def _turns(fields: Fields) -> dict[str, Any]:
+def _conversation_row(fields: Fields) -> dict[str, Any]:
     images = fields["images"] if isinstance(fields["images"], list) else [fields["images"]]
-    return {"image": [_image(image) for image in images], "conversations": fields["texts"]}
+    return {"image": [_image_name(image) for image in images], "conversations": fields["texts"]}
 
 
-def _interleaved(fields: Fields) -> dict[str, Any]:
+def _interleaved_row(fields: Fields) -> dict[str, Any]:
     """Images and texts in turn: each text is an answer, before which the images since the last one are shown."""
     turns: list[dict[str, str]] = []
     images: list[str] = []
@@ -287,26 +293,29 @@ def _interleaved(fields: Fields) -> dict[str, Any]:
             images.append(item.name)
             marks += IMAGE
         else:
-            turns += [{"from": "human", "value": marks}, {"from": "gpt", "value": _text(item)}]
+            turns += [{"from": "human", "value": marks}, {"from": "gpt", "value": _require_text(item)}]
             marks = ""
     return {"image": images[: len(images) - marks.count(IMAGE)], "conversations": turns}
 
 
 # What each kind of sample must have, may have, and says. Kinds whose images are tensors of a script's own making are not here.
 _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]] = {
-    "Captioning": (("image", "caption"), lambda fields: _pair(fields, "", _text(fields["caption"]))),
-    "VQA": (("image", "context", "answers"), _vqa),
+    "Captioning": (
+        ("image", "caption"),
+        lambda fields: _question_answer_row(fields, "", _require_text(fields["caption"])),
+    ),
+    "VQA": (("image", "context", "answers"), _vqa_row),
     "OCR": (
         ("image", "text"),
-        lambda fields: _pair(fields, "Transcribe the text in the image.", _text(fields["text"])),
+        lambda fields: _question_answer_row(fields, "Transcribe the text in the image.", _require_text(fields["text"])),
     ),
-    "MultiChoiceVQA": (("image", "context", "choices", "correct_choice_idx"), _choice),
-    "SimilarityInterleaved": (("images", "texts"), _turns),
-    "Interleaved": (("sequence",), _interleaved),
+    "MultiChoiceVQA": (("image", "context", "choices", "correct_choice_idx"), _multiple_choice_row),
+    "SimilarityInterleaved": (("images", "texts"), _conversation_row),
+    "Interleaved": (("sequence",), _interleaved_row),
 }
 
 
-def _crude(access: _Access, more: Fields) -> dict[str, Any]:
+def _crude_sample_row(access: _FieldReader, more: Fields) -> dict[str, Any]:
     """A sample without a field map: turns in its JSON, or a text, which is the caption."""
     images = access.images()
     for name in access.sample.members:
@@ -319,7 +328,7 @@ def _crude(access: _Access, more: Fields) -> dict[str, Any]:
     raise DataError("it has no conversations and no text")
 
 
-def _field_map(part: EnergonPart) -> dict[str, str]:
+def _read_field_map(part: EnergonPart) -> dict[str, str]:
     """Where the fields of samples are, as dataset.yaml says; `DataError` where code would say it."""
     content = part.description
     if content.get("sample_loader"):
@@ -333,23 +342,23 @@ def _field_map(part: EnergonPart) -> dict[str, str]:
     )
 
 
-def _converter(part: EnergonPart) -> Callable[[_Access, Fields], dict[str, Any]]:
+def _row_converter(part: EnergonPart) -> Callable[[_FieldReader, Fields], dict[str, Any]]:
     """From a sample and the fields that a join adds to a row, as dataset.yaml says."""
     content, where = part.description, f"{part.folder}/{META}/dataset.yaml"
     kind = part.kind or content.get("sample_type", content)
     name = re.sub(r"(Sample|Webdataset)$", "", str(kind.get("__class__", "") if isinstance(kind, Mapping) else kind))
-    known = _field_map(part)
+    known = _read_field_map(part)
     if name == "Crude" and not part.joined:
-        return _crude
+        return _crude_sample_row
     if name not in _KINDS:
         raise DataError(f"{where}: samples of the kind {name!r} are not read; kinds are {', '.join(_KINDS)}, Crude")
     needed, convert = _KINDS[name]
     if not part.joined and not known.keys() >= set(needed):
         raise DataError(f"{where}: a field_map with {', '.join(needed)} is needed for {name}")
 
-    def values(access: _Access, more: Fields) -> dict[str, Any]:
+    def values(access: _FieldReader, more: Fields) -> dict[str, Any]:
         result = {
-            field: access.sequence(path) if field == "sequence" else access(path)
+            field: access.interleaved_items(path) if field == "sequence" else access(path)
             for field, path in known.items()
             if field not in more and (field in needed or field == "answer_weights")
         } | dict(more)

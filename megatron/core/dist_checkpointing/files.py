@@ -1,6 +1,6 @@
 """All file system operations of saving, loading and deleting checkpoints.
 
-`DISK` performs them. Tests replace it by another `Files`: one that fails, is slow or full, or that knows what would
+`DISK` performs them. Tests replace it by another `FileSystem`: one that fails, is slow or full, or that knows what would
 remain after a power failure at any moment. Every failure is an `OSError`. Needs no torch.
 """
 
@@ -53,7 +53,7 @@ class ReadableFile(Protocol):
         """Close the file."""
 
 
-class Files(Protocol):
+class FileSystem(Protocol):
     """A file system."""
 
     def make_folder(self, path: Path, *, durable: bool) -> None:
@@ -99,7 +99,7 @@ class Disk:
     """The file system of this machine."""
 
     def make_folder(self, path: Path, *, durable: bool) -> None:
-        """See `Files`."""
+        """See `FileSystem`."""
         if path.is_dir():
             return
         if not path.parent.is_dir():
@@ -109,24 +109,24 @@ class Disk:
             self.sync_folder(path.parent)
 
     def list(self, path: Path) -> list[FolderEntry]:
-        """See `Files`."""
+        """See `FileSystem`."""
         with os.scandir(path) as entries:
             return sorted(FolderEntry(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries)
 
     def size(self, path: Path) -> int:
-        """See `Files`."""
+        """See `FileSystem`."""
         return path.stat().st_size
 
     def create(self, path: Path) -> WritableFile:
-        """See `Files`."""
+        """See `FileSystem`."""
         return _DiskFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
 
     def open(self, path: Path) -> ReadableFile:
-        """See `Files`."""
+        """See `FileSystem`."""
         return _DiskFile(_open_file(path))
 
     def map(self, path: Path) -> memoryview:
-        """See `Files`."""
+        """See `FileSystem`."""
         file = _open_file(path)
         try:
             if not os.fstat(file).st_size:
@@ -136,7 +136,7 @@ class Disk:
             os.close(file)
 
     def fetch(self, content: memoryview, start: int, length: int) -> None:
-        """See `Files`. On systems without support, pages are read when they are accessed."""
+        """See `FileSystem`. On systems without support, pages are read when they are accessed."""
         if not length or not advise_range(content, start, length, POPULATE_READ):
             return
         number = ctypes.get_errno()
@@ -145,11 +145,11 @@ class Disk:
             raise OSError(number, os.strerror(number))
 
     def rename(self, path: Path, to: Path) -> None:
-        """See `Files`."""
+        """See `FileSystem`."""
         os.rename(path, to)
 
     def link(self, path: Path, to: Path) -> None:
-        """See `Files`."""
+        """See `FileSystem`."""
         made = path.with_suffix(".tmp")
         if os.path.lexists(made):
             os.unlink(made)
@@ -157,15 +157,15 @@ class Disk:
         os.rename(made, path)
 
     def remove(self, path: Path) -> None:
-        """See `Files`."""
+        """See `FileSystem`."""
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        """See `Files`."""
+        """See `FileSystem`."""
         os.rmdir(path)
 
     def sync_folder(self, path: Path) -> None:
-        """See `Files`."""
+        """See `FileSystem`."""
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -236,14 +236,14 @@ def write_all(file: WritableFile, content: memoryview) -> None:
         done += taken
 
 
-def write_file(files: Files, path: Path, content: bytes) -> None:
+def write_file(files: FileSystem, path: Path, content: bytes) -> None:
     """Write a whole file and make its content (not its name) durable."""
     with closing(files.create(path)) as file:
         write_all(file, memoryview(content))
         file.sync()
 
 
-def read_file(files: Files, path: Path) -> bytes:
+def read_file(files: FileSystem, path: Path) -> bytes:
     """Return the content of a small file."""
     content = bytearray(files.size(path))
     with closing(files.open(path)) as file:
@@ -256,7 +256,7 @@ def read_file(files: Files, path: Path) -> bytes:
     return bytes(content[:done])
 
 
-def remove_tree(files: Files, path: Path) -> None:
+def remove_tree(files: FileSystem, path: Path) -> None:
     """Delete a folder and its content. Links are deleted, not followed."""
     for entry in files.list(path):
         if entry.is_folder and not entry.is_link:

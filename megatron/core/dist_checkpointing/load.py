@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from megatron.core.dist_checkpointing.files import DISK, Files
+from megatron.core.dist_checkpointing.files import DISK, FileSystem
 from megatron.core.dist_checkpointing.memory import copy_all
 from megatron.core.dist_checkpointing.plan import sharded_tensors
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
@@ -81,7 +81,7 @@ def verify(source: SavedCheckpoint, axis: Axis = _ALONE) -> list[str]:
 
 
 def open_valid(
-    steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: bool = True, files: Files = DISK
+    steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: bool = True, files: FileSystem = DISK
 ) -> tuple[SavedCheckpoint, list[str]]:
     """Open the first valid checkpoint of `steps`; returns it and the problems of those before it, the same on all
     ranks.
@@ -103,7 +103,7 @@ def open_valid(
     raise CheckpointError("no checkpoint is sound", refused)
 
 
-def _open_on_all_ranks(step: SavedStep, axis: Axis, files: Files) -> tuple[SavedCheckpoint | None, list[str]]:
+def _open_on_all_ranks(step: SavedStep, axis: Axis, files: FileSystem) -> tuple[SavedCheckpoint | None, list[str]]:
     """Open a checkpoint on every rank of the axis; returns it and its problems, the same on all ranks."""
     saved, problems = None, tuple[str, ...]()
     try:

@@ -49,7 +49,7 @@ def sharded_tensors(state: Tree) -> dict[str, ShardedTensor]:
     return {name: value for name, value in result.items() if isinstance(value, ShardedTensor)}
 
 
-def values_of(state: Tree) -> Tree:
+def non_tensor_values(state: Tree) -> Tree:
     """Return the entries of a tree that are not tensors."""
     return {name: value for name, value in state.items() if not isinstance(value, (Tensor, ShardedTensor))}
 
@@ -75,7 +75,7 @@ def assign_writers(ranks: Sequence[Sequence[WriteCandidate]]) -> list[list[Write
     for rank, mine in enumerate(ranks):
         for offer in mine:
             holders.setdefault(offer, []).append(rank)
-    _demand_whole(list(holders))
+    _require_full_coverage(list(holders))
     loads: list[int] = [0] * len(ranks)
     shares: list[list[WriteCandidate]] = [[] for _ in ranks]
     # What only one rank holds comes first; then the largest first, which evens out best.
@@ -86,7 +86,7 @@ def assign_writers(ranks: Sequence[Sequence[WriteCandidate]]) -> list[list[Write
     return [sorted(share, key=lambda one: (-WIDTHS[one.dtype], one)) for share in shares]
 
 
-def tensor_of(offer: WriteCandidate, tensors: dict[str, ShardedTensor]) -> Tensor:
+def tensor_for_box(offer: WriteCandidate, tensors: dict[str, ShardedTensor]) -> Tensor:
     """Return this rank's tensor for a box that it is to write; it has the shape of the box (any shape)."""
     return next(tensor for box, tensor in tensors[offer.name].pieces if box == offer.box)
 
@@ -134,7 +134,7 @@ def manifest_entries(
     return files, tensors
 
 
-def _demand_whole(offers: Sequence[WriteCandidate]) -> None:
+def _require_full_coverage(offers: Sequence[WriteCandidate]) -> None:
     held: dict[str, int] = {}
     for offer in offers:
         held[offer.name] = held.get(offer.name, 0) + offer.box.size

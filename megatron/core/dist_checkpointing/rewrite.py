@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan, shard, store
-from megatron.core.dist_checkpointing.files import DISK, Files
+from megatron.core.dist_checkpointing.files import DISK, FileSystem
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
 from megatron.core.dist_checkpointing.plan import WriteCandidate
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.source import Source, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.parallel.boxes import Box, whole_box
 
@@ -27,8 +27,8 @@ class CastSource:
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self.where, self.values, self.settings = source.where, source.values, source.settings
-        self.formats: Mapping[str, Format] = {
-            name: Format(one.shape, dtype) if name.startswith("model.") and not name.endswith(_WIDE) else one
+        self.formats: Mapping[str, TensorFormat] = {
+            name: TensorFormat(one.shape, dtype) if name.startswith("model.") and not name.endswith(_WIDE) else one
             for name, one in source.formats.items()
         }
         self._source = source
@@ -58,7 +58,7 @@ def rewrite(
     settings: Mapping[str, Any],
     num_files: int = 1,
     world_size: int = 1,
-    files: Files = DISK,
+    files: FileSystem = DISK,
 ) -> Path:
     """Write every tensor and value of a source into SAVE `folder`, as the checkpoint of an iteration. Returns its
     folder.
@@ -102,7 +102,14 @@ def rewrite(
 
 
 def _write_shard(
-    folder: Path, rank: int, share: Sequence[WriteCandidate], source: Source, *, save: str, iteration: int, files: Files
+    folder: Path,
+    rank: int,
+    share: Sequence[WriteCandidate],
+    source: Source,
+    *,
+    save: str,
+    iteration: int,
+    files: FileSystem,
 ) -> list[str]:
     if not share:
         return []

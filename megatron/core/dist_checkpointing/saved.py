@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import shard
-from megatron.core.dist_checkpointing.files import DISK, Files, read_file
+from megatron.core.dist_checkpointing.files import DISK, FileSystem, read_file
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredShard, is_file_name, parse_manifest, shard_key
 from megatron.core.dist_checkpointing.shard import Range
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import (
     COMMIT,
     CONFIG,
@@ -58,7 +58,7 @@ class SavedCheckpoint:
     """An opened checkpoint. commit: its commit record; description: the run that wrote it; manifest: its shards."""
 
     def __init__(
-        self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: Files
+        self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: FileSystem
     ) -> None:
         self.folder, self.where, self.commit, self.description, self.manifest = (
             folder,
@@ -68,7 +68,9 @@ class SavedCheckpoint:
             manifest,
         )
         self.values: Mapping[str, Any] = manifest.values
-        self.formats = {name: Format(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()}
+        self.formats = {
+            name: TensorFormat(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()
+        }
         self.settings = migrate_settings(description.values, self.formats, self.where)
         self._files = files
         self._maps: dict[str, memoryview] = {}
@@ -148,7 +150,7 @@ class SavedCheckpoint:
         return torch.frombuffer(content, dtype=dtype, offset=piece.start, count=piece.box.size).view(piece.box.shape)
 
 
-def open_saved(folder: str | Path, *, files: Files = DISK) -> SavedCheckpoint:
+def open_saved(folder: str | Path, *, files: FileSystem = DISK) -> SavedCheckpoint:
     """Open a committed folder. Raises `CheckpointError` with all problems that show without reading tensors."""
     folder = Path(folder)
     commit = read_commit(folder, files=files)
@@ -163,7 +165,7 @@ def open_saved(folder: str | Path, *, files: Files = DISK) -> SavedCheckpoint:
         if (manifest.save, manifest.iteration) != (commit.save, commit.iteration):
             problems.append(f"{folder / MANIFEST} belongs to another save, of iteration {manifest.iteration}")
     except CheckpointError as error:
-        problems.append(_of_another_save(folder, str(error), commit, files))
+        problems.append(_stale_manifest_message(folder, str(error), commit, files))
     if manifest is not None:
         problems += _wrong_files(folder, manifest, files)
     if problems or description is None or manifest is None:
@@ -190,7 +192,7 @@ def migrate_settings(settings: Mapping[str, Any], names: Collection[str], where:
     return {**settings, "qk_layernorm": True, "rotary_interleaved": False}
 
 
-def _of_another_save(folder: Path, complaint: str, commit: Commit, files: Files) -> str:
+def _stale_manifest_message(folder: Path, complaint: str, commit: Commit, files: FileSystem) -> str:
     """Return the message about a manifest that is not the committed one; it says so if the manifest is of an older
     save.
     """
@@ -203,7 +205,7 @@ def _of_another_save(folder: Path, complaint: str, commit: Commit, files: Files)
     return f"{folder / MANIFEST} is stale: it belongs to another save, of iteration {other.iteration}"
 
 
-def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
+def _wrong_files(folder: Path, manifest: Manifest, files: FileSystem) -> list[str]:
     """Return the problems of data files: missing, superfluous, or of a wrong size."""
     try:
         there = {entry.name for entry in files.list(folder)}
@@ -228,7 +230,7 @@ def _wrong_files(folder: Path, manifest: Manifest, files: Files) -> list[str]:
     return problems
 
 
-def unknown_files(saved: SavedCheckpoint, *, files: Files = DISK) -> list[str]:
+def unknown_files(saved: SavedCheckpoint, *, files: FileSystem = DISK) -> list[str]:
     """Return names in a checkpoint's folder that are not its files. They do no harm."""
     known = {COMMIT, MANIFEST, CONFIG, *saved.manifest.files}
     return [entry.name for entry in files.list(saved.folder) if entry.name not in known]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan, shard, store
-from megatron.core.dist_checkpointing.files import DISK, Files
+from megatron.core.dist_checkpointing.files import DISK, FileSystem
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
 from megatron.core.dist_checkpointing.memory import allocate_host_memory, bytes_of, copy_all
@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import synchronize
-from megatron.core.parallel.late_reduction import LateReduction
+from megatron.core.parallel.late_reduction import DeferredReduction
 from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
@@ -170,7 +170,7 @@ class Saver:
         *,
         rules: SaveRules = SaveRules(),
         device: torch.device = torch.device("cpu"),
-        files: Files = DISK,
+        files: FileSystem = DISK,
         lock: FolderLock | None = None,
     ) -> None:
         """Prepare saving. lock: an acquired lock, which the first rank checks; None: no other job knows the folder."""
@@ -183,7 +183,7 @@ class Saver:
         self._notes: list[str] = []
         # How many jobs of all saves each rank has ended: a late answer is about the job it was asked for, or an earlier one.
         self._jobs = 0
-        self._ended_jobs = LateReduction(axis, device, "min", first=0)
+        self._ended_jobs = DeferredReduction(axis, device, "min", first=0)
 
     @property
     def is_busy(self) -> bool:
@@ -217,9 +217,9 @@ class Saver:
         if lost is not None:
             raise lost
         share = shares[self.axis.rank]
-        sources = [plan.tensor_of(offer, tensors).detach() for offer in share]
+        sources = [plan.tensor_for_box(offer, tensors).detach() for offer in share]
         # Values that change later must not leak in either.
-        values = json.loads(json.dumps(plan.values_of(state))) if self.axis.is_first else {}
+        values = json.loads(json.dumps(plan.non_tensor_values(state))) if self.axis.is_first else {}
         copied = threading.Event()
         contents = self._contents_writer(sources, copied, later=until_staged)
         job = BackgroundJob(lambda: self._write_rank_file(iteration, save, share, contents), in_background=self._copies)
@@ -245,7 +245,7 @@ class Saver:
         """
         if not self._copies:
             copied.set()
-            return lambda: _in_place(sources)
+            return lambda: _tensor_bytes(sources)
         if not later:
             taken = self._snapshot.copy_to_host(sources)
             copied.set()
@@ -417,7 +417,7 @@ def save(
     description: Description,
     axis: Axis = _ALONE,
     *,
-    files: Files = DISK,
+    files: FileSystem = DISK,
 ) -> Path:
     """Save a tree into SAVE `folder` synchronously; returns the checkpoint's folder. Raises `CheckpointError` on all
     ranks.
@@ -433,7 +433,7 @@ def save(
     return outcome.folder
 
 
-def _in_place(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+def _tensor_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """Yield the tensors' bytes without a copy if they are contiguous in host memory, else through a temporary copy of
     one tensor.
     """

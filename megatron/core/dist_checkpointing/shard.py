@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron.core.dist_checkpointing.files import Files, write_all
+from megatron.core.dist_checkpointing.files import FileSystem, write_all
 from megatron.core.dist_checkpointing.manifest import WIDTHS
 from megatron.core.dist_checkpointing.store import hash_of
 
@@ -69,7 +69,7 @@ def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(files: Files, path: Path, header: bytes, contents: Iterable[memoryview]) -> list[str]:
+def write_shard(files: FileSystem, path: Path, header: bytes, contents: Iterable[memoryview]) -> list[str]:
     """Write a file and make it durable. Returns the hashes of its header and of every content, computed from memory."""
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher, closing(files.create(path)) as file:
         hashes = [hasher.submit(hash_of, header)]
@@ -82,7 +82,7 @@ def write_shard(files: Files, path: Path, header: bytes, contents: Iterable[memo
 
 
 def verify_ranges(
-    files: Files,
+    files: FileSystem,
     folder: Path,
     ranges: Sequence[Range],
     *,
@@ -121,7 +121,7 @@ def verify_ranges(
     return _file_problems(files, folder, bad, save)
 
 
-def _file_problems(files: Files, folder: Path, bad: Sequence[tuple[Range, str]], save: str) -> list[str]:
+def _file_problems(files: FileSystem, folder: Path, bad: Sequence[tuple[Range, str]], save: str) -> list[str]:
     """Return the problems of each file: that it belongs to another save, or its first damaged ranges."""
     problems = []
     for name in sorted({one.file for one, _ in bad}):
@@ -136,7 +136,7 @@ def _file_problems(files: Files, folder: Path, bad: Sequence[tuple[Range, str]],
     return problems
 
 
-def _range_problem(files: Files, content: memoryview, one: Range) -> str:
+def _range_problem(files: FileSystem, content: memoryview, one: Range) -> str:
     """Return why a range of a file is invalid, or ""."""
     result, stop = xxhash.xxh3_128(), one.start + one.length
     if stop > len(content):
@@ -157,7 +157,7 @@ def _read_error_text(error: OSError) -> str:
     return f"cannot be read: {error.strerror or error}"
 
 
-def describe_foreign_file(files: Files, folder: Path, name: str, *, save: str) -> str:
+def describe_foreign_file(files: FileSystem, folder: Path, name: str, *, save: str) -> str:
     """Return which save a file with an unexpected header belongs to; "" if it does not tell."""
     try:
         with closing(files.open(folder / name)) as file:

@@ -18,7 +18,7 @@ from megatron.core.parallel.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class TensorFormat:
     """Global shape and dtype of a checkpoint's tensor."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Source(Protocol):
         """Name for messages, usually a path."""
 
     @property
-    def formats(self) -> Mapping[str, Format]:
+    def formats(self) -> Mapping[str, TensorFormat]:
         """Name -> dtype and shape."""
 
     @property

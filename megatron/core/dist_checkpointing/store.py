@@ -38,7 +38,7 @@ import xxhash
 from megatron.core.config.flags import flag_fields, refuse
 from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.files import DISK, Files, read_file, remove_tree, write_file
+from megatron.core.dist_checkpointing.files import DISK, FileSystem, read_file, remove_tree, write_file
 
 FORMAT_VERSION = 2
 TRACKER, BEST = "latest_checkpointed_iteration.txt", "best"
@@ -181,7 +181,7 @@ def _not_writable_error(folder: str | Path, reason: str) -> str:
     return f"--save {folder} cannot be written: {reason}; give a folder that this user may write"
 
 
-def scan_folder(folder: str | Path, *, files: Files = DISK) -> FolderScan:
+def scan_folder(folder: str | Path, *, files: FileSystem = DISK) -> FolderScan:
     """Return everything in a folder that is named like a checkpoint; empty if there is no folder."""
     steps, damaged = [], []
     for iteration, path in _checkpoint_folders(folder, files):
@@ -206,7 +206,7 @@ def newest_iteration(folder: str | Path) -> int | None:
     return next((step.iteration for step in scan_folder(folder).steps), None)
 
 
-def tracker_iteration(folder: str | Path, *, files: Files = DISK) -> int | None:
+def tracker_iteration(folder: str | Path, *, files: FileSystem = DISK) -> int | None:
     """Return the iteration that the tracker file names, if any."""
     try:
         return int(read_file(files, Path(folder) / TRACKER))
@@ -215,7 +215,7 @@ def tracker_iteration(folder: str | Path, *, files: Files = DISK) -> int | None:
 
 
 def candidates(
-    folder: str | Path, step: int | None = None, *, required: int | None = None, files: Files = DISK
+    folder: str | Path, step: int | None = None, *, required: int | None = None, files: FileSystem = DISK
 ) -> list[SavedStep]:
     """Return the checkpoints to try to load, newest first; empty in a folder without checkpoints.
 
@@ -225,7 +225,7 @@ def candidates(
     result = scan_folder(folder, files=files)
     if step is None and required is None:
         if not result.steps:
-            _demand_empty(folder, [text for _, text in result.damaged], files)
+            _require_no_lost_checkpoints(folder, [text for _, text in result.damaged], files)
         return list(result.steps)
     tried = result.steps[:1] if step is None else result.steps
     if chosen := [one for one in tried if one.iteration == (required if step is None else step)]:
@@ -240,7 +240,7 @@ def candidates(
     raise CheckpointError(f"{lacking}; it has: {', '.join(map(str, iterations)) or 'none'}", complaints)
 
 
-def _demand_empty(folder: str | Path, damaged: Sequence[str], files: Files) -> None:
+def _require_no_lost_checkpoints(folder: str | Path, damaged: Sequence[str], files: FileSystem) -> None:
     """Raise `CheckpointError` if a folder without complete checkpoints once had some."""
     if damaged:
         raise CheckpointError(f"{folder} holds no complete checkpoint", damaged)
@@ -261,7 +261,7 @@ def temporary_folder(folder: str | Path, iteration: int, save: str) -> Path:
     return iteration_folder(folder, iteration).with_suffix(f".{save[:8]}.tmp")
 
 
-def begin_save(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> Path:
+def begin_save(folder: str | Path, iteration: int, save: str, *, files: FileSystem = DISK) -> Path:
     """Create the temporary folder of a save; every rank may call it."""
     made = temporary_folder(folder, iteration, save)
     try:
@@ -272,7 +272,7 @@ def begin_save(folder: str | Path, iteration: int, save: str, *, files: Files = 
     return made
 
 
-def clean_up(folder: str | Path, *, save: str = "", files: Files = DISK) -> None:
+def clean_up(folder: str | Path, *, save: str = "", files: FileSystem = DISK) -> None:
     """Delete the remains of interrupted saves and deletions; restore a former checkpoint if the new one is missing.
 
     save: id of the save in progress, whose files stay.
@@ -304,7 +304,7 @@ def commit(
     manifest: bytes,
     sizes: Mapping[str, int],
     description: Description,
-    files: Files = DISK,
+    files: FileSystem = DISK,
 ) -> tuple[SavedStep, str]:
     """Declare the save of `iteration` complete: it becomes the newest checkpoint.
 
@@ -348,7 +348,7 @@ def commit(
     return SavedStep(target, done), ""
 
 
-def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
+def _demand_sizes(made: Path, sizes: Mapping[str, int], files: FileSystem) -> None:
     """Raise CheckpointError if a folder lacks files that its ranks have written."""
     there = {entry.name for entry in files.list(made) if not entry.is_folder}
     result = {name: files.size(made / name) if name in there else None for name in sizes}
@@ -363,7 +363,7 @@ def _demand_sizes(made: Path, sizes: Mapping[str, int], files: Files) -> None:
         )
 
 
-def abandon_save(folder: str | Path, iteration: int, save: str, *, files: Files = DISK) -> None:
+def abandon_save(folder: str | Path, iteration: int, save: str, *, files: FileSystem = DISK) -> None:
     """Give up a save and delete its files, as far as possible."""
     try:
         remove_tree(files, temporary_folder(folder, iteration, save))
@@ -371,7 +371,7 @@ def abandon_save(folder: str | Path, iteration: int, save: str, *, files: Files 
         pass  # it is inert, and the next save tries again
 
 
-def linked_best(folder: str | Path, *, files: Files = DISK) -> int | None:
+def linked_best(folder: str | Path, *, files: FileSystem = DISK) -> int | None:
     """Return the iteration that the link to the best checkpoint leads to; None where it leads to no complete one."""
     try:
         return read_commit(Path(folder) / BEST, files=files).iteration
@@ -379,7 +379,7 @@ def linked_best(folder: str | Path, *, files: Files = DISK) -> int | None:
         return None
 
 
-def link_best(folder: str | Path, iteration: int, *, files: Files = DISK) -> str:
+def link_best(folder: str | Path, iteration: int, *, files: FileSystem = DISK) -> str:
     """Let the link to the best checkpoint lead to that of an iteration, if it is complete. Returns a problem, usually ""."""
     target = iteration_folder(folder, iteration)
     if linked_best(folder, files=files) == iteration or not any(
@@ -401,7 +401,7 @@ def expired_checkpoints(
     interval: int | None,
     keep_last: int | None,
     best: int | None = None,
-    files: Files = DISK,
+    files: FileSystem = DISK,
 ) -> list[SavedStep]:
     """Return the older checkpoints to delete when iteration `saved` is committed: those that no retention rule keeps.
     Links are kept.
@@ -427,7 +427,7 @@ def expired_checkpoints(
     ]
 
 
-def delete_checkpoints(folder: str | Path, steps: Sequence[SavedStep], *, files: Files = DISK) -> str:
+def delete_checkpoints(folder: str | Path, steps: Sequence[SavedStep], *, files: FileSystem = DISK) -> str:
     """Delete checkpoints. Returns why some could not be deleted, usually "": that is no reason for a run to end."""
     complaints = []
     for step in steps:
@@ -438,7 +438,7 @@ def delete_checkpoints(folder: str | Path, steps: Sequence[SavedStep], *, files:
     return "; ".join(complaints)
 
 
-def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
+def read_commit(folder: Path, *, files: FileSystem = DISK) -> Commit:
     """Return the commit of a checkpoint's folder. Raises `CheckpointError` if it is missing or damaged."""
     path = folder / COMMIT
     try:
@@ -472,7 +472,7 @@ def read_commit(folder: Path, *, files: Files = DISK) -> Commit:
     return result
 
 
-def read_committed(folder: Path, name: str, committed: FileSizeAndHash, *, files: Files = DISK) -> dict[str, Any]:
+def read_committed(folder: Path, name: str, committed: FileSizeAndHash, *, files: FileSystem = DISK) -> dict[str, Any]:
     """Return the object in a JSON file whose hash is in commit.txt."""
     path = folder / name
     try:
@@ -495,7 +495,7 @@ def read_committed(folder: Path, name: str, committed: FileSizeAndHash, *, files
     return value
 
 
-def describe(folder: str | Path, *, files: Files = DISK) -> Description:
+def describe(folder: str | Path, *, files: FileSystem = DISK) -> Description:
     """Return the description of a committed folder, from its config.json."""
     folder = Path(folder)
     config = read_committed(folder, CONFIG, read_commit(folder, files=files).config, files=files)
@@ -534,18 +534,18 @@ def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, An
     )
 
 
-def bytes_in(folder: str | Path, *, files: Files = DISK) -> int:
+def bytes_in(folder: str | Path, *, files: FileSystem = DISK) -> int:
     """Return the size of a checkpoint on disk in bytes."""
     return sum(files.size(Path(folder) / entry.name) for entry in files.list(Path(folder)) if not entry.is_folder)
 
 
-def _checkpoint_folders(folder: str | Path, files: Files) -> list[tuple[int, Path]]:
+def _checkpoint_folders(folder: str | Path, files: FileSystem) -> list[tuple[int, Path]]:
     """Return (iteration, path) of everything named like a checkpoint."""
     result = [(_STEP.fullmatch(entry.name), entry) for entry in _list_folder(folder, files) if entry.is_folder]
     return [(int(match[1]), Path(folder) / entry.name) for match, entry in result if match]
 
 
-def _list_folder(folder: str | Path, files: Files) -> list[Any]:
+def _list_folder(folder: str | Path, files: FileSystem) -> list[Any]:
     try:
         return files.list(Path(folder))
     except FileNotFoundError:
@@ -554,7 +554,7 @@ def _list_folder(folder: str | Path, files: Files) -> list[Any]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from None
 
 
-def _delete_checkpoint(path: Path, files: Files) -> None:
+def _delete_checkpoint(path: Path, files: FileSystem) -> None:
     """Delete a checkpoint. It is renamed first, so that a partial one is never taken for complete."""
     gone = path.with_suffix(".gone")
     files.rename(path, gone)
@@ -562,7 +562,7 @@ def _delete_checkpoint(path: Path, files: Files) -> None:
     _remove_tree(gone, files)
 
 
-def _remove_tree(path: Path, files: Files) -> None:
+def _remove_tree(path: Path, files: FileSystem) -> None:
     """Delete a folder with its content; of a link or a file, only the name."""
     if any(entry.name == path.name and entry.is_folder and not entry.is_link for entry in files.list(path.parent)):
         remove_tree(files, path)

@@ -72,7 +72,7 @@ def sharded_parameter(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
     """Return the tree entry of a parameter of any shape: its global shape, and the boxes that this rank holds."""
     spec, local, quantized = spec_of(param), param.detach(), quantized_of(param)
     if quantized is not None:
-        receivers = [(box, partial(quantized.put, index)) for index, box in enumerate(quantized.boxes)]
+        receivers = [(box, partial(quantized.quantize_box, index)) for index, box in enumerate(quantized.boxes)]
         return ShardedTensor(spec.shape, param.dtype, receivers=list(receivers))
     return ShardedTensor(
         spec.shape, param.dtype, [(piece.box, local[piece.local.slices()]) for piece in local_shards(spec, mesh)]

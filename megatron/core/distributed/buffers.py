@@ -107,11 +107,11 @@ class Bucket:
         chunk, rank = self.data.numel() // self.axis.size, self.axis.rank if rank is None else rank
         return chunk * rank, chunk * (rank + 1)
 
-    def prepare(self) -> None:
+    def prepare_all_gather(self) -> None:
         """Convert the owned range into the format in which it is gathered; nothing to do for plain weights."""
 
     @property
-    def gathered(self) -> tuple[Tensor, ...]:
+    def all_gather_buffers(self) -> tuple[Tensor, ...]:
         """Return the buffers to all-gather, each [elements of the bucket]."""
         return (self.data,)
 

@@ -72,7 +72,7 @@ class DataParallel:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
                     child.register_forward_pre_hook(self._before_forward)
-        self.refresh()
+        self.refresh_params()
 
     @property
     def whole_params(self) -> list[nn.Parameter]:
@@ -90,7 +90,7 @@ class DataParallel:
         """
         return [segment for bucket in self.buckets if not bucket.holds_values for segment in bucket.segments()]
 
-    def refresh(self) -> None:
+    def refresh_params(self) -> None:
         """Gather parameters again after the owned ranges were written from outside."""
         if not all(bucket.holds_values for bucket in self.buckets):
             self.start_gather()
@@ -134,10 +134,11 @@ class DataParallel:
         for index in reversed(range(len(self.buckets))):
             bucket = self.buckets[index]
             if bucket.sharded:
-                bucket.prepare()
+                bucket.prepare_all_gather()
                 low, high = bucket.owned_range()
                 self._gathering[index] = [
-                    collectives.start_all_gather(buffer, buffer[low:high], bucket.axis) for buffer in bucket.gathered
+                    collectives.start_all_gather(buffer, buffer[low:high], bucket.axis)
+                    for buffer in bucket.all_gather_buffers
                 ]
         if not self.overlap_gather:
             self.finish_gather()

@@ -134,7 +134,7 @@ class LowPrecisionBucket(Bucket):
         return tuple(parts)
 
     @property
-    def gathered(self) -> tuple[Tensor, ...]:
+    def all_gather_buffers(self) -> tuple[Tensor, ...]:
         """Return the quantized values of all weights, uint8 [elements], in one orientation or in both."""
         return (self.data,) if self.turned is self.data else (self.data, self.turned)
 
@@ -149,7 +149,7 @@ class LowPrecisionBucket(Bucket):
                 rounds_to=self.dtype if self.dtype != self.main.dtype else None,
             )
 
-    def prepare(self) -> None:
+    def prepare_all_gather(self) -> None:
         """Quantize this rank's range again. Collective over the axis and, for some recipes, over the ranks that shard
         the weights.
         """
@@ -200,7 +200,7 @@ class LowPrecisionBucket(Bucket):
 
     def _block_maxima(self, matrix: _Matrix, rows: Tensor) -> Tensor:
         return (
-            fp8.largest_of(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_sizes(rows, matrix.held.block)
+            fp8.largest_of(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_amax(rows, matrix.held.block)
         )
 
     def _param_index(self, segment: Segment) -> int:

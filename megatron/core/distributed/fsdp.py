@@ -158,7 +158,7 @@ class FullySharded:
     def start_gather(self) -> None:
         """Nothing to do: layers are gathered when they are needed."""
 
-    def refresh(self) -> None:
+    def refresh_params(self) -> None:
         """Nothing to do after shards were written from outside: layers are gathered when they are needed."""
 
     def finish_gather(self) -> None:

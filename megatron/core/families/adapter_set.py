@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron.core.config.adapters import WHOLE, is_adapter, layer_name, linear_layers
 from megatron.core.config.flags import to_values
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.source import Source, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.registry import model_of
 from megatron.core.parallel.boxes import Box, whole_box
@@ -32,7 +32,7 @@ _LEFT = ("run.tokenizer", "run.progress")  # of a run's values those that weight
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AdapterWeights:
     """One adapter. linear: global name of its layer. part: of a fused matrix, "" all of it. rows: first row of the matrix, and number.
 
     first: A, [r, in], of experts [e, r, in]. second: B, [rows, r], of experts [e, rows, r]. lengths: of rows, [rows], with DoRA.
@@ -63,25 +63,25 @@ class AdapterSet:
 
     where: str
     model: ModelConfig
-    pairs: tuple[Pair, ...]
+    pairs: tuple[AdapterWeights, ...]
     saved: Mapping[str, Tensor]
     base: Mapping[str, Any]
 
 
-def planned_pairs(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], float]]:
+def planned_adapters(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], float]]:
     """(linear layer, part, its rows, scale) of every adapter of a network."""
-    for plan in layer_rows(model):
+    for plan in network_layer_plans(model):
         shapes = linear_layers(model, plan)
         for one in plan.adapters:
             rows = shapes[one.linear].rows(one.part)
             yield f"{layer_name(model, plan)}.{one.linear}", one.part, rows, one.scale
 
 
-def demand_fit(adapters: AdapterSet, model: ModelConfig) -> None:
+def require_matching_network(adapters: AdapterSet, model: ModelConfig) -> None:
     """Refuse adapters of another network: of layers that this one has not, or of matrices of other sizes."""
     shapes = {
         f"{layer_name(model, plan)}.{path}": shape
-        for plan in layer_rows(model)
+        for plan in network_layer_plans(model)
         for path, shape in linear_layers(model, plan).items()
     }
     problems = []
@@ -108,13 +108,13 @@ def read_adapters(source: Source) -> AdapterSet:
         if name.startswith("model.")
     }
     pairs = []
-    for linear, part, rows, scale in planned_pairs(model):
+    for linear, part, rows, scale in planned_adapters(model):
         name = f"{linear}.adapter.pairs.{part or WHOLE}"
         missing = [f"{name}.{one}" for one in ("lora_A", "lora_B") if f"{name}.{one}" not in tensors]
         if missing:
             raise CheckpointError(f"{source.where} lacks adapters that its settings name", missing)
         factors = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
-        pairs.append(Pair(linear, part, rows, *factors, scale, tensors.get(f"{name}.magnitude")))
+        pairs.append(AdapterWeights(linear, part, rows, *factors, scale, tensors.get(f"{name}.magnitude")))
     saved = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
     return AdapterSet(source.where, model, tuple(pairs), saved, dict(source.values[BASE]))
 
@@ -130,8 +130,8 @@ class AdapterSource:
             self._tensors |= {f"model.{pair.name}.lora_A": pair.first, f"model.{pair.name}.lora_B": pair.second}
             if pair.lengths is not None:
                 self._tensors[f"model.{pair.name}.magnitude"] = pair.lengths
-        self.formats: Mapping[str, Format] = {
-            name: Format(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
+        self.formats: Mapping[str, TensorFormat] = {
+            name: TensorFormat(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -148,14 +148,14 @@ class Merged:
         self.values = {
             name: value for name, value in source.values.items() if not name.startswith("run.") or name in _LEFT
         }
-        self.formats: Mapping[str, Format] = {
+        self.formats: Mapping[str, TensorFormat] = {
             name: one for name, one in source.formats.items() if name.startswith("model.")
         }
         self.settings: Mapping[str, Any] = {**source.settings, **to_values(AdapterConfig())}
         self._saved = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
         if adapters.model.reward_head:
             self._take_head(adapters.saved["score.weight"])
-        self._pairs: dict[str, list[Pair]] = {}
+        self._pairs: dict[str, list[AdapterWeights]] = {}
         for pair in adapters.pairs:
             self._pairs.setdefault(f"model.{pair.linear}.weight", []).append(pair)
         if problems := [*self._shape_problems(), *self._unfit_saved()]:
@@ -171,7 +171,7 @@ class Merged:
         """Let the head of a reward model, [1, h], stand in the place of the output layer of the language model that it began with."""
         dtype = self.formats["model.embedding.word_embeddings.weight"].dtype
         kept = {name: one for name, one in self.formats.items() if not name.startswith(f"model.{OUTPUT_LAYER}")}
-        self.formats = {**kept, "model.score.weight": Format(tuple(head.shape), dtype)}
+        self.formats = {**kept, "model.score.weight": TensorFormat(tuple(head.shape), dtype)}
         self.settings = {**self.settings, "reward_head": True}
 
     def _shape_problems(self) -> Iterator[str]:

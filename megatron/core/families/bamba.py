@@ -10,13 +10,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, mlp_rows
-from megatron.core.families.nemotron_h import limits_in, limits_out, mamba_rows
-from megatron.core.families.qwen_next import with_share, without_share
-from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import Keys, passed_through
+from megatron.core.families.llama import (
+    COPIES,
+    SKIPPED,
+    attention_mappings,
+    common_config_keys,
+    mlp_mappings,
+    read_common_keys,
+)
+from megatron.core.families.nemotron_h import mamba_mappings, read_time_step_limits, time_step_limit_key
+from megatron.core.families.qwen_next import partial_rotary_factor_keys, split_partial_rotary_factor
+from megatron.core.families.rules import Family, ParameterMapping, same
+from megatron.core.families.settings import ConfigReader, preserved_keys
 
 _SAYS_NOTHING = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
 _FACTORS = (
@@ -32,7 +39,7 @@ _FACTOR_LISTS = ("ssm_multipliers", "mlp_multipliers")
 _SHARE = 0.5  # of a head that is rotated, where a config does not say
 
 
-def _mamba_in(keys: Keys, inner: int) -> dict[str, Any]:
+def _read_mamba_keys(keys: ConfigReader, inner: int) -> dict[str, Any]:
     """Sizes of the mixers. inner: channels of all heads."""
     keys.one_of("mamba_proj_bias", (False,), False)
     keys.one_of("mamba_conv_bias", (True,), True)
@@ -41,54 +48,54 @@ def _mamba_in(keys: Keys, inner: int) -> dict[str, Any]:
         keys.pop(name)
     for name in ("attention_bias", "mlp_bias"):
         keys.one_of(name, (False,), False)
-    heads, size = keys.whole("mamba_n_heads", 128), keys.pop("mamba_d_head")
+    heads, size = keys.positive_int("mamba_n_heads", 128), keys.pop("mamba_d_head")
     if size not in (None, "auto", inner / heads):
         keys.problems.append(f"mamba_d_head: {size} by {heads} heads is not the {inner} channels of all")
     return {
         "mamba_num_heads": heads,
         "mamba_head_dim": inner // heads or 1,
-        "mamba_num_groups": keys.whole("mamba_n_groups", 1),
-        "mamba_state_dim": keys.whole("mamba_d_state", 256),
-        "mamba_time_step_limit": limits_in(keys),
+        "mamba_num_groups": keys.positive_int("mamba_n_groups", 1),
+        "mamba_state_dim": keys.positive_int("mamba_d_state", 256),
+        "mamba_time_step_limit": read_time_step_limits(keys),
     }
 
 
-def _config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _from_bamba_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     stated = {
         name: value for name, value in config.items() if name != "partial_rotary_factor"
     }  # which the class passes over
-    config, share = without_share(stated, _SHARE)
-    keys = Keys({"rms_norm_eps": 1e-5, **config})
-    settings, attending = common_in(keys), keys.pop("attn_layer_indices") or []
+    config, share = split_partial_rotary_factor(stated, _SHARE)
+    keys = ConfigReader({"rms_norm_eps": 1e-5, **config})
+    settings, attending = read_common_keys(keys), keys.pop("attn_layer_indices") or []
     layers = range(settings["num_layers"])
     return {
         **settings,
-        **_mamba_in(keys, keys.whole("mamba_expand", 2) * settings["hidden_size"]),
+        **_read_mamba_keys(keys, keys.positive_int("mamba_expand", 2) * settings["hidden_size"]),
         "num_layers": 2 * len(layers),
         "hybrid_layer_pattern": "".join("*-" if layer in attending else "M-" for layer in layers),
         "mamba_norm_epsilon": settings["norm_epsilon"],
         "rotary_percent": share,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_bamba_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     if model.rope.rotary_percent != _SHARE:  # for which the class has one word only
         like = {**like, "rope_parameters": like.get("rope_parameters") or {"rope_type": "default"}}
-    hybrid, mixers = model.hybrid, [plan.mixer for plan in layer_rows(model)][::2]
+    hybrid, mixers = model.hybrid, [plan.mixer for plan in network_layer_plans(model)][::2]
     attending = [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]
     inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
     config = {
-        **passed_through(like, *_SAYS_NOTHING),
-        **common_out(model, like),
+        **preserved_keys(like, *_SAYS_NOTHING),
+        **common_config_keys(model, like),
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": attending or like.get("attn_layer_indices"),
-        **_mamba_out(model, like),
+        **_mamba_config_keys(model, like),
         "mamba_expand": inner // model.hidden_size,
     }
-    return config | with_share(config, model, like)
+    return config | partial_rotary_factor_keys(config, model, like)
 
 
-def _mamba_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of the mixers for a config.json."""
     hybrid = model.hybrid
     limited = "time_step_limit" in like or hybrid.mamba_time_step_limit not in ((), (0.0, math.inf))
@@ -102,38 +109,38 @@ def _mamba_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "mamba_d_conv": 4,
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
-        **({"time_step_limit": limits_out(model)} if limited else {}),
+        **({"time_step_limit": time_step_limit_key(model)} if limited else {}),
     }
 
 
-def _falcon_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys({"rms_norm_eps": 1e-5, **config})
+def _from_falcon_h1_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader({"rms_norm_eps": 1e-5, **config})
     keys.one_of("projectors_bias", (False,), False)
     normed, before = keys.boolean("mamba_rms_norm", False), keys.boolean("mamba_norm_before_gate", True)
-    settings = common_in(keys)
-    inner = keys.whole("mamba_d_ssm", keys.whole("mamba_expand", 2) * settings["hidden_size"])
-    factors = {name: keys.real(name, 1.0, positive=True) for name in _FACTORS}
+    settings = read_common_keys(keys)
+    inner = keys.positive_int("mamba_d_ssm", keys.positive_int("mamba_expand", 2) * settings["hidden_size"])
+    factors = {name: keys.non_negative_float(name, 1.0, positive=True) for name in _FACTORS}
     lists = {name: tuple(map(float, keys.pop(name) or ())) for name in _FACTOR_LISTS}
     return {
         **settings,
-        **_mamba_in(keys, inner),
+        **_read_mamba_keys(keys, inner),
         **factors,
         **{name: values if set(values) != {1.0} else () for name, values in lists.items()},
         "parallel_mamba": True,
         "mamba_output_norm": ("before_gate" if before else "after_gate") if normed else "none",
         "mamba_norm_epsilon": settings["norm_epsilon"],
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _falcon_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_falcon_h1_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid, factors = model.hybrid, model.multipliers
     inner, kind = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim, hybrid.mamba_output_norm
     before = like.get("mamba_norm_before_gate", True) if kind == "none" else kind == "before_gate"
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
-        **passed_through(like, *_SAYS_NOTHING, "mamba_expand"),
-        **common_out(model, like),
-        **_mamba_out(model, like),
+        **preserved_keys(like, *_SAYS_NOTHING, "mamba_expand"),
+        **common_config_keys(model, like),
+        **_mamba_config_keys(model, like),
         **({} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}),
         **{name: getattr(factors, name) for name in _FACTORS},
         "ssm_multipliers": list(factors.ssm_multipliers or (1.0,) * 5),
@@ -145,51 +152,65 @@ def _falcon_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def falcon_rows(model: ModelConfig) -> tuple[Row, ...]:
+def falcon_h1_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters of Falcon-H1, in the order in which transformers has them."""
-    result = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
-    for plan in layer_rows(model):
+    result = [ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
         normed = model.hybrid.mamba_output_norm != "none"
-        mixer = [row for row in mamba_rows(f"{ours}mixer.", f"{theirs}mamba.") if normed or "norm" not in row.ours]
+        mixer = [row for row in mamba_mappings(f"{ours}mixer.", f"{theirs}mamba.") if normed or "norm" not in row.ours]
         result += [
-            *mlp_rows(model, f"{ours}mlp.", f"{theirs}feed_forward."),
+            *mlp_mappings(model, f"{ours}mlp.", f"{theirs}feed_forward."),
             *(mixer if plan.beside == "mamba" else ()),
-            *attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn."),
-            Row(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), same),
-            Row(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}pre_ff_layernorm.weight",), same),
+            *attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn."),
+            ParameterMapping(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), same),
+            ParameterMapping(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}pre_ff_layernorm.weight",), same),
         ]
-    result.append(Row("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
-    return (*result, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+    result.append(ParameterMapping("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
+    return (
+        *result,
+        *(() if model.ties_embeddings else (ParameterMapping("output_layer.weight", ("lm_head.weight",), same),)),
+    )
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    result = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
-    for plan in layer_rows(model):
+    result = [ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index // 2}."
         if plan.mixer == "mamba":
-            result += mamba_rows(f"{ours}mixer.", f"{theirs}mamba.")
+            result += mamba_mappings(f"{ours}mixer.", f"{theirs}mamba.")
         elif plan.mixer == "attention":
-            result += attention_rows(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+            result += attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn.")
         else:
-            result += mlp_rows(model, f"{ours}mlp.", f"{theirs}feed_forward.")
+            result += mlp_mappings(model, f"{ours}mlp.", f"{theirs}feed_forward.")
         norms = ("pre_mlp_layernorm", "pre_ff_layernorm") if plan.mixer == "none" else ("input_layernorm",) * 2
-        result.append(Row(f"{ours}{norms[0]}.weight", (f"{theirs}{norms[1]}.weight",), same))
-    result.append(Row("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
-    return (*result, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+        result.append(ParameterMapping(f"{ours}{norms[0]}.weight", (f"{theirs}{norms[1]}.weight",), same))
+    result.append(ParameterMapping("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
+    return (
+        *result,
+        *(() if model.ties_embeddings else (ParameterMapping("output_layer.weight", ("lm_head.weight",), same),)),
+    )
 
 
 BAMBA = Family(
-    "bamba", "BambaForCausalLM", "bamba", _config_in, _config_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+    "bamba",
+    "BambaForCausalLM",
+    "bamba",
+    _from_bamba_config,
+    _to_bamba_config,
+    parameter_mappings,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
 )
 FALCON_H1 = Family(
     "falcon_h1",
     "FalconH1ForCausalLM",
     "falcon_h1",
-    _falcon_in,
-    _falcon_out,
-    falcon_rows,
+    _from_falcon_h1_config,
+    _to_falcon_h1_config,
+    falcon_h1_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, Row, Variant, concat, same
-from megatron.core.families.settings import TANH_GELU, Keys, classes_of, passed_through
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat, same
+from megatron.core.families.settings import TANH_GELU, ConfigReader, classes_of, preserved_keys
 
 _SAYS_NOTHING = (
     "classifier_dropout",
@@ -35,8 +35,8 @@ def _settings_of_config(
     config: Mapping[str, Any], norms: Mapping[str, bool], pairs: str
 ) -> tuple[dict[str, Any], list[str]]:
     """norms: where they stand; pairs: the class that always has the head for pairs."""
-    keys = Keys(config)
-    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
+    keys = ConfigReader(config)
+    hidden, heads = keys.positive_int("hidden_size"), keys.positive_int("num_attention_heads")
     if hidden % heads:
         keys.problems.append(f"hidden_size: {hidden} is not a multiple of num_attention_heads, {heads}")
     if config.get("is_decoder"):
@@ -49,32 +49,32 @@ def _settings_of_config(
         keys.pop(name)
     return {
         "architecture": "bert",
-        "num_layers": keys.whole("num_hidden_layers"),
+        "num_layers": keys.positive_int("num_hidden_layers"),
         "hidden_size": hidden,
-        "ffn_hidden_size": keys.whole("intermediate_size"),
+        "ffn_hidden_size": keys.positive_int("intermediate_size"),
         "num_attention_heads": heads,
         "kv_channels": hidden // heads,
-        "max_position_embeddings": keys.whole("max_position_embeddings"),
-        "true_vocab_size": keys.whole("vocab_size"),
+        "max_position_embeddings": keys.positive_int("max_position_embeddings"),
+        "true_vocab_size": keys.positive_int("vocab_size"),
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
-        "norm_epsilon": keys.real("layer_norm_eps", 1e-12),
+        "norm_epsilon": keys.non_negative_float("layer_norm_eps", 1e-12),
         **norms,
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
         "untie_embeddings_and_output_weights": False,
         "bert_binary_head": pairs in classes_of(config),
-        "init_method_std": keys.real("initializer_range", 0.02),
-        "hidden_dropout": keys.real("hidden_dropout_prob", 0.1),
-        "attention_dropout": keys.real("attention_probs_dropout_prob", 0.1),
-    }, keys.finish()
+        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
+        "hidden_dropout": keys.non_negative_float("hidden_dropout_prob", 0.1),
+        "attention_dropout": keys.non_negative_float("attention_probs_dropout_prob", 0.1),
+    }, keys.all_problems()
 
 
-def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     activation = like.get("hidden_act", "gelu_new")
     return {
-        **passed_through(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING),
+        **preserved_keys(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING),
         "vocab_size": model.true_vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -91,11 +91,11 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
     ours, theirs, after = "encoder.layers.{i}.", "bert.encoder.layer.{i}.", model.norm_after_residual
     rows = [
-        Row(f"embedding.{name}.weight", (f"bert.embeddings.{there}.weight",), same)
+        ParameterMapping(f"embedding.{name}.weight", (f"bert.embeddings.{there}.weight",), same)
         for name, there in (
             ("word_embeddings", "word_embeddings"),
             ("position_embeddings", "position_embeddings"),
@@ -108,7 +108,7 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
         rows += _weight_and_bias(f"{ours}input_layernorm", f"{theirs}attention.ln")
     heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
     rows += [
-        Row(
+        ParameterMapping(
             f"{ours}self_attention.linear_qkv.{kind}",
             tuple(f"{name}.{kind}" for name in heads),
             concat(size, size, size),
@@ -130,14 +130,14 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
     )
     if model.bert_binary_head:
         rows += _weight_and_bias("pooler.dense", "bert.pooler.dense")
-    rows.append(Row("output_layer.bias", ("cls.predictions.bias",), same))
+    rows.append(ParameterMapping("output_layer.bias", ("cls.predictions.bias",), same))
     rows += _weight_and_bias("lm_head.dense", "cls.predictions.transform.dense")
     rows += _weight_and_bias("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
     return tuple(rows + (_weight_and_bias("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
 
 
-def _weight_and_bias(ours: str, theirs: str) -> list[Row]:
-    return [Row(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in ("weight", "bias")]
+def _weight_and_bias(ours: str, theirs: str) -> list[ParameterMapping]:
+    return [ParameterMapping(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in ("weight", "bias")]
 
 
 def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -145,19 +145,19 @@ def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> di
     return {**settings, "bert_binary_head": settings["bert_binary_head"] or there}
 
 
-def _model_classes(name: str) -> tuple[Variant, ...]:
+def _model_classes(name: str) -> tuple[HeadVariant, ...]:
     return (
-        Variant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)),
-        Variant(f"{name}ForMaskedLM", _WORDS),
-        Variant(f"{name}Model", bare=True),
+        HeadVariant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)),
+        HeadVariant(f"{name}ForMaskedLM", _WORDS),
+        HeadVariant(f"{name}Model", bare=True),
     )
 
 
-def _bert_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _from_bert_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return _settings_of_config(config, _AFTER, "BertForPreTraining")
 
 
-def _megatron_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _from_megatron_bert_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return _settings_of_config(config, _BEFORE, "MegatronBertForPreTraining")
 
 
@@ -172,9 +172,9 @@ BERT = Family(
     "bert",
     "BertForPreTraining",
     "bert",
-    _bert_in,
-    config_out,
-    rows,
+    _from_bert_config,
+    to_hf_config,
+    parameter_mappings,
     base="bert.",
     skipped=_SKIPPED,
     copies=_COPIES,
@@ -186,9 +186,9 @@ MEGATRON_BERT = Family(
     "megatron_bert",
     "MegatronBertForPreTraining",
     "megatron-bert",
-    _megatron_in,
-    config_out,
-    rows,
+    _from_megatron_bert_config,
+    to_hf_config,
+    parameter_mappings,
     base="bert.",
     skipped=_SKIPPED,
     copies=_COPIES,

@@ -13,23 +13,23 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     COPIES,
     SKIPPED,
-    common_in,
-    common_out,
-    decoder_rows,
-    gated_rows,
-    layer,
-    mlp_rows,
+    common_config_keys,
+    decoder_mappings,
+    gated_mlp_mappings,
+    layer_mappings,
+    mlp_mappings,
+    read_common_keys,
 )
-from megatron.core.families.mixtral import expert_rows
+from megatron.core.families.mixtral import expert_mappings
 from megatron.core.families.qwen import FUSED
-from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import BALANCE, Keys, layer_pattern, passed_through
-from megatron.core.models.describe import mtp_depths
+from megatron.core.families.rules import Family, ParameterMapping, same
+from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern, preserved_keys
+from megatron.core.models.describe import num_mtp_layers
 
 _SAYS_NOTHING = (
     *BALANCE,
@@ -46,14 +46,14 @@ _SAYS_NOTHING = (
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
-def _common_in(keys: Keys) -> dict[str, Any]:
+def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
     for name in (*BALANCE, "ep_size", "head_dim", "qk_head_dim", "num_nextn_predict_layers"):
         keys.pop(name)
     for name in ("attention_bias", "mlp_bias"):
         keys.one_of(name, (False,), False)
     keys.one_of("moe_layer_freq", (1,), 1)
     keys.one_of("rope_interleave", (True,), True)
-    settings = common_in(keys, latent=True)
+    settings = read_common_keys(keys, latent=True)
     if settings["norm_epsilon"] != _EPSILON:
         keys.problems.append(
             f"rms_norm_eps: {settings['norm_epsilon']:g} has no counterpart here; {_EPSILON:g}, which the norms of latent "
@@ -66,7 +66,7 @@ def _common_in(keys: Keys) -> dict[str, Any]:
     dense, layers, width = (
         keys.pop("first_k_dense_replace") or 0,
         settings["num_layers"],
-        keys.whole("moe_intermediate_size"),
+        keys.positive_int("moe_intermediate_size"),
     )
     if not isinstance(dense, int) or not 0 <= dense < layers:
         keys.problems.append(f"first_k_dense_replace: {dense} is no number of layers from 0 to {layers - 1}")
@@ -75,35 +75,35 @@ def _common_in(keys: Keys) -> dict[str, Any]:
         **settings,
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "q_lora_rank": keys.whole_or_none("q_lora_rank"),
-        "kv_lora_rank": keys.whole("kv_lora_rank"),
-        "qk_head_dim": keys.whole("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": keys.whole("qk_rope_head_dim"),
-        "v_head_dim": keys.whole("v_head_dim"),
-        "num_experts": keys.whole("n_routed_experts"),
-        "moe_router_topk": keys.whole("num_experts_per_tok"),
+        "q_lora_rank": keys.positive_int_or_none("q_lora_rank"),
+        "kv_lora_rank": keys.positive_int("kv_lora_rank"),
+        "qk_head_dim": keys.positive_int("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": keys.positive_int("qk_rope_head_dim"),
+        "v_head_dim": keys.positive_int("v_head_dim"),
+        "num_experts": keys.positive_int("n_routed_experts"),
+        "moe_router_topk": keys.positive_int("num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width * keys.whole("n_shared_experts"),
-        "moe_layer_freq": layer_pattern([place >= dense for place in range(layers)]) if dense else "1",
+        "moe_shared_expert_intermediate_size": width * keys.positive_int("n_shared_experts"),
+        "moe_layer_freq": format_layer_pattern([place >= dense for place in range(layers)]) if dense else "1",
         "moe_router_topk_scaling_factor": None
-        if (factor := keys.real("routed_scaling_factor", 1.0)) == 1.0
+        if (factor := keys.non_negative_float("routed_scaling_factor", 1.0)) == 1.0
         else factor,
     }
 
 
-def groups_of_experts_in(keys: Keys, score: str, *, used: bool) -> dict[str, Any]:
+def read_expert_group_keys(keys: ConfigReader, score: str, *, used: bool) -> dict[str, Any]:
     """Groups of experts, of which a token uses some. score: of a group. used: whether there are any."""
-    groups, chosen = keys.whole("n_group", 1), keys.whole("topk_group", 1)
+    groups, chosen = keys.positive_int("n_group", 1), keys.positive_int("topk_group", 1)
     settings = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": score}
     return settings if used and groups > 1 else {}
 
 
-def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     mla, moe = model.mla, model.moe
     width = moe.moe_ffn_hidden_size or 1
     return {
-        **passed_through(like, *_SAYS_NOTHING),
-        **common_out(model, like),
+        **preserved_keys(like, *_SAYS_NOTHING),
+        **common_config_keys(model, like),
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_nope_head_dim": mla.qk_head_dim,
@@ -114,36 +114,36 @@ def _common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": width,
         "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
         "attention_bias": False,
-        "first_k_dense_replace": sum(plan.mlp == "dense" for plan in layer_rows(model)),
+        "first_k_dense_replace": sum(plan.mlp == "dense" for plan in network_layer_plans(model)),
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "n_group": moe.moe_router_num_groups or like.get("n_group", 1),
         "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
     }
 
 
-def _v2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
+def _from_v2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
     method = keys.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     keys.one_of("scoring_func", ("softmax",), "softmax")
     keys.one_of("norm_topk_prob", (False,), False)
     return {
-        **_common_in(keys),
-        **groups_of_experts_in(keys, "max", used=method != "greedy"),
+        **_read_common_keys(keys),
+        **read_expert_group_keys(keys, "max", used=method != "greedy"),
         "moe_router_pre_softmax": True,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _v2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_v2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     method = "group_limited_greedy" if model.moe.moe_router_num_groups else "greedy"
-    return {**_common_out(model, like), "topk_method": method, "norm_topk_prob": False}
+    return {**_common_config_keys(model, like), "topk_method": method, "norm_topk_prob": False}
 
 
-def _v3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
+def _from_v3_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
     keys.one_of("norm_topk_prob", (True,), True)
-    settings = {**_common_in(keys), **groups_of_experts_in(keys, "sum", used=True)}
+    settings = {**_read_common_keys(keys), **read_expert_group_keys(keys, "sum", used=True)}
     used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
         keys.problems.append(
@@ -154,32 +154,39 @@ def _v3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys.problems.append(
             "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
         )
-    return {**settings, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, keys.finish()
-
-
-def _v3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_common_out(model, like),
+        **settings,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }, keys.all_problems()
+
+
+def _to_v3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_common_config_keys(model, like),
         "norm_topk_prob": True,
         "num_nextn_predict_layers": model.mtp.mtp_num_layers or like.get("num_nextn_predict_layers", 0),
     }
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters; layers that predict further follow the last."""
-    mlps = {"dense": mlp_rows, "moe": _expert_rows}
-    rows = decoder_rows(model, _attention_rows, mlps)
-    for depth in range(mtp_depths(model)):
+    mlps = {"dense": mlp_mappings, "moe": _expert_mappings}
+    rows = decoder_mappings(model, _attention_mappings, mlps)
+    for depth in range(num_mtp_layers(model)):
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
         rows += [
-            Row(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), same) for name in ("enorm", "hnorm", "eh_proj")
+            ParameterMapping(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), same)
+            for name in ("enorm", "hnorm", "eh_proj")
         ]
-        rows += layer(model, f"{ours}mtp_model_layer.", theirs, _attention_rows, mlps[layer_rows(model)[-1].mlp])
-        rows.append(Row(f"{ours}final_layernorm.weight", (f"{theirs}shared_head.norm.weight",), same))
+        rows += layer_mappings(
+            model, f"{ours}mtp_model_layer.", theirs, _attention_mappings, mlps[network_layer_plans(model)[-1].mlp]
+        )
+        rows.append(ParameterMapping(f"{ours}final_layernorm.weight", (f"{theirs}shared_head.norm.weight",), same))
     return tuple(rows)
 
 
-def _attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     queries = (
         {"linear_q_proj": "q_proj"}
         if model.mla.q_lora_rank is None
@@ -192,14 +199,16 @@ def _attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
         "linear_kv_up_proj": "kv_b_proj",
         "linear_proj": "o_proj",
     }
-    return [Row(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()]
+    return [
+        ParameterMapping(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()
+    ]
 
 
-def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
-    rows = expert_rows(model, ours, theirs)
+def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
+    rows = expert_mappings(model, ours, theirs)
     if model.moe.moe_router_enable_expert_bias:
-        rows.append(Row(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same))
-    return rows + gated_rows(
+        rows.append(ParameterMapping(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same))
+    return rows + gated_mlp_mappings(
         f"{ours}shared_experts.", f"{theirs}shared_experts.", model.moe.moe_shared_expert_intermediate_size or 0
     )
 
@@ -222,9 +231,9 @@ DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
-    _v2_in,
-    _v2_out,
-    rows,
+    _from_v2_config,
+    _to_v2_config,
+    parameter_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,
@@ -234,9 +243,9 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
-    _v3_in,
-    _v3_out,
-    rows,
+    _from_v3_config,
+    _to_v3_config,
+    parameter_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=(*COPIES, *_AGAIN),

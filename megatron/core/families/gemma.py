@@ -13,16 +13,22 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     COPIES,
     SKIPPED,
-    attention_rows,
-    common_in,
-    common_out,
-    decoder_rows,
-    mlp_rows,
-    rows,
+    attention_mappings,
+    common_config_keys,
+    decoder_mappings,
+    mlp_mappings,
+    parameter_mappings,
+    read_common_keys,
 )
-from megatron.core.families.qwen import layer_kinds
-from megatron.core.families.rules import Family, Row
-from megatron.core.families.settings import TANH_GELU, Keys, passed_through, windows_in, windows_out
+from megatron.core.families.qwen import read_layer_types
+from megatron.core.families.rules import Family, ParameterMapping
+from megatron.core.families.settings import (
+    TANH_GELU,
+    ConfigReader,
+    preserved_keys,
+    sliding_window_settings,
+    window_and_windowed_layers,
+)
 
 _HEAD_SIZE = 256  # of a config.json that does not say
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
@@ -36,16 +42,18 @@ _NORMS = {
 }
 
 
-def _shared_in(config: Mapping[str, Any]) -> tuple[Keys, dict[str, Any]]:
+def _read_shared_keys(config: Mapping[str, Any]) -> tuple[ConfigReader, dict[str, Any]]:
     """The keys that are left, and the settings that all of them have."""
-    keys = Keys({"head_dim": _HEAD_SIZE, **{name: value for name, value in config.items() if name not in _ACTIVATIONS}})
-    activations = Keys({name: config.get(name) for name in _ACTIVATIONS})
+    keys = ConfigReader(
+        {"head_dim": _HEAD_SIZE, **{name: value for name, value in config.items() if name not in _ACTIVATIONS}}
+    )
+    activations = ConfigReader({name: config.get(name) for name in _ACTIVATIONS})
     for name in _ACTIVATIONS:  # "gelu" is the older word for the tanh formula here, and here alone
         activations.one_of(name, ("gelu", *TANH_GELU), TANH_GELU[1])
     keys.problems += activations.problems
     keys.one_of("attention_bias", (False,), False)
     return keys, {
-        **common_in(keys, tied=True),
+        **read_common_keys(keys, tied=True),
         "swiglu": False,
         "geglu": True,
         "openai_gelu": True,
@@ -54,11 +62,11 @@ def _shared_in(config: Mapping[str, Any]) -> tuple[Keys, dict[str, Any]]:
     }
 
 
-def _shared_out(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
+def _shared_config_keys(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
     named = {name: like[name] for name in _ACTIVATIONS if name in like} or {activation: TANH_GELU[1]}
-    shared = {name: value for name, value in common_out(model, like).items() if name not in _ACTIVATIONS}
+    shared = {name: value for name, value in common_config_keys(model, like).items() if name not in _ACTIVATIONS}
     return {
-        **passed_through(like, *_SAYS_NOTHING, _OFF),
+        **preserved_keys(like, *_SAYS_NOTHING, _OFF),
         **shared,
         **named,
         "head_dim": model.kv_channels,
@@ -66,23 +74,23 @@ def _shared_out(model: ModelConfig, like: Mapping[str, Any], activation: str) ->
     }
 
 
-def _gemma_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, settings = _shared_in(config)
-    return settings, keys.finish()
+def _from_gemma_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys, settings = _read_shared_keys(config)
+    return settings, keys.all_problems()
 
 
-def _gemma_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return _shared_out(model, like, "hidden_act")
+def _to_gemma_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    return _shared_config_keys(model, like, "hidden_act")
 
 
-def _gemma2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, settings = _shared_in(config)
-    layers, window = settings["num_layers"], keys.whole("sliding_window", 4096)
+def _from_gemma2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys, settings = _read_shared_keys(config)
+    layers, window = settings["num_layers"], keys.positive_int("sliding_window", 4096)
     for name in _SAYS_NOTHING:
         keys.pop(name)
     kinds = keys.pop("layer_types")
-    seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else layer_kinds(keys, kinds, layers)
-    scalar = keys.real("query_pre_attn_scalar", 256.0, positive=True)
+    seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else read_layer_types(keys, kinds, layers)
+    scalar = keys.non_negative_float("query_pre_attn_scalar", 256.0, positive=True)
     caps = {
         ours: _soft_cap(keys, config, theirs, usual)
         for ours, theirs, usual in (
@@ -92,27 +100,27 @@ def _gemma2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     }
     return {
         **settings,
-        **windows_in(window, seen),
+        **sliding_window_settings(window, seen),
         **caps,
         "sandwich_norm": True,
         "softmax_scale": None if scalar == settings["kv_channels"] else scalar**-0.5,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _soft_cap(keys: Keys, config: Mapping[str, Any], name: str, usual: float) -> float | None:
+def _soft_cap(keys: ConfigReader, config: Mapping[str, Any], name: str, usual: float) -> float | None:
     """A soft cap; null is none, and left out is the usual one."""
     if name in config and config[name] is None:
         return None
-    return keys.real(name, usual, positive=True)
+    return keys.non_negative_float(name, usual, positive=True)
 
 
-def _gemma2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    window, layers = windows_out(model)
+def _to_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    window, layers = window_and_windowed_layers(model)
     scalar = model.kv_channels if model.softmax_scale is None else round(model.softmax_scale**-2)
     usual = [layer % 2 == 0 for layer in range(model.num_layers)]
     named = {"layer_types": [("full_attention", "sliding_attention")[seen] for seen in layers]}
     return {
-        **_shared_out(model, like, "hidden_activation"),
+        **_shared_config_keys(model, like, "hidden_activation"),
         "sliding_window": window or like.get("sliding_window", 4096),
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": model.attention_logit_softcap,
@@ -121,21 +129,29 @@ def _gemma2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma2_rows(model: ModelConfig) -> tuple[Row, ...]:
+def _gemma2_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows}, _NORMS))
+    return tuple(decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, _NORMS))
 
 
 GEMMA = Family(
-    "gemma", "GemmaForCausalLM", "gemma", _gemma_in, _gemma_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+    "gemma",
+    "GemmaForCausalLM",
+    "gemma",
+    _from_gemma_config,
+    _to_gemma_config,
+    parameter_mappings,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
 )
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     "gemma2",
-    _gemma2_in,
-    _gemma2_out,
-    _gemma2_rows,
+    _from_gemma2_config,
+    _to_gemma2_config,
+    _gemma2_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,

@@ -10,50 +10,50 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, Row, same, transpose
-from megatron.core.families.settings import TANH_GELU, Keys, passed_through
+from megatron.core.families.rules import Family, ParameterMapping, same, transpose
+from megatron.core.families.settings import TANH_GELU, ConfigReader, preserved_keys
 
 
-def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings of a config.json, and what cannot be expressed."""
-    keys = Keys(config)
-    hidden, heads = keys.whole("n_embd"), keys.whole("n_head")
+    keys = ConfigReader(config)
+    hidden, heads = keys.positive_int("n_embd"), keys.positive_int("n_head")
     if hidden % heads:
         keys.problems.append(f"n_embd: {hidden} is not a multiple of n_head, {heads}")
     activation = keys.one_of("activation_function", (*TANH_GELU, "gelu"), "gelu_new")
-    inner = keys.whole("n_inner", 4 * hidden)
+    inner = keys.positive_int("n_inner", 4 * hidden)
     keys.one_of("scale_attn_weights", (True,), True)
     keys.one_of("scale_attn_by_inverse_layer_idx", (False,), False)
     keys.one_of("add_cross_attention", (False,), False)
-    dropout = keys.real("resid_pdrop", 0.1)
-    keys.real("embd_pdrop", dropout)  # ours has one share for both
+    dropout = keys.non_negative_float("resid_pdrop", 0.1)
+    keys.non_negative_float("embd_pdrop", dropout)  # ours has one share for both
     return {
-        "num_layers": keys.whole("n_layer"),
+        "num_layers": keys.positive_int("n_layer"),
         "hidden_size": hidden,
         "ffn_hidden_size": inner,
         "num_attention_heads": heads,
         "kv_channels": hidden // heads,
-        "max_position_embeddings": keys.whole("n_positions"),
-        "true_vocab_size": keys.whole("vocab_size"),
+        "max_position_embeddings": keys.positive_int("n_positions"),
+        "true_vocab_size": keys.positive_int("vocab_size"),
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
-        "norm_epsilon": keys.real("layer_norm_epsilon", 1e-5),
+        "norm_epsilon": keys.non_negative_float("layer_norm_epsilon", 1e-5),
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
         "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", True),
-        "init_method_std": keys.real("initializer_range", 0.02),
+        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
         "hidden_dropout": dropout,
-        "attention_dropout": keys.real("attn_pdrop", 0.1),
-    }, keys.finish()
+        "attention_dropout": keys.non_negative_float("attn_pdrop", 0.1),
+    }, keys.all_problems()
 
 
-def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     activation = like.get("activation_function", "gelu_new")
     tanh = activation if activation in TANH_GELU else "gelu_new"
     inner = model.ffn_hidden_size
     return {
-        **passed_through(
+        **preserved_keys(
             like, "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "embd_pdrop"
         ),
         "vocab_size": model.true_vocab_size,
@@ -72,11 +72,11 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters."""
     rows = [
-        Row("embedding.word_embeddings.weight", ("transformer.wte.weight",), same),
-        Row("embedding.position_embeddings.weight", ("transformer.wpe.weight",), same),
+        ParameterMapping("embedding.word_embeddings.weight", ("transformer.wte.weight",), same),
+        ParameterMapping("embedding.position_embeddings.weight", ("transformer.wpe.weight",), same),
     ]
     for ours, theirs in (
         ("input_layernorm", "ln_1"),
@@ -88,12 +88,15 @@ def rows(model: ModelConfig) -> tuple[Row, ...]:
     ):
         op = transpose if ".c_" in theirs else same
         rows += [
-            Row(f"decoder.layers.{{i}}.{ours}.weight", (f"transformer.h.{{i}}.{theirs}.weight",), op),
-            Row(f"decoder.layers.{{i}}.{ours}.bias", (f"transformer.h.{{i}}.{theirs}.bias",), same),
+            ParameterMapping(f"decoder.layers.{{i}}.{ours}.weight", (f"transformer.h.{{i}}.{theirs}.weight",), op),
+            ParameterMapping(f"decoder.layers.{{i}}.{ours}.bias", (f"transformer.h.{{i}}.{theirs}.bias",), same),
         ]
-    rows += [Row(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), same) for kind in ("weight", "bias")]
+    rows += [
+        ParameterMapping(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), same)
+        for kind in ("weight", "bias")
+    ]
     if not model.ties_embeddings:
-        rows.append(Row("output_layer.weight", ("lm_head.weight",), same))
+        rows.append(ParameterMapping("output_layer.weight", ("lm_head.weight",), same))
     return tuple(rows)
 
 
@@ -101,9 +104,9 @@ GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     "gpt2",
-    config_in,
-    config_out,
-    rows,
+    from_hf_config,
+    to_hf_config,
+    parameter_mappings,
     base="transformer.",
     skipped=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks, kept as buffers once
     copies=(("lm_head.weight", "transformer.wte.weight"),),

@@ -13,10 +13,23 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import COPIES, SKIPPED, attention_rows, common_in, common_out, decoder_rows
-from megatron.core.families.qwen import layer_kinds
-from megatron.core.families.rules import Family, Op, Row, same
-from megatron.core.families.settings import BALANCE, Keys, passed_through, windows_in, windows_out
+from megatron.core.families.llama import (
+    COPIES,
+    SKIPPED,
+    attention_mappings,
+    common_config_keys,
+    decoder_mappings,
+    read_common_keys,
+)
+from megatron.core.families.qwen import read_layer_types
+from megatron.core.families.rules import Family, ParameterMapping, TensorConversion, same
+from megatron.core.families.settings import (
+    BALANCE,
+    ConfigReader,
+    preserved_keys,
+    sliding_window_settings,
+    window_and_windowed_layers,
+)
 
 _SAYS_NOTHING = (*BALANCE, "initial_context_length")
 
@@ -31,47 +44,49 @@ def _interleave_gate_up(rows: Tensor) -> Tensor:
     return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
-_DOWN = Op(lambda parts: parts[0].transpose(1, 2), lambda whole: (whole.transpose(1, 2),))
-_GATED = Op(
+_DOWN = TensorConversion(lambda parts: parts[0].transpose(1, 2), lambda whole: (whole.transpose(1, 2),))
+_GATED = TensorConversion(
     lambda parts: _deinterleave_gate_up(parts[0].transpose(1, 2)),
     lambda whole: (_interleave_gate_up(whole).transpose(1, 2),),
 )
-_GATED_BIAS = Op(lambda parts: _deinterleave_gate_up(parts[0]), lambda whole: (_interleave_gate_up(whole),))
+_GATED_BIAS = TensorConversion(
+    lambda parts: _deinterleave_gate_up(parts[0]), lambda whole: (_interleave_gate_up(whole),)
+)
 
 
-def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings of a config.json, and what cannot be expressed."""
-    keys = Keys(config)
+    keys = ConfigReader(config)
     for name in _SAYS_NOTHING:
         keys.pop(name)
     keys.one_of("attention_bias", (True,), True)
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
-    settings, used = common_in(keys, base=150000.0), keys.whole("num_experts_per_tok", 4)
+    settings, used = read_common_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)
     keys.one_of("experts_per_token", (used,), used)  # the same by another name
     layers = settings["num_layers"]
     kinds = keys.pop("layer_types") or [("sliding_attention", "full_attention")[place % 2] for place in range(layers)]
-    window = keys.whole("sliding_window", 128)
+    window = keys.positive_int("sliding_window", 128)
     return {
         **settings,
         "swiglu": False,
         "quick_geglu": True,
-        "activation_func_clamp_value": keys.real("swiglu_limit", 7.0, positive=True),
+        "activation_func_clamp_value": keys.non_negative_float("swiglu_limit", 7.0, positive=True),
         "glu_linear_offset": 1.0,
         "add_bias_linear": True,
         "softmax_type": "learnable",
-        **windows_in(window, layer_kinds(keys, kinds, layers)),
-        "num_experts": keys.whole("num_local_experts"),
+        **sliding_window_settings(window, read_layer_types(keys, kinds, layers)),
+        "num_experts": keys.positive_int("num_local_experts"),
         "moe_ffn_hidden_size": settings["ffn_hidden_size"],
         "moe_router_topk": used,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
-    window, layers = windows_out(model)
+    window, layers = window_and_windowed_layers(model)
     config = {
-        **passed_through(like, *_SAYS_NOTHING),
-        **common_out(model, like),
+        **preserved_keys(like, *_SAYS_NOTHING),
+        **common_config_keys(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": True,
         "swiglu_limit": model.activation_func_clamp_value,
@@ -85,22 +100,25 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **{name: value for name, value in alike.items() if name in like}}
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters."""
-    return tuple(decoder_rows(model, _attention_rows, {"moe": _expert_rows}))
+    return tuple(decoder_mappings(model, _attention_mappings, {"moe": _expert_mappings}))
 
 
-def _attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
-    return [*attention_rows(model, ours, theirs), Row(f"{ours}softmax_offset", (f"{theirs}sinks",), same)]
-
-
-def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     return [
-        *(Row(f"{ours}router.{kind}", (f"{theirs}router.{kind}",), same) for kind in ("weight", "bias")),
-        Row(f"{ours}experts.linear_fc1.weight", (f"{theirs}experts.gate_up_proj",), _GATED),
-        Row(f"{ours}experts.linear_fc1.bias", (f"{theirs}experts.gate_up_proj_bias",), _GATED_BIAS),
-        Row(f"{ours}experts.linear_fc2.weight", (f"{theirs}experts.down_proj",), _DOWN),
-        Row(f"{ours}experts.linear_fc2.bias", (f"{theirs}experts.down_proj_bias",), same),
+        *attention_mappings(model, ours, theirs),
+        ParameterMapping(f"{ours}softmax_offset", (f"{theirs}sinks",), same),
+    ]
+
+
+def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
+    return [
+        *(ParameterMapping(f"{ours}router.{kind}", (f"{theirs}router.{kind}",), same) for kind in ("weight", "bias")),
+        ParameterMapping(f"{ours}experts.linear_fc1.weight", (f"{theirs}experts.gate_up_proj",), _GATED),
+        ParameterMapping(f"{ours}experts.linear_fc1.bias", (f"{theirs}experts.gate_up_proj_bias",), _GATED_BIAS),
+        ParameterMapping(f"{ours}experts.linear_fc2.weight", (f"{theirs}experts.down_proj",), _DOWN),
+        ParameterMapping(f"{ours}experts.linear_fc2.bias", (f"{theirs}experts.down_proj_bias",), same),
     ]
 
 
@@ -108,9 +126,9 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     "gpt_oss",
-    config_in,
-    config_out,
-    rows,
+    from_hf_config,
+    to_hf_config,
+    parameter_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,

@@ -30,16 +30,16 @@ from torch import Tensor
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.files import DISK, read_file
-from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.source import Source, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.pickles import read_torch_file
-from megatron.core.families.packed import Readable, plain, why_not
+from megatron.core.families.packed import Readable, dequantize_tensors, unsupported_quantization
 from megatron.core.families.registry import family_of, fitting_family, model_of
-from megatron.core.families.rules import Family, Row, Variant, expanded, their_shapes
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, expand_mappings, hf_shapes
 from megatron.core.families.settings import classes_of
 from megatron.core.families.tensor_file import Stored, create, read_header, write
 from megatron.core.families.tokenizer_files import folder_tokenizer
-from megatron.core.models.describe import mtp_depths, parameter_shapes
+from megatron.core.models.describe import num_mtp_layers, parameter_shapes
 from megatron.core.models.names import VOCABULARY, WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 
@@ -67,22 +67,22 @@ _CHUNK = 1 << 24  # elements that are looked at together where two large tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedTensor:
     """A tensor of a pytorch_model.bin, mapped."""
 
     tensor: Tensor
 
     @property
-    def format(self) -> Format:
+    def format(self) -> TensorFormat:
         """Shape and dtype."""
-        return Format(tuple(self.tensor.shape), self.tensor.dtype)
+        return TensorFormat(tuple(self.tensor.shape), self.tensor.dtype)
 
     def read(self) -> Tensor:
         """Return the tensor itself (any shape)."""
         return self.tensor
 
 
-class Folder:
+class HFCheckpoint:
     """An opened folder: a `Source` of our names. family: what it is in the words of its publishers."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Folder:
         family: Family,
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
-        rows: Mapping[str, tuple[Row, list[Readable]]],
+        rows: Mapping[str, tuple[ParameterMapping, list[Readable]]],
     ) -> None:
         self.where, self.family, self.settings = str(where), family, settings
         self.values: dict[str, Any] = {PUBLISHED: dict(config)}
@@ -99,7 +99,7 @@ class Folder:
         self._last: tuple[tuple[str, int, int], Tensor] | None = None
         shapes = parameter_shapes(model_of(settings))
         self.formats = {
-            f"model.{name}": Format(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()
+            f"model.{name}": TensorFormat(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()
         }
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -120,7 +120,7 @@ class Folder:
         return self._last[1][slices]
 
 
-def is_folder(path: str | Path) -> bool:
+def is_hf_checkpoint(path: str | Path) -> bool:
     """Whether a folder holds the config.json of a published model. (A checkpoint of ours has one that says other things.)"""
     try:
         config = json.loads(read_file(DISK, Path(path) / _CONFIG))
@@ -129,7 +129,7 @@ def is_folder(path: str | Path) -> bool:
     return isinstance(config, dict) and ("architectures" in config or "model_type" in config)
 
 
-def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> Folder:
+def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> HFCheckpoint:
     """The model in a folder.
 
     given: settings that win over the folder's. With `true_vocab_size`, the size of a tokenizer that knows fewer ids than
@@ -140,18 +140,18 @@ def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> Fol
     config = _read_json(path / _CONFIG)
     family = family_of(config, str(path / _CONFIG))
     files, damaged = _read_tensors(path)
-    files = plain(_named_today(files, family), config.get("quantization_config"), family.fused)
+    files = dequantize_tensors(_with_current_names(files, family), config.get("quantization_config"), family.fused)
     published, problems = _settings_of_config(family, config, files)
     problems += damaged
     if problems:
         raise CheckpointError(f"{path} cannot be loaded", problems)
     settings = {**published, **(given or {})}
-    rows, problems = _match_rows(
+    rows, problems = _match_mappings(
         family, settings, published["true_vocab_size"], files, family.variant_among(classes_of(config))
     )
     if problems:
         raise CheckpointError(f"{path} does not hold the {family.name} that its config.json describes", problems)
-    return Folder(path, family, config, settings, rows)
+    return HFCheckpoint(path, family, config, settings, rows)
 
 
 def model_settings(path: str | Path) -> dict[str, Any]:
@@ -159,7 +159,9 @@ def model_settings(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     config = _read_json(path / _CONFIG)
     family = family_of(config, str(path / _CONFIG))
-    files = plain(_named_today(_read_tensors(path)[0], family), config.get("quantization_config"), family.fused)
+    files = dequantize_tensors(
+        _with_current_names(_read_tensors(path)[0], family), config.get("quantization_config"), family.fused
+    )
     settings, problems = _settings_of_config(family, config, files)
     if problems:
         raise CheckpointError(f"{path} describes a network that cannot be built here", problems)
@@ -195,7 +197,7 @@ def export(
         if like and (Path(like) / _CONFIG).is_file()
         else source.values.get(PUBLISHED, {})
     )
-    embedding = source.formats.get(f"model.{WORD_EMBEDDING}", Format((0,), torch.float32))
+    embedding = source.formats.get(f"model.{WORD_EMBEDDING}", TensorFormat((0,), torch.float32))
     model = model_of(
         {"true_vocab_size": embedding.shape[0], **source.settings}
     )  # a format without a tokenizer has its rows
@@ -206,16 +208,16 @@ def export(
     config = {
         **dict(chosen.fallbacks),
         **ids,
-        **_config_json(chosen, model, earlier if _is_of(earlier, chosen) else {}, formats),
+        **_config_json(chosen, model, earlier if _config_is_of_family(earlier, chosen) else {}, formats),
         "architectures": [variant.architecture],
-    } | _of_score(model, {**ids, **earlier})
+    } | _reward_head_keys(model, {**ids, **earlier})
     made = folder.with_name(f".{folder.name}.unfinished")
     try:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
         _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
         _write_json(made / _CONFIG, config)
-        _write_generation(made, config)
+        _write_generation_config(made, config)
         _copy_other_files(like, made)
         _fsync_folder(made)
         os.rename(made, folder)
@@ -236,7 +238,7 @@ def _settings_of_config(
     )
     if family.scoring_class in classes_of(config):
         settings["reward_head"] = True
-    packed = why_not(config.get("quantization_config"))
+    packed = unsupported_quantization(config.get("quantization_config"))
     problems = [packed, *problems] if packed else problems
     return {"architecture": "gpt", **family.seen(settings, names)}, [f"{_CONFIG}: {problem}" for problem in problems]
 
@@ -287,14 +289,14 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     )
 
 
-def _read_bin(path: Path) -> dict[str, Loaded]:
+def _read_bin(path: Path) -> dict[str, LoadedTensor]:
     content = read_torch_file(path)
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} holds no state dict of tensors")
-    return {str(name): Loaded(value) for name, value in content.items()}
+    return {str(name): LoadedTensor(value) for name, value in content.items()}
 
 
-def _named_today(files: Mapping[str, Readable], family: Family) -> dict[str, Readable]:
+def _with_current_names(files: Mapping[str, Readable], family: Family) -> dict[str, Readable]:
     """The tensors by the names that rows have: with the family's base, and as names end today."""
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
@@ -309,13 +311,13 @@ def _named_today(files: Mapping[str, Readable], family: Family) -> dict[str, Rea
     return renamed
 
 
-def _match_rows(
+def _match_mappings(
     family: Family,
     settings: Mapping[str, Any],
     vocabulary: int,
     files: Mapping[str, Readable],
-    required: Variant | None,
-) -> tuple[dict[str, tuple[Row, list[Readable]]], list[str]]:
+    required: HeadVariant | None,
+) -> tuple[dict[str, tuple[ParameterMapping, list[Readable]]], list[str]]:
     """Every parameter of ours with its row and what the files have for it.
 
     vocabulary: rows of the published embedding. required: the class whose heads must be there; others may be.
@@ -324,11 +326,11 @@ def _match_rows(
     requested, deepest = settings["true_vocab_size"], max(model.num_layers, model.decoder_num_layers or 0)
     if deepest > len(files):
         return {}, [f"its files hold {len(files)} tensors, too few for {deepest} layers"]
-    rows = _present_rows(family, model, files, required)
+    rows = _present_mappings(family, model, files, required)
     try:
         shapes = parameter_shapes(model)
         shapes |= {name: (vocabulary, *shapes[name][1:]) for name in VOCABULARY & shapes.keys()}
-        expected = their_shapes(rows, shapes)
+        expected = hf_shapes(rows, shapes)
         expected |= _shapes_as_cut(rows, files, expected)
     except RuntimeError:
         return {}, ["its sizes are beyond any tensor"]
@@ -338,7 +340,7 @@ def _match_rows(
             f"the tokenizer has {requested} ids, and the embedding {vocabulary} rows; it is another model's, or "
             "adds ids of its own (BertWordPiece does): take the model's, by --tokenizer-type HuggingFaceTokenizer"
         )
-    depth = model.num_layers + mtp_depths(model)
+    depth = model.num_layers + num_mtp_layers(model)
     for name, stored in files.items():
         if name in expected:
             problems += _format_mismatch(name, stored.format, expected[name])
@@ -350,7 +352,7 @@ def _match_rows(
 
 
 def _shapes_as_cut(
-    rows: Sequence[Row], files: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]]
+    rows: Sequence[ParameterMapping], files: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors that files cut in other places than a row says, where it allows that and they make its whole."""
     result: dict[str, tuple[int, ...]] = {}
@@ -365,12 +367,12 @@ def _shapes_as_cut(
     return result
 
 
-def _present_rows(
-    family: Family, model: ModelConfig, files: Mapping[str, Readable], required: Variant | None
-) -> tuple[Row, ...]:
+def _present_mappings(
+    family: Family, model: ModelConfig, files: Mapping[str, Readable], required: HeadVariant | None
+) -> tuple[ParameterMapping, ...]:
     """The rows of a network without those of heads that the files lack."""
-    rows = expanded(family.network_rows(model), layers=model.num_layers)
-    lacking = family.without_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
+    rows = expand_mappings(family.network_mappings(model), layers=model.num_layers)
+    lacking = family.missing_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
     return tuple(row for row in rows if not row.ours.startswith(lacking))
 
 
@@ -383,7 +385,7 @@ def _unread_tensor_problem(name: str, files: Mapping[str, Readable], family: Fam
     return [] if family.skipped.fullmatch(name) else [f"{name} is unknown to this architecture"]
 
 
-def _mixed_dtypes(rows: Sequence[Row], files: Mapping[str, Readable]) -> list[str]:
+def _mixed_dtypes(rows: Sequence[ParameterMapping], files: Mapping[str, Readable]) -> list[str]:
     return [
         f"{', '.join(row.theirs)} differ in dtype; save them in one"
         for row in rows
@@ -391,7 +393,7 @@ def _mixed_dtypes(rows: Sequence[Row], files: Mapping[str, Readable]) -> list[st
     ]
 
 
-def _format_mismatch(name: str, format: Format, shape: tuple[int, ...]) -> list[str]:
+def _format_mismatch(name: str, format: TensorFormat, shape: tuple[int, ...]) -> list[str]:
     problems = (
         [] if format.shape == shape else [f"{name} has shape {list(format.shape)}, and the config says {list(shape)}"]
     )
@@ -419,7 +421,7 @@ def _tied_copy_problem(name: str, copy: Readable, original_name: str, original: 
 
 def _export_plan(
     family: Family, model: ModelConfig, source: Source
-) -> tuple[Variant, tuple[Row, ...], dict[str, Format]]:
+) -> tuple[HeadVariant, tuple[ParameterMapping, ...], dict[str, TensorFormat]]:
     """The class, its rows, and what the folder will hold, in their order.
 
     Refuses a source that lacks parameters or has others; heads it may lack.
@@ -427,23 +429,27 @@ def _export_plan(
     there = {
         name.removeprefix("model."): format for name, format in source.formats.items() if name.startswith("model.")
     }
-    variant, lacking = family.class_for_parameters(there), family.without_heads(there)
+    variant, lacking = family.class_for_parameters(there), family.missing_heads(there)
     base = family.base if variant.bare else ""
     rows = tuple(
-        Row(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
-        for row in expanded(family.network_rows(model), layers=model.num_layers)
+        ParameterMapping(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
+        for row in expand_mappings(family.network_mappings(model), layers=model.num_layers)
         if not row.ours.startswith(lacking)
     )
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
     if problems := _parameter_differences(there, shapes):
         raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
-    their = their_shapes(rows, shapes)
-    formats = {name: Format(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
+    their = hf_shapes(rows, shapes)
+    formats = {name: TensorFormat(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
     dtype = next(iter(formats.values())).dtype
-    return variant, rows, formats | {name: Format(shape, dtype) for name, (shape, _) in family.constants(model).items()}
+    return (
+        variant,
+        rows,
+        formats | {name: TensorFormat(shape, dtype) for name, (shape, _) in family.constants(model).items()},
+    )
 
 
-def _parameter_differences(formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _parameter_differences(formats: Mapping[str, TensorFormat], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """How the parameters of a source differ from those of the network that its settings describe."""
     problems = [f"{name} is missing" for name in shapes if name not in formats]
     problems += [f"{name} is unknown to the architecture" for name in formats if name not in shapes]
@@ -454,14 +460,14 @@ def _parameter_differences(formats: Mapping[str, Format], shapes: Mapping[str, t
     ]
 
 
-def _is_of(config: Mapping[str, Any], family: Family) -> bool:
+def _config_is_of_family(config: Mapping[str, Any], family: Family) -> bool:
     """Whether an earlier config.json is of a family: by its class, whatever a model calls its type (Kimi K2: `kimi_k2`)."""
     named = classes_of(config)
     return bool(family.variant_among(named)) if named else config.get("model_type") == family.model_type
 
 
 def _config_json(
-    family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, Format]
+    family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, TensorFormat]
 ) -> dict[str, Any]:
     """The config.json."""
     word = _WORDS[Counter(format.dtype for format in formats.values()).most_common(1)[0][0]]
@@ -470,7 +476,7 @@ def _config_json(
     return config
 
 
-def _of_score(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
+def _reward_head_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a reward model: one score, at the last token that is not padding, which must then be no token of texts.
 
     ids: of special tokens, by their keys in config.json.
@@ -484,7 +490,7 @@ def _of_score(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
     return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
 
 
-def _split_into_files(formats: Mapping[str, Format], limit: int) -> dict[str, list[str]]:
+def _split_into_files(formats: Mapping[str, TensorFormat], limit: int) -> dict[str, list[str]]:
     """File -> its tensors: in order, a new file when one would grow over the limit, a larger tensor alone."""
     files: list[list[str]] = []
     open_file: list[str] = []
@@ -507,8 +513,8 @@ def _split_into_files(formats: Mapping[str, Format], limit: int) -> dict[str, li
 
 def _write_weights(
     folder: Path,
-    rows: Sequence[Row],
-    formats: Mapping[str, Format],
+    rows: Sequence[ParameterMapping],
+    formats: Mapping[str, TensorFormat],
     source: Source,
     shard_bytes: int,
     constants: Mapping[str, tuple[tuple[int, ...], float]],
@@ -521,14 +527,14 @@ def _write_weights(
         for name, place in create(folder / file, {name: formats[name] for name in names}).items()
     }
     for row in rows:
-        _write_row(row, source, places)
+        _write_parameter(row, source, places)
     for name, (shape, value) in constants.items():
         write(places[name], torch.full(shape, value, dtype=formats[name].dtype))
     if len(files) > 1:
         _write_json(folder / f"{_WEIGHTS}.index.json", _index_json(files, formats))
 
 
-def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
+def _write_parameter(row: ParameterMapping, source: Source, places: Mapping[str, Stored]) -> None:
     """Read a parameter once, of experts one at a time, and put its parts where they belong; on return nothing is in memory."""
     name = f"model.{row.ours}"
     shape, each = source.formats[name].shape, row.op.each
@@ -543,7 +549,7 @@ def _write_row(row: Row, source: Source, places: Mapping[str, Stored]) -> None:
             write(places[their_name], part)
 
 
-def _index_json(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -> dict[str, Any]:
+def _index_json(files: Mapping[str, list[str]], formats: Mapping[str, TensorFormat]) -> dict[str, Any]:
     elements = {name: whole_box(one.shape).size for name, one in formats.items()}
     size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
     return {
@@ -552,7 +558,7 @@ def _index_json(files: Mapping[str, list[str]], formats: Mapping[str, Format]) -
     }
 
 
-def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
+def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write a generation_config.json of the config's ids, if it has some: what generates looks there first."""
     generation = {
         name: config[name]

@@ -10,12 +10,22 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, Op, Row, concat, same
-from megatron.core.families.settings import Keys, groups_in, passed_through, rope_in, rope_out, windows_in, windows_out
+from megatron.core.families.rules import Family, ParameterMapping, TensorConversion, concat, same
+from megatron.core.families.settings import (
+    ConfigReader,
+    head_count_settings,
+    preserved_keys,
+    read_rope_keys,
+    rope_config_keys,
+    sliding_window_settings,
+    window_and_windowed_layers,
+)
 
-Part = Callable[[ModelConfig, str, str], list[Row]]  # rows of a part of a layer: the network, our beginning, theirs
+Part = Callable[
+    [ModelConfig, str, str], list[ParameterMapping]
+]  # rows of a part of a layer: the network, our beginning, theirs
 
 SKIPPED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -24,12 +34,14 @@ _MOST_LAYERS = 10_000
 COPIES = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
-def common_in(keys: Keys, *, tied: bool = False, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
-    """Settings that the whole kin of Llama has. tied, base: what holds when the config does not say; latent: see `rope_in`."""
+def read_common_keys(
+    keys: ConfigReader, *, tied: bool = False, base: float = 10000.0, latent: bool = False
+) -> dict[str, Any]:
+    """Settings that the whole kin of Llama has. tied, base: what holds when the config does not say; latent: see `read_rope_keys`."""
     hidden, heads, layers = (
-        keys.whole("hidden_size"),
-        keys.whole("num_attention_heads"),
-        keys.whole("num_hidden_layers"),
+        keys.positive_int("hidden_size"),
+        keys.positive_int("num_attention_heads"),
+        keys.positive_int("num_hidden_layers"),
     )
     keys.one_of("hidden_act", ("silu",), "silu")
     if layers > _MOST_LAYERS:  # which some kinds count one by one
@@ -38,24 +50,24 @@ def common_in(keys: Keys, *, tied: bool = False, base: float = 10000.0, latent: 
     return {
         "num_layers": layers,
         "hidden_size": hidden,
-        "ffn_hidden_size": keys.whole("intermediate_size"),
-        **groups_in(heads, keys.whole("num_key_value_heads", heads)),
-        "kv_channels": keys.whole("head_dim", hidden // heads or 1),
-        "max_position_embeddings": keys.whole("max_position_embeddings"),
-        "true_vocab_size": keys.whole("vocab_size"),
+        "ffn_hidden_size": keys.positive_int("intermediate_size"),
+        **head_count_settings(heads, keys.positive_int("num_key_value_heads", heads)),
+        "kv_channels": keys.positive_int("head_dim", hidden // heads or 1),
+        "max_position_embeddings": keys.positive_int("max_position_embeddings"),
+        "true_vocab_size": keys.positive_int("vocab_size"),
         "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", tied),
         "normalization": "RMSNorm",
-        "norm_epsilon": keys.real("rms_norm_eps", 1e-6),
+        "norm_epsilon": keys.non_negative_float("rms_norm_eps", 1e-6),
         "swiglu": True,
         "add_bias_linear": False,
-        "init_method_std": keys.real("initializer_range", 0.02),
+        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
         "hidden_dropout": 0.0,
-        "attention_dropout": keys.real("attention_dropout", 0.0),
-        **rope_in(keys, base=base, latent=latent),
+        "attention_dropout": keys.non_negative_float("attention_dropout", 0.0),
+        **read_rope_keys(keys, base=base, latent=latent),
     }
 
 
-def common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of config.json that the whole kin of Llama has."""
     return {
         "vocab_size": model.true_vocab_size,
@@ -70,7 +82,7 @@ def common_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.ties_embeddings,
         "attention_dropout": model.attention_dropout,
-        **rope_out(model, like),
+        **rope_config_keys(model, like),
     }
 
 
@@ -80,127 +92,142 @@ NORMS = {
 }  # ours -> transformers' names
 
 
-def decoder_rows(
+def decoder_mappings(
     model: ModelConfig, attention: Part, mlps: Mapping[str, Part], norms: Mapping[str, str] = NORMS
-) -> list[Row]:
+) -> list[ParameterMapping]:
     """All parameters of a network of Llama's kin, whose layers have these norms and an MLP of one of these kinds each.
 
     They stand in the order in which transformers has them: its files are cut in that order.
     """
-    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
-    for plan in layer_rows(model):
+    rows = [ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
-        rows += layer(model, ours, theirs, attention, mlps[plan.mlp], norms)
-    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), same))
+        rows += layer_mappings(model, ours, theirs, attention, mlps[plan.mlp], norms)
+    rows.append(ParameterMapping("decoder.final_layernorm.weight", ("model.norm.weight",), same))
     if not model.ties_embeddings:
-        rows.append(Row("output_layer.weight", ("lm_head.weight",), same))
+        rows.append(ParameterMapping("output_layer.weight", ("lm_head.weight",), same))
     return rows
 
 
-def layer(
+def layer_mappings(
     model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part, norms: Mapping[str, str] = NORMS
-) -> list[Row]:
+) -> list[ParameterMapping]:
     """One layer."""
     return [
         *attention(model, f"{ours}self_attention.", f"{theirs}self_attn."),
         *mlp(model, f"{ours}mlp.", f"{theirs}mlp."),
-        *(Row(f"{ours}{own}.weight", (f"{theirs}{there}.weight",), same) for own, there in norms.items()),
+        *(ParameterMapping(f"{ours}{own}.weight", (f"{theirs}{there}.weight",), same) for own, there in norms.items()),
     ]
 
 
-def attention_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     """Queries, keys and values are three matrices there and one here."""
     heads = concat(model.query_size, model.key_size, model.key_size)
-    rows = _linear_rows(
+    rows = _linear_mappings(
         f"{ours}linear_qkv",
         [f"{theirs}{part}_proj" for part in "qkv"],
         heads,
         model.add_bias_linear or model.add_qkv_bias,
     )
-    rows += _linear_rows(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
+    rows += _linear_mappings(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
     if model.qk_layernorm:
-        rows += [Row(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"]
+        rows += [
+            ParameterMapping(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"
+        ]
     return rows
 
 
-def mlp_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def mlp_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     """Gate and up are two matrices there and one here."""
-    return gated_rows(ours, theirs, model.ffn_hidden_size, bias=model.add_bias_linear)
+    return gated_mlp_mappings(ours, theirs, model.ffn_hidden_size, bias=model.add_bias_linear)
 
 
-def gated_rows(ours: str, theirs: str, width: int, *, bias: bool = False) -> list[Row]:
+def gated_mlp_mappings(ours: str, theirs: str, width: int, *, bias: bool = False) -> list[ParameterMapping]:
     """A gated MLP of a width."""
     return [
-        *_linear_rows(f"{ours}linear_fc1", [f"{theirs}gate_proj", f"{theirs}up_proj"], concat(width, width), bias),
-        *_linear_rows(f"{ours}linear_fc2", [f"{theirs}down_proj"], same, bias),
+        *_linear_mappings(f"{ours}linear_fc1", [f"{theirs}gate_proj", f"{theirs}up_proj"], concat(width, width), bias),
+        *_linear_mappings(f"{ours}linear_fc2", [f"{theirs}down_proj"], same, bias),
     ]
 
 
-def _linear_rows(ours: str, theirs: Sequence[str], op: Op, bias: bool) -> list[Row]:
+def _linear_mappings(ours: str, theirs: Sequence[str], op: TensorConversion, bias: bool) -> list[ParameterMapping]:
     kinds = ("weight", "bias") if bias else ("weight",)
-    return [Row(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
+    return [ParameterMapping(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters of a network whose layers are all alike."""
-    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows}))
+    return tuple(decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}))
 
 
-def _llama_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
+def _from_llama_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
     attention, mlp = keys.boolean("attention_bias", False), keys.boolean("mlp_bias", False)
     if attention != mlp:
         keys.problems.append(
             f"attention_bias: {attention} with mlp_bias: {mlp}; here all linear layers have a bias or none"
         )
-    return {**common_in(keys), "add_bias_linear": attention}, keys.finish()
+    return {**read_common_keys(keys), "add_bias_linear": attention}, keys.all_problems()
 
 
-def _llama_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_llama_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **passed_through(like),
-        **common_out(model, like),
+        **preserved_keys(like),
+        **common_config_keys(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": model.add_bias_linear,
         "mlp_bias": model.add_bias_linear,
     }
 
 
-def window_in(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_sliding_window(keys: ConfigReader, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`sliding_window` of all layers. One that covers every position is none."""
-    window = keys.whole("sliding_window", settings["max_position_embeddings"])
-    return windows_in(window, [window < settings["max_position_embeddings"]] * settings["num_layers"])
+    window = keys.positive_int("sliding_window", settings["max_position_embeddings"])
+    return sliding_window_settings(window, [window < settings["max_position_embeddings"]] * settings["num_layers"])
 
 
-def window_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def sliding_window_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """`sliding_window` of all layers; an earlier one that covers every position stays."""
-    window, _ = windows_out(model)
+    window, _ = window_and_windowed_layers(model)
     earlier = like.get("sliding_window")
     return {
         "sliding_window": earlier if window is None and earlier and earlier >= model.max_position_embeddings else window
     }
 
 
-def _mistral_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
-    settings = common_in(keys)
-    return {**settings, **window_in(keys, settings)}, keys.finish()
+def _from_mistral_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
+    settings = read_common_keys(keys)
+    return {**settings, **read_sliding_window(keys, settings)}, keys.all_problems()
 
 
-def _mistral_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**passed_through(like), **common_out(model, like), "head_dim": model.kv_channels, **window_out(model, like)}
+def _to_mistral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **preserved_keys(like),
+        **common_config_keys(model, like),
+        "head_dim": model.kv_channels,
+        **sliding_window_key(model, like),
+    }
 
 
 LLAMA = Family(
-    "llama", "LlamaForCausalLM", "llama", _llama_in, _llama_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+    "llama",
+    "LlamaForCausalLM",
+    "llama",
+    _from_llama_config,
+    _to_llama_config,
+    parameter_mappings,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
 )
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     "mistral",
-    _mistral_in,
-    _mistral_out,
-    rows,
+    _from_mistral_config,
+    _to_mistral_config,
+    parameter_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,

@@ -20,9 +20,9 @@ from typing import Any
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.config.vision import vision_encoder
-from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import Keys, passed_through
-from megatron.core.families.vision import encoder_rows, kind_of, sizes_in, sizes_out
+from megatron.core.families.rules import Family, ParameterMapping, same
+from megatron.core.families.settings import ConfigReader, preserved_keys
+from megatron.core.families.vision import encoder_config, encoder_mappings, encoder_type_of_config, read_encoder_config
 
 # What transformers' configs mean where a folder leaves sizes out, as LLaVA 1.5 does.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -47,7 +47,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class VLMFormat:
     """How a published class of language models that see is written.
 
     encoders: types that its encoder can be of. vision_type: `model_type` of its encoder, where the config leaves it out. token: the key
@@ -66,13 +66,13 @@ class Shape:
     tower: str
     projector: Mapping[str, str]
     language: Callable[[str, str], str]
-    reads: Callable[[Keys, str], dict[str, Any]]
+    reads: Callable[[ConfigReader, str], dict[str, Any]]
     writes: Callable[[VisionConfig], dict[str, Any]]
     head: tuple[str, str]
     vision_defaults: Mapping[str, Any]
 
 
-def _read_selection(keys: Keys, kind: str) -> dict[str, Any]:
+def _read_selection(keys: ConfigReader, kind: str) -> dict[str, Any]:
     """Which of the encoder's tokens are used, and the activation of the projector."""
     strategies = ("full",) if kind == "siglip" else ("default", "full")
     strategy = keys.one_of("vision_feature_select_strategy", strategies, "default")
@@ -80,18 +80,18 @@ def _read_selection(keys: Keys, kind: str) -> dict[str, Any]:
     return {"disable_vision_class_token": kind != "siglip" and strategy == "default"}
 
 
-def _read_llava(keys: Keys, kind: str) -> dict[str, Any]:
+def _read_llava(keys: ConfigReader, kind: str) -> dict[str, Any]:
     bias = keys.boolean("multimodal_projector_bias", True)
     return {**_read_selection(keys, kind), "vision_projection_bias": bias}
 
 
-def _read_internvl(keys: Keys, kind: str) -> dict[str, Any]:
+def _read_internvl(keys: ConfigReader, kind: str) -> dict[str, Any]:
     keys.one_of("downsample_ratio", (0.5,), 0.5)
     return {**_read_selection(keys, kind), "vision_projection_norm": True, "pixel_shuffle": True}
 
 
-def _read_smolvlm(keys: Keys, kind: str) -> dict[str, Any]:
-    factor = keys.whole("scale_factor", 2)
+def _read_smolvlm(keys: ConfigReader, kind: str) -> dict[str, Any]:
+    factor = keys.positive_int("scale_factor", 2)
     return {
         "vision_projection_type": "affine",
         "vision_projection_bias": False,
@@ -100,26 +100,26 @@ def _read_smolvlm(keys: Keys, kind: str) -> dict[str, Any]:
     }
 
 
-def _written_selection(vision: VisionConfig) -> dict[str, Any]:
+def _llava_config_keys(vision: VisionConfig) -> dict[str, Any]:
     return {
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default" if vision.disable_vision_class_token else "full",
         "projector_hidden_act": "gelu",
-        "image_seq_length": vision.rows,
+        "image_seq_length": vision.num_image_embeddings,
     }
 
 
-def _with_own_base(name: str, base: str) -> str:
+def _prefix_language_model(name: str, base: str) -> str:
     return f"language_model.{name}"
 
 
-def _within_text_model(name: str, base: str) -> str:
+def _prefix_text_model(name: str, base: str) -> str:
     return f"model.text_model.{name.removeprefix(base)}" if name.startswith(base) else name
 
 
 _MLP = {"encoder.linear_fc1": "linear_1", "encoder.linear_fc2": "linear_2"}
 _PROJECTOR = "multi_modal_projector."
-_LLAVA = Shape(
+_LLAVA = VLMFormat(
     name="llava",
     architecture="LlavaForConditionalGeneration",
     encoders=("clip", "siglip", "dinov2"),
@@ -128,13 +128,13 @@ _LLAVA = Shape(
     layer=-2,
     tower="vision_tower.",
     projector={ours: f"{_PROJECTOR}{theirs}" for ours, theirs in _MLP.items()},
-    language=_with_own_base,
+    language=_prefix_language_model,
     reads=_read_llava,
-    writes=lambda vision: {**_written_selection(vision), "multimodal_projector_bias": vision.vision_projection_bias},
+    writes=lambda vision: {**_llava_config_keys(vision), "multimodal_projector_bias": vision.vision_projection_bias},
     head=("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
     vision_defaults={},
 )
-_SMOLVLM = Shape(
+_SMOLVLM = VLMFormat(
     name="smolvlm",
     architecture="SmolVLMForConditionalGeneration",
     encoders=("siglip",),
@@ -143,7 +143,7 @@ _SMOLVLM = Shape(
     layer=None,
     tower="model.vision_model.",
     projector={"encoder.linear": "model.connector.modality_projection.proj"},
-    language=_within_text_model,
+    language=_prefix_text_model,
     reads=_read_smolvlm,
     writes=lambda vision: {"scale_factor": vision.pixel_shuffle_factor},
     head=("lm_head.weight", "model.text_model.embed_tokens.weight"),
@@ -168,7 +168,7 @@ SHAPES = (
         layer=-1,
         projector={"layernorm": f"{_PROJECTOR}layer_norm", **_LLAVA.projector},
         reads=_read_internvl,
-        writes=lambda vision: {**_written_selection(vision), "downsample_ratio": 0.5},
+        writes=lambda vision: {**_llava_config_keys(vision), "downsample_ratio": 0.5},
     ),
     _SMOLVLM,
     replace(_SMOLVLM, name="idefics3", architecture="Idefics3ForConditionalGeneration", vision_type="idefics3_vision"),
@@ -204,19 +204,19 @@ class Decoders:
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
 
 
-def _settings_of_config(
-    config: Mapping[str, Any], *, decoders: Decoders, shape: Shape
+def _from_vlm_config(
+    config: Mapping[str, Any], *, decoders: Decoders, shape: VLMFormat
 ) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
-    text, vision = _parts(keys, config, shape)
+    keys = ConfigReader(config)
+    text, vision = _text_and_vision_configs(keys, config, shape)
     settings, problems = decoders.settings({"model_type": "llama", **text})
     vision = {"model_type": shape.vision_type, **shape.vision_defaults, **vision}
-    kind = kind_of(vision)
+    kind = encoder_type_of_config(vision)
     if kind is None or kind not in shape.encoders:
         return settings, [*problems, f"vision_config: model_type: {vision.get('model_type')} has no counterpart here"]
-    inner = Keys(vision)
-    sizes = sizes_in(inner, kind)
-    problems += [f"vision_config: {problem}" for problem in inner.finish()]
+    inner = ConfigReader(vision)
+    sizes = read_encoder_config(inner, kind)
+    problems += [f"vision_config: {problem}" for problem in inner.all_problems()]
     depth = sizes.pop("num_layers")
     renamed = {f"vision_{name}" if name in _SIZES else name: value for name, value in sizes.items()}
     for name in _SAYS_NOTHING:
@@ -227,13 +227,15 @@ def _settings_of_config(
         "vision_num_layers": depth if shape.layer is None else _used_layers(keys, depth, shape.layer),
         "vision_final_norm": "yes" if shape.layer is None else "no",
         "vision_projection_hidden_size": settings.get("hidden_size"),
-        "image_token_index": keys.whole(shape.token),
+        "image_token_index": keys.positive_int(shape.token),
         **shape.reads(keys, kind),
     }
-    return result, [*problems, *keys.finish()]
+    return result, [*problems, *keys.all_problems()]
 
 
-def _parts(keys: Keys, config: Mapping[str, Any], shape: Shape) -> tuple[dict[str, Any], dict[str, Any]]:
+def _text_and_vision_configs(
+    keys: ConfigReader, config: Mapping[str, Any], shape: VLMFormat
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configs of the language model and of the encoder, without what says nothing of the network."""
     text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
     if shape.layer is not None:
@@ -243,7 +245,7 @@ def _parts(keys: Keys, config: Mapping[str, Any], shape: Shape) -> tuple[dict[st
     return {"rms_norm_eps": 1e-5, **text, "tie_word_embeddings": config.get("tie_word_embeddings") or False}, vision
 
 
-def _used_layers(keys: Keys, depth: int, usual: int) -> int:
+def _used_layers(keys: ConfigReader, depth: int, usual: int) -> int:
     """The number of an encoder's layers up to the one whose output is used."""
     layer = keys.pop("vision_feature_layer")
     layer = usual if layer is None else layer
@@ -253,8 +255,8 @@ def _used_layers(keys: Keys, depth: int, usual: int) -> int:
     return depth + 1 + layer if layer < 0 else layer
 
 
-def _config_of_settings(
-    model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, shape: Shape
+def _to_vlm_config(
+    model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, shape: VLMFormat
 ) -> dict[str, Any]:
     vision = model.vision
     if not model.has_vision:
@@ -263,13 +265,13 @@ def _config_of_settings(
     text_like, vision_like = like.get("text_config") or {}, like.get("vision_config") or {}
     text = {**family.config_out(alone, text_like), "model_type": family.model_type}
     text["architectures"] = [family.architecture]
-    encoder = sizes_out(vision_encoder(model), vision_like)
+    encoder = encoder_config(vision_encoder(model), vision_like)
     if shape.layer is None:
         encoder["model_type"] = shape.vision_type
         encoder.pop("vision_use_head", None)
     token = {} if vision.image_token_index is None else {shape.token: vision.image_token_index}
     return {
-        **passed_through(like, "ignore_index", "tie_word_embeddings"),
+        **preserved_keys(like, "ignore_index", "tie_word_embeddings"),
         "text_config": text,
         "vision_config": encoder,
         "tie_word_embeddings": model.ties_embeddings,
@@ -278,17 +280,17 @@ def _config_of_settings(
     }
 
 
-def _parameter_rows(model: ModelConfig, *, decoders: Decoders, shape: Shape) -> tuple[Row, ...]:
+def _parameter_mappings(model: ModelConfig, *, decoders: Decoders, shape: VLMFormat) -> tuple[ParameterMapping, ...]:
     family, alone = decoders.for_model(model)
-    rows = encoder_rows(vision_encoder(model), shape.tower)
+    rows = encoder_mappings(vision_encoder(model), shape.tower)
     for ours, theirs in shape.projector.items():
         has_bias = model.vision.vision_projection_bias or ours == "layernorm"
         rows += [
-            Row(f"vision_projection.{ours}.{kind}", (f"{theirs}.{kind}",), same)
+            ParameterMapping(f"vision_projection.{ours}.{kind}", (f"{theirs}.{kind}",), same)
             for kind in (("weight", "bias") if has_bias else ("weight",))
         ]
     decoder = [
-        Row(row.ours, tuple(shape.language(name, family.base) for name in row.theirs), row.op)
+        ParameterMapping(row.ours, tuple(shape.language(name, family.base) for name in row.theirs), row.op)
         for row in family.rows(alone)
     ]
     return (*rows, *decoder)
@@ -322,15 +324,15 @@ _RESPELLED = (
 )
 
 
-def _vlm_family(decoders: Decoders, shape: Shape) -> Family:
+def _vlm_family(decoders: Decoders, shape: VLMFormat) -> Family:
     is_llava = shape.layer is not None
     return Family(
         shape.name,
         shape.architecture,
         shape.name,
-        partial(_settings_of_config, decoders=decoders, shape=shape),
-        partial(_config_of_settings, decoders=decoders, shape=shape),
-        partial(_parameter_rows, decoders=decoders, shape=shape),
+        partial(_from_vlm_config, decoders=decoders, shape=shape),
+        partial(_to_vlm_config, decoders=decoders, shape=shape),
+        partial(_parameter_mappings, decoders=decoders, shape=shape),
         base="",
         skipped=_SKIPPED,
         copies=(shape.head,),
@@ -340,6 +342,6 @@ def _vlm_family(decoders: Decoders, shape: Shape) -> Family:
     )
 
 
-def readers_of_images(decoders: Decoders) -> tuple[Family, ...]:
+def vlm_families(decoders: Decoders) -> tuple[Family, ...]:
     """The families of language models that see, with a decoder of one of these families."""
     return tuple(_vlm_family(decoders, shape) for shape in SHAPES)

@@ -13,15 +13,15 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     COPIES,
     SKIPPED,
-    attention_rows,
-    common_in,
-    common_out,
-    decoder_rows,
-    window_in,
-    window_out,
+    attention_mappings,
+    common_config_keys,
+    decoder_mappings,
+    read_common_keys,
+    read_sliding_window,
+    sliding_window_key,
 )
-from megatron.core.families.rules import Family, Row, concat, per_expert, same
-from megatron.core.families.settings import BALANCE, Keys, passed_through
+from megatron.core.families.rules import Family, ParameterMapping, concat, per_expert, same
+from megatron.core.families.settings import BALANCE, ConfigReader, preserved_keys
 
 _FUSED = (
     (
@@ -32,47 +32,47 @@ _FUSED = (
 )
 
 
-def expert_rows(
+def expert_mappings(
     model: ModelConfig, ours: str, theirs: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> list[Row]:
+) -> list[ParameterMapping]:
     """A router and its experts, expert by expert. parts: what gate, up and down are called."""
     moe, (gate, up, down) = model.moe, parts
     width, each = moe.expert_width, [f"{theirs}experts.{expert}." for expert in range(moe.experts)]
     return [
-        Row(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
-        Row(
+        ParameterMapping(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
+        ParameterMapping(
             f"{ours}experts.linear_fc1.weight",
             tuple(f"{expert}{part}.weight" for expert in each for part in (gate, up)),
             per_expert(concat(width, width), 2),
         ),
-        Row(
+        ParameterMapping(
             f"{ours}experts.linear_fc2.weight", tuple(f"{expert}{down}.weight" for expert in each), per_expert(same, 1)
         ),
     ]
 
 
-def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings of a config.json, and what cannot be expressed."""
-    keys = Keys(config)
-    settings = common_in(keys, base=1e6)
+    keys = ConfigReader(config)
+    settings = read_common_keys(keys, base=1e6)
     for name in BALANCE:
         keys.pop(name)
     return {
         **settings,
-        **window_in(keys, settings),
-        "num_experts": keys.whole("num_local_experts", 8),
+        **read_sliding_window(keys, settings),
+        "num_experts": keys.positive_int("num_local_experts", 8),
         "moe_ffn_hidden_size": settings["ffn_hidden_size"],
-        "moe_router_topk": keys.whole("num_experts_per_tok", 2),
-    }, keys.finish()
+        "moe_router_topk": keys.positive_int("num_experts_per_tok", 2),
+    }, keys.all_problems()
 
 
-def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
-        **passed_through(like, *BALANCE),
-        **common_out(model, like),
-        **window_out(model, like),
+        **preserved_keys(like, *BALANCE),
+        **common_config_keys(model, like),
+        **sliding_window_key(model, like),
         "head_dim": like.get("head_dim") if plain else model.kv_channels,
         "num_local_experts": model.moe.num_experts,
         "intermediate_size": model.moe.moe_ffn_hidden_size,
@@ -80,22 +80,22 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters."""
-    return tuple(decoder_rows(model, attention_rows, {"moe": _expert_rows}))
+    return tuple(decoder_mappings(model, attention_mappings, {"moe": _expert_mappings}))
 
 
-def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
-    return expert_rows(model, ours, theirs.replace("mlp.", "block_sparse_moe."), ("w1", "w3", "w2"))
+def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
+    return expert_mappings(model, ours, theirs.replace("mlp.", "block_sparse_moe."), ("w1", "w3", "w2"))
 
 
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     "mixtral",
-    config_in,
-    config_out,
-    rows,
+    from_hf_config,
+    to_hf_config,
+    parameter_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,

@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.deepseek import groups_of_experts_in
-from megatron.core.families.llama import attention_rows
-from megatron.core.families.rules import Family, Row, per_expert, same
-from megatron.core.families.settings import Keys, groups_in, passed_through
+from megatron.core.families.deepseek import read_expert_group_keys
+from megatron.core.families.llama import attention_mappings
+from megatron.core.families.rules import Family, ParameterMapping, per_expert, same
+from megatron.core.families.settings import ConfigReader, head_count_settings, preserved_keys
 
 _INITIAL = ("time_step_floor", "time_step_max", "time_step_rank", "rescale_prenorm_residual")  # said once, at the start
 _KERNELS = ("chunk_size", "residual_in_fp32", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype")
@@ -57,28 +57,28 @@ _MIXER = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "in_proj.weig
 _ANY_LENGTH = 2**20  # of a network without positions, whose config.json has no length
 
 
-def _sizes_in(keys: Keys) -> dict[str, Any]:
+def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
     """What both families say by the same names."""
     for name in ("use_bias", "mamba_proj_bias"):
         keys.one_of(name, (False,), False)
     keys.one_of("use_conv_bias", (True,), True)
     keys.one_of("conv_kernel", (4,), 4)
-    epsilon = keys.real("layer_norm_epsilon", 1e-5)
+    epsilon = keys.non_negative_float("layer_norm_epsilon", 1e-5)
     return {
-        "hidden_size": keys.whole("hidden_size"),
-        "true_vocab_size": keys.whole("vocab_size"),
-        "mamba_num_groups": keys.whole("n_groups", 8),
+        "hidden_size": keys.positive_int("hidden_size"),
+        "true_vocab_size": keys.positive_int("vocab_size"),
+        "mamba_num_groups": keys.positive_int("n_groups", 8),
         "position_embedding_type": "none",
         "normalization": "RMSNorm",
         "norm_epsilon": epsilon,
         "mamba_norm_epsilon": epsilon,
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", False),
-        "init_method_std": keys.real("initializer_range", 0.02),
+        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
     }
 
 
-def _sizes_out(model: ModelConfig) -> dict[str, Any]:
+def _common_config_keys(model: ModelConfig) -> dict[str, Any]:
     return {
         "hidden_size": model.hidden_size,
         "vocab_size": model.true_vocab_size,
@@ -92,17 +92,17 @@ def _sizes_out(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _number(value: Any) -> float:
+def _parse_float(value: Any) -> float:
     """A number of a config.json, where infinity may be an object."""
     return float(value["__float__"]) if isinstance(value, Mapping) and "__float__" in value else float(value)
 
 
-def limits_in(keys: Keys) -> tuple[float, ...]:
+def read_time_step_limits(keys: ConfigReader) -> tuple[float, ...]:
     """Smallest and largest time step, of `time_step_limit`."""
-    return tuple(map(_number, keys.pop("time_step_limit") or (0.0, math.inf)))
+    return tuple(map(_parse_float, keys.pop("time_step_limit") or (0.0, math.inf)))
 
 
-def limits_out(model: ModelConfig) -> list[Any]:
+def time_step_limit_key(model: ModelConfig) -> list[Any]:
     """`time_step_limit` for a config.json, which has no number for infinity."""
     return [
         {"__float__": "Infinity"} if math.isinf(one) else one
@@ -110,14 +110,18 @@ def limits_out(model: ModelConfig) -> list[Any]:
     ]
 
 
-def _mamba2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
+def _from_mamba2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
     for name in (*_INITIAL, *_KERNELS, "time_step_min"):
         keys.pop(name)
     keys.one_of("hidden_act", ("silu",), "silu")
-    settings = _sizes_in(keys)
-    heads, size, layers = keys.whole("num_heads", 128), keys.whole("head_dim", 64), keys.whole("num_hidden_layers")
-    if keys.whole("expand", 2) * settings["hidden_size"] != heads * size:
+    settings = _read_common_keys(keys)
+    heads, size, layers = (
+        keys.positive_int("num_heads", 128),
+        keys.positive_int("head_dim", 64),
+        keys.positive_int("num_hidden_layers"),
+    )
+    if keys.positive_int("expand", 2) * settings["hidden_size"] != heads * size:
         keys.problems.append(f"expand: the {heads} heads of {size} channels are not so many times the hidden size")
     return {
         **settings,
@@ -125,33 +129,33 @@ def _mamba2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "hybrid_layer_pattern": "M" * min(layers, 10_000),
         "mamba_num_heads": heads,
         "mamba_head_dim": size,
-        "mamba_state_dim": keys.whole("state_size", 128),
-        "mamba_time_step_limit": limits_in(keys),
+        "mamba_state_dim": keys.positive_int("state_size", 128),
+        "mamba_time_step_limit": read_time_step_limits(keys),
         "num_attention_heads": heads,
         "kv_channels": size,
         "max_position_embeddings": _ANY_LENGTH,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _mamba2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_mamba2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid = model.hybrid
     heads = hybrid.mamba_num_heads or 0
     return {
-        **passed_through(like, *_INITIAL, *_KERNELS, "time_step_min"),
-        **_sizes_out(model),
+        **preserved_keys(like, *_INITIAL, *_KERNELS, "time_step_min"),
+        **_common_config_keys(model),
         "hidden_act": "silu",
-        "num_hidden_layers": sum(plan.mixer == "mamba" for plan in layer_rows(model)),
+        "num_hidden_layers": sum(plan.mixer == "mamba" for plan in network_layer_plans(model)),
         "num_heads": heads,
         "head_dim": hybrid.mamba_head_dim,
         "state_size": hybrid.mamba_state_dim,
         "expand": heads * hybrid.mamba_head_dim // model.hidden_size,
-        "time_step_limit": limits_out(model),
+        "time_step_limit": time_step_limit_key(model),
     }
 
 
-def _layers_in(keys: Keys) -> str:
+def _read_layer_symbols(keys: ConfigReader) -> str:
     """The symbols of all layers."""
     kinds, symbols = keys.pop("layers_block_type"), keys.pop("hybrid_override_pattern")
     keys.pop("num_hidden_layers")
@@ -165,26 +169,26 @@ def _layers_in(keys: Keys) -> str:
     return "".join(_SYMBOLS.get(kind, kind) for kind in kinds if str(kind) not in unknown) or "M"
 
 
-def _experts_in(keys: Keys) -> dict[str, Any]:
+def _read_moe_keys(keys: ConfigReader) -> dict[str, Any]:
     keys.one_of("norm_topk_prob", (True,), True)
     keys.one_of("moe_latent_size", (None,), None)
     keys.one_of("n_shared_experts", (1,), 1)
-    used = keys.whole("num_experts_per_tok", 2)
+    used = keys.positive_int("num_experts_per_tok", 2)
     if used == 1:
         keys.problems.append(
             "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
         )
     settings = {
-        "num_experts": keys.whole("n_routed_experts", 8),
+        "num_experts": keys.positive_int("n_routed_experts", 8),
         "moe_router_topk": used,
-        "moe_ffn_hidden_size": keys.whole("moe_intermediate_size"),
-        "moe_shared_expert_intermediate_size": keys.whole("moe_shared_expert_intermediate_size"),
+        "moe_ffn_hidden_size": keys.positive_int("moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": keys.positive_int("moe_shared_expert_intermediate_size"),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": None
-        if (factor := keys.real("routed_scaling_factor", 1.0)) == 1.0
+        if (factor := keys.non_negative_float("routed_scaling_factor", 1.0)) == 1.0
         else factor,
-        **groups_of_experts_in(keys, "sum", used=True),
+        **read_expert_group_keys(keys, "sum", used=True),
     }
     chosen = settings.get("moe_router_group_topk")
     if chosen and used // chosen != 2:
@@ -194,8 +198,8 @@ def _experts_in(keys: Keys) -> dict[str, Any]:
     return settings
 
 
-def _nemotron_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
+def _from_nemotron_h_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
     for name in _SAYS_NOTHING:
         keys.pop(name)
     for name in ("attention_bias", "mlp_bias"):
@@ -203,32 +207,36 @@ def _nemotron_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     keys.one_of("mamba_hidden_act", ("silu",), "silu")
     keys.one_of("mlp_hidden_act", ("relu2",), "relu2")
     keys.one_of("sliding_window", (None,), None)
-    settings, symbols, heads = _sizes_in(keys), _layers_in(keys), keys.whole("num_attention_heads")
-    experts = _experts_in(keys) if "E" in symbols else {}
+    settings, symbols, heads = (
+        _read_common_keys(keys),
+        _read_layer_symbols(keys),
+        keys.positive_int("num_attention_heads"),
+    )
+    experts = _read_moe_keys(keys) if "E" in symbols else {}
     for name in () if experts else _EXPERTS:
         keys.pop(name)
     return {
         **settings,
         **experts,
-        **groups_in(heads, keys.whole("num_key_value_heads", heads)),
+        **head_count_settings(heads, keys.positive_int("num_key_value_heads", heads)),
         "num_layers": len(symbols),
         "hybrid_layer_pattern": symbols,
-        "kv_channels": keys.whole("head_dim", settings["hidden_size"] // heads or 1),
-        "ffn_hidden_size": keys.whole("intermediate_size"),
+        "kv_channels": keys.positive_int("head_dim", settings["hidden_size"] // heads or 1),
+        "ffn_hidden_size": keys.positive_int("intermediate_size"),
         "squared_relu": True,
-        "mamba_num_heads": keys.whole("mamba_num_heads"),
-        "mamba_head_dim": keys.whole("mamba_head_dim"),
-        "mamba_state_dim": keys.whole("ssm_state_size"),
-        "mamba_time_step_limit": (keys.real("time_step_min", 0.001), math.inf),
-        "max_position_embeddings": keys.whole("max_position_embeddings"),
-        "hidden_dropout": keys.real("hidden_dropout", 0.0),
-        "attention_dropout": keys.real("attention_dropout", 0.0),
-    }, keys.finish()
+        "mamba_num_heads": keys.positive_int("mamba_num_heads"),
+        "mamba_head_dim": keys.positive_int("mamba_head_dim"),
+        "mamba_state_dim": keys.positive_int("ssm_state_size"),
+        "mamba_time_step_limit": (keys.non_negative_float("time_step_min", 0.001), math.inf),
+        "max_position_embeddings": keys.positive_int("max_position_embeddings"),
+        "hidden_dropout": keys.non_negative_float("hidden_dropout", 0.0),
+        "attention_dropout": keys.non_negative_float("attention_dropout", 0.0),
+    }, keys.all_problems()
 
 
-def _nemotron_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid, moe = model.hybrid, model.moe
-    symbols = "".join(_symbol(plan.mixer, plan.mlp) for plan in layer_rows(model))
+    symbols = "".join(_symbol(plan.mixer, plan.mlp) for plan in network_layer_plans(model))
     old = "hybrid_override_pattern" in like
     layers: Any = symbols if old else [_KINDS.get(symbol, symbol) for symbol in symbols]
     experts: dict[str, Any] = {name: like[name] for name in _EXPERTS if name in like}
@@ -245,8 +253,8 @@ def _nemotron_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]
             "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
         }
     return {
-        **passed_through(like, *_SAYS_NOTHING),
-        **_sizes_out(model),
+        **preserved_keys(like, *_SAYS_NOTHING),
+        **_common_config_keys(model),
         **experts,
         "hybrid_override_pattern" if old else "layers_block_type": layers,
         **({"sliding_window": None} if "sliding_window" in like else {}),
@@ -275,45 +283,52 @@ def _symbol(mixer: str, mlp: str) -> str:
     return {"mamba": "M", "attention": "*", "none": {"dense": "-", "moe": "E"}.get(mlp, mlp)}.get(mixer, mixer)
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    result = [Row("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), same)]
-    for plan in layer_rows(model):
+    result = [ParameterMapping("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), same)]
+    for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"backbone.layers.{plan.index}."
         norm = "pre_mlp_layernorm" if plan.mixer == "none" else "input_layernorm"
-        result.append(Row(f"{ours}{norm}.weight", (f"{theirs}norm.weight",), same))
+        result.append(ParameterMapping(f"{ours}{norm}.weight", (f"{theirs}norm.weight",), same))
         if plan.mixer == "mamba":
-            result += mamba_rows(f"{ours}mixer.", f"{theirs}mixer.")
+            result += mamba_mappings(f"{ours}mixer.", f"{theirs}mixer.")
         elif plan.mixer == "attention":
-            result += attention_rows(model, f"{ours}self_attention.", f"{theirs}mixer.")
+            result += attention_mappings(model, f"{ours}self_attention.", f"{theirs}mixer.")
         if plan.mlp == "dense":
-            result += _mlp_rows(f"{ours}mlp.", f"{theirs}mixer.")
+            result += _mlp_mappings(f"{ours}mlp.", f"{theirs}mixer.")
         elif plan.mlp == "moe":
-            result += _expert_rows(model, f"{ours}mlp.", f"{theirs}mixer.")
-    result.append(Row("decoder.final_layernorm.weight", ("backbone.norm_f.weight",), same))
-    return (*result, *(() if model.ties_embeddings else (Row("output_layer.weight", ("lm_head.weight",), same),)))
+            result += _expert_mappings(model, f"{ours}mlp.", f"{theirs}mixer.")
+    result.append(ParameterMapping("decoder.final_layernorm.weight", ("backbone.norm_f.weight",), same))
+    return (
+        *result,
+        *(() if model.ties_embeddings else (ParameterMapping("output_layer.weight", ("lm_head.weight",), same),)),
+    )
 
 
-def mamba_rows(ours: str, theirs: str) -> list[Row]:
+def mamba_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
     """A mixer of Mamba-2, whose parameters are the same on both sides."""
-    return [Row(f"{ours}{name}", (f"{theirs}{name}",), same) for name in _MIXER]
+    return [ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in _MIXER]
 
 
-def _mlp_rows(ours: str, theirs: str) -> list[Row]:
+def _mlp_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
     names = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
-    return [Row(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()]
+    return [
+        ParameterMapping(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()
+    ]
 
 
-def _expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     each = [f"{theirs}experts.{expert}." for expert in range(model.moe.experts)]
     return [
-        Row(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
-        Row(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same),
+        ParameterMapping(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
+        ParameterMapping(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same),
         *(
-            Row(f"{ours}experts.{mine}.weight", tuple(f"{one}{there}.weight" for one in each), per_expert(same, 1))
+            ParameterMapping(
+                f"{ours}experts.{mine}.weight", tuple(f"{one}{there}.weight" for one in each), per_expert(same, 1)
+            )
             for mine, there in (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj"))
         ),
-        *_mlp_rows(f"{ours}shared_experts.", f"{theirs}shared_experts."),
+        *_mlp_mappings(f"{ours}shared_experts.", f"{theirs}shared_experts."),
     ]
 
 
@@ -321,9 +336,9 @@ MAMBA2 = Family(
     "mamba2",
     "Mamba2ForCausalLM",
     "mamba2",
-    _mamba2_in,
-    _mamba2_out,
-    rows,
+    _from_mamba2_config,
+    _to_mamba2_config,
+    parameter_mappings,
     base="backbone.",
     skipped=_SKIPPED,
     copies=_COPIES,
@@ -332,9 +347,9 @@ NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
     "nemotron_h",
-    _nemotron_in,
-    _nemotron_out,
-    rows,
+    _from_nemotron_h_config,
+    _to_nemotron_h_config,
+    parameter_mappings,
     base="backbone.",
     skipped=_SKIPPED,
     copies=_COPIES,

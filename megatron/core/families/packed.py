@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 
 # Values of the 16 codes of 4 bits: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats, 2023).
 _HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -31,7 +31,7 @@ class Readable(Protocol):
     """A tensor that can be had: its format, and itself."""
 
     @property
-    def format(self) -> Format:
+    def format(self) -> TensorFormat:
         """Shape and dtype."""
 
     def read(self) -> Tensor:
@@ -39,10 +39,10 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ComputedTensor:
     """A tensor that `make` makes of others."""
 
-    format: Format
+    format: TensorFormat
     parts: tuple[Readable, ...]
     make: Callable[[Sequence[Tensor]], Tensor]
 
@@ -51,7 +51,7 @@ class Made:
         return self.make([part.read() for part in self.parts])
 
 
-def why_not(quantised: Any) -> str:
+def unsupported_quantization(quantised: Any) -> str:
     """Why weights that were quantised so (`quantization_config`) cannot be read; nothing if they can."""
     method = quantised.get("quant_method", quantised) if isinstance(quantised, Mapping) else quantised
     return (
@@ -64,7 +64,7 @@ def why_not(quantised: Any) -> str:
     )
 
 
-def plain(
+def dequantize_tensors(
     files: Mapping[str, Readable], quantised: Any, fused: Sequence[tuple[str, tuple[str, ...]]]
 ) -> dict[str, Readable]:
     """The tensors as rows name them. quantised: `quantization_config`; fused: see `Family`."""
@@ -73,10 +73,12 @@ def plain(
     for name in files:
         if name.endswith("_blocks"):
             whole = name.removesuffix("_blocks")
-            _dequantize_tensor(tensors, name, f"{whole}_scales", whole, _four_bits)
+            _dequantize_tensor(tensors, name, f"{whole}_scales", whole, _lazy_mxfp4_tensor)
         elif name.endswith("_scale_inv"):
             whole = name.removesuffix("_scale_inv")
-            _dequantize_tensor(tensors, whole, name, whole, partial(_dequantize_blocks, block=tuple(block or _SQUARE)))
+            _dequantize_tensor(
+                tensors, whole, name, whole, partial(_lazy_fp8_block_tensor, block=tuple(block or _SQUARE))
+            )
     for pattern, names in fused:
         for name in [name for name in tensors if re.fullmatch(pattern, name)]:
             _split_fused_experts(tensors, name, [re.sub(pattern, one, name) for one in names])
@@ -84,7 +86,11 @@ def plain(
 
 
 def _dequantize_tensor(
-    tensors: dict[str, Readable], packed: str, scales: str, whole: str, one: Callable[[Readable, Readable], Made | None]
+    tensors: dict[str, Readable],
+    packed: str,
+    scales: str,
+    whole: str,
+    one: Callable[[Readable, Readable], ComputedTensor | None],
 ) -> None:
     """Put the tensor in the place of what it is packed in; where that does not fit together it stays, and is refused later."""
     made = one(tensors[packed], tensors[scales]) if packed in tensors and scales in tensors else None
@@ -93,7 +99,7 @@ def _dequantize_tensor(
         tensors[whole] = made
 
 
-def _four_bits(blocks: Readable, scales: Readable) -> Made | None:
+def _lazy_mxfp4_tensor(blocks: Readable, scales: Readable) -> ComputedTensor | None:
     """blocks: bytes [e, rows, groups, 16] of two codes each, the lower bits first; scales: [e, rows, groups]."""
     shape = blocks.format.shape
     if (
@@ -103,10 +109,12 @@ def _four_bits(blocks: Readable, scales: Readable) -> Made | None:
         or blocks.format.dtype != torch.uint8
     ):
         return None
-    return Made(Format((shape[0], shape[2] * _GROUP, shape[1]), torch.bfloat16), (blocks, scales), _from_four_bits)
+    return ComputedTensor(
+        TensorFormat((shape[0], shape[2] * _GROUP, shape[1]), torch.bfloat16), (blocks, scales), _dequantize_mxfp4
+    )
 
 
-def _from_four_bits(parts: Sequence[Tensor]) -> Tensor:
+def _dequantize_mxfp4(parts: Sequence[Tensor]) -> Tensor:
     """[e, groups * 32, rows] in bf16, which holds every value exactly."""
     blocks, scales = parts
     pairs = torch.tensor([(_FOUR_BITS[byte % 16], _FOUR_BITS[byte // 16]) for byte in range(256)])
@@ -119,16 +127,18 @@ def _from_four_bits(parts: Sequence[Tensor]) -> Tensor:
     return made
 
 
-def _dequantize_blocks(weight: Readable, scales: Readable, block: tuple[int, int]) -> Made | None:
+def _lazy_fp8_block_tensor(weight: Readable, scales: Readable, block: tuple[int, int]) -> ComputedTensor | None:
     """weight: 8-bit [rows, columns]; scales: fp32, one for every square of the size `block`."""
     shape = weight.format.shape
     squares = tuple(-(-size // step) for size, step in zip(shape, block))
     if weight.format.dtype != torch.float8_e4m3fn or len(shape) != 2 or scales.format.shape != squares:
         return None
-    return Made(Format(shape, torch.bfloat16), (weight, scales), partial(_from_squares, block=block))
+    return ComputedTensor(
+        TensorFormat(shape, torch.bfloat16), (weight, scales), partial(_dequantize_fp8_blocks, block=block)
+    )
 
 
-def _from_squares(parts: Sequence[Tensor], block: tuple[int, int]) -> Tensor:
+def _dequantize_fp8_blocks(parts: Sequence[Tensor], block: tuple[int, int]) -> Tensor:
     weight, scales = parts
     wide = (
         scales.float()
@@ -147,7 +157,9 @@ def _split_fused_experts(tensors: dict[str, Readable], name: str, names: Sequenc
     for expert in range(shape[0]):
         for place, one in enumerate(names):
             cut = partial(_expert_rows_of, expert=expert, start=place * rows, rows=rows)
-            tensors[one.replace("{e}", str(expert))] = Made(Format((rows, shape[2]), whole.format.dtype), (whole,), cut)
+            tensors[one.replace("{e}", str(expert))] = ComputedTensor(
+                TensorFormat((rows, shape[2]), whole.format.dtype), (whole,), cut
+            )
 
 
 def _expert_rows_of(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:

@@ -27,13 +27,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.core.config.adapters import layer_name, linear_layers
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, Pair, without_adapters
+from megatron.core.families.adapter_set import AdapterSet, AdapterWeights, without_adapters
 from megatron.core.families.registry import fitting_family
-from megatron.core.families.rules import Row, expanded
+from megatron.core.families.rules import ParameterMapping, expand_mappings
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.models.names import VOCABULARY
 
@@ -53,7 +53,7 @@ def is_peft(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file()
 
 
-class _Places:
+class _MatrixPlacement:
     """Where the matrices of a family's network are in ours."""
 
     def __init__(self, model: ModelConfig) -> None:
@@ -63,10 +63,10 @@ class _Places:
             raise CheckpointError(
                 "adapters of a gpt-oss network cannot be exchanged with PEFT: its experts are laid out otherwise"
             )
-        rows = expanded(family.network_rows(model), layers=model.num_layers)
+        rows = expand_mappings(family.network_mappings(model), layers=model.num_layers)
         self.shapes = {
             f"{layer_name(model, plan)}.{path}": shape
-            for plan in layer_rows(model)
+            for plan in network_layer_plans(model)
             for path, shape in linear_layers(model, plan).items()
         }
         self.whole = parameter_shapes(model)
@@ -84,13 +84,13 @@ class _Places:
             if row.op.each and row.ours.endswith("linear_fc1.weight")
         }
 
-    def transposed(self, row: Row) -> bool:
+    def transposed(self, row: ParameterMapping) -> bool:
         """Whether theirs is the transpose of ours (GPT-2)."""
         return (
             tuple(row.op.theirs(torch.empty(2, 3, device="meta"))[0].shape) == (3, 2) if len(row.theirs) == 1 else False
         )
 
-    def to_ours(self, row: Row, place: int, second: Tensor) -> Tensor:
+    def to_ours(self, row: ParameterMapping, place: int, second: Tensor) -> Tensor:
         """B of one of theirs, [out, r], as rows of ours: zeros where the others are."""
         if self.transposed(row):
             return row.op.ours([second.t()])
@@ -101,7 +101,7 @@ class _Places:
         ]
         return row.op.ours(parts)
 
-    def to_theirs(self, row: Row, second: Tensor) -> list[Tensor]:
+    def to_theirs(self, row: ParameterMapping, second: Tensor) -> list[Tensor]:
         """B of ours, [all rows, r], as B of each of theirs."""
         parts = row.op.theirs(second)
         return [part.t() for part in parts] if self.transposed(row) else list(parts)
@@ -117,11 +117,11 @@ def read(folder: str | Path, model: ModelConfig) -> AdapterSet:
     folder = Path(folder)
     config, (tensors, metadata) = _read_config(folder), _read_tensors(folder)
     model = replace(model, reward_head=model.reward_head or config.get("task_type") == "SEQ_CLS")
-    places = _Places(model)
-    factors, saved, problems = _sorted_out(tensors, places)
-    pairs = list[Pair]()
+    places = _MatrixPlacement(model)
+    factors, saved, problems = _classify_tensors(tensors, places)
+    pairs = list[AdapterWeights]()
     for module, tensors_of in factors.items():
-        result = _read_pair(module, tensors_of, config, places)
+        result = _convert_adapter(module, tensors_of, config, places)
         if isinstance(result, str):
             problems.append(result)
         else:
@@ -133,8 +133,8 @@ def read(folder: str | Path, model: ModelConfig) -> AdapterSet:
     return AdapterSet(str(folder), made, tuple(pairs), saved, base)
 
 
-def _sorted_out(
-    tensors: Mapping[str, Tensor], places: _Places
+def _classify_tensors(
+    tensors: Mapping[str, Tensor], places: _MatrixPlacement
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str]]:
     """Factors by module and kind (A, B, magnitude), whole parameters by our names, and what is neither."""
     factors: dict[str, dict[str, Tensor]] = {}
@@ -155,14 +155,16 @@ def _sorted_out(
     return factors, saved, problems
 
 
-def _read_pair(module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any], places: _Places) -> Pair | str:
+def _convert_adapter(
+    module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any], places: _MatrixPlacement
+) -> AdapterWeights | str:
     """One adapter of theirs as one of ours, or why it cannot be."""
     if not {"A", "B"} <= factors.keys() or factors["A"].dim() != 2 or factors["B"].dim() != 2:
         return f"{module} has not both of lora_A and lora_B, as matrices"
     first, second = factors["A"], factors["B"]
     experts = places.experts.get(module.removesuffix(".base_layer"))
     if experts is not None:
-        return _expert_pair(module, experts, first, second, config, places)
+        return _convert_expert_adapter(module, experts, first, second, config, places)
     row = places.linear_of.get(module)
     if row is None:
         return f"{module} is no linear layer of this network"
@@ -183,7 +185,7 @@ def _read_pair(module: str, factors: Mapping[str, Tensor], config: Mapping[str, 
     lengths = factors.get("magnitude")
     if lengths is not None:
         lengths = places.to_ours(row, place, lengths.view(-1, 1))[start : start + size, 0].contiguous()
-    return Pair(
+    return AdapterWeights(
         linear,
         part,
         (start, size),
@@ -194,16 +196,16 @@ def _read_pair(module: str, factors: Mapping[str, Tensor], config: Mapping[str, 
     )
 
 
-def _expert_pair(
-    module: str, experts: str, first: Tensor, second: Tensor, config: Mapping[str, Any], places: _Places
-) -> Pair | str:
+def _convert_expert_adapter(
+    module: str, experts: str, first: Tensor, second: Tensor, config: Mapping[str, Any], places: _MatrixPlacement
+) -> AdapterWeights | str:
     """Factors of all experts: A [e r, in], B [out, r e] there; A [e, r, in], B [e, out, r] here."""
     for matrix in _EXPERT_PARAMETERS:
         count, outputs, inputs = places.whole[f"{experts}.{matrix}.weight"]
         if (second.shape[0], first.shape[1]) == (outputs, inputs) and first.shape[0] % count == 0:
             rank = first.shape[0] // count
             a, b = first.reshape(count, rank, inputs), second.reshape(outputs, rank, count).permute(2, 0, 1)
-            return Pair(
+            return AdapterWeights(
                 f"{experts}.{matrix}",
                 "",
                 (0, outputs),
@@ -225,7 +227,7 @@ def _lora_scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _adapter_settings(
-    config: Mapping[str, Any], model: ModelConfig, pairs: list[Pair], saved: Mapping[str, Tensor]
+    config: Mapping[str, Any], model: ModelConfig, pairs: list[AdapterWeights], saved: Mapping[str, Tensor]
 ) -> AdapterConfig:
     """The flags that make these adapters. A matrix that is adapted alike in all layers is named once."""
     rslora = bool(config.get("use_rslora"))
@@ -236,7 +238,7 @@ def _adapter_settings(
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
     layers = {
         path: layer_name(model, plan)
-        for plan in layer_rows(model)
+        for plan in network_layer_plans(model)
         for path in (f"{layer_name(model, plan)}.{one}" for one in linear_layers(model, plan))
     }
     every: dict[str, list[str]] = {}
@@ -289,11 +291,11 @@ def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def write(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) -> None:
     """Write adapters as a folder that PEFT loads. base: what base_model_name_or_path is to say. Raises `CheckpointError` for what its files cannot say."""
-    folder, places, file = Path(folder), _Places(adapters.model), _File()
+    folder, places, file = Path(folder), _MatrixPlacement(adapters.model), _AdapterFile()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
-    experts: dict[str, list[Pair]] = {}
-    linears: dict[str, list[Pair]] = {}
+    experts: dict[str, list[AdapterWeights]] = {}
+    linears: dict[str, list[AdapterWeights]] = {}
     for pair in adapters.pairs:
         if pair.first.dim() == 3:
             experts.setdefault(pair.linear.rpartition(".")[0], []).append(pair)
@@ -317,7 +319,7 @@ def write(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) 
 
 
 @dataclass(slots=True)
-class _File:
+class _AdapterFile:
     """What is written. sizes: rank and scale of each module, of experts of each parameter. parameters: of experts, which PEFT calls target_parameters.
 
     saved: modules whose parameters are written whole.
@@ -329,7 +331,7 @@ class _File:
     saved: set[str] = field(default_factory=set)
 
 
-def _config_of(model: ModelConfig, file: _File, places: _Places, base: str | None) -> dict[str, Any]:
+def _config_of(model: ModelConfig, file: _AdapterFile, places: _MatrixPlacement, base: str | None) -> dict[str, Any]:
     """The adapter_config.json. What most modules have is said once, of others by their full names."""
     rslora = model.adapter.lora_rslora
     sizes = {
@@ -363,7 +365,7 @@ def _module_pattern(module: str) -> str:
     return re.escape(module)
 
 
-def _write_linear(linear: str, pairs: list[Pair], places: _Places, file: _File) -> None:
+def _write_linear(linear: str, pairs: list[AdapterWeights], places: _MatrixPlacement, file: _AdapterFile) -> None:
     """The tensors of one of our linear layers.
 
     A module of theirs that several of our adapters write to gets all their ranks, scaled alike; modules that one writes to share its A.
@@ -385,10 +387,12 @@ def _write_linear(linear: str, pairs: list[Pair], places: _Places, file: _File) 
             file.tensors[f"{_PREFIX}{module}.lora_B.weight"] = part[:, mine] * (scale / scale[0]).to(b)
             file.sizes[module] = int(mine.sum()), float(scale[0])
     if any(pair.lengths is not None for pair in pairs):
-        _write_lengths(linear, pairs, places, file)
+        _write_dora_magnitudes(linear, pairs, places, file)
 
 
-def _write_lengths(linear: str, pairs: list[Pair], places: _Places, file: _File) -> None:
+def _write_dora_magnitudes(
+    linear: str, pairs: list[AdapterWeights], places: _MatrixPlacement, file: _AdapterFile
+) -> None:
     """The lengths of the rows of one of our linear layers (DoRA)."""
     row = places.row_of[f"{linear}.weight"]
     lengths = torch.full((places.shapes[linear].outputs, 1), float("nan"), dtype=pairs[0].first.dtype)
@@ -403,7 +407,7 @@ def _write_lengths(linear: str, pairs: list[Pair], places: _Places, file: _File)
             file.tensors[f"{_PREFIX}{module}.lora_magnitude_vector"] = part.flatten()
 
 
-def _write_experts(ours: str, pairs: list[Pair], places: _Places, file: _File) -> None:
+def _write_experts(ours: str, pairs: list[AdapterWeights], places: _MatrixPlacement, file: _AdapterFile) -> None:
     """The tensors of the experts of a layer: of a module with two adapted parameters the first one's lie deeper."""
     module = next(theirs for theirs, name in places.experts.items() if name == ours)
     parts = [pair for pair in pairs if pair.part]
@@ -420,7 +424,7 @@ def _write_experts(ours: str, pairs: list[Pair], places: _Places, file: _File) -
         file.sizes[name] = pair.rank, pair.scale
 
 
-def _short_names(modules: list[str], places: _Places) -> list[str]:
+def _short_names(modules: list[str], places: _MatrixPlacement) -> list[str]:
     """Last words of module names, where all modules that end so are adapted; else whole names."""
     chosen = set(modules)
     ends = {module: module.rpartition(".")[2] for module in places.linear_of if ".experts." not in module}

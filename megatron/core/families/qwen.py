@@ -13,22 +13,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     COPIES,
     SKIPPED,
-    attention_rows,
-    common_in,
-    common_out,
-    decoder_rows,
-    gated_rows,
-    mlp_rows,
-    rows,
+    attention_mappings,
+    common_config_keys,
+    decoder_mappings,
+    gated_mlp_mappings,
+    mlp_mappings,
+    parameter_mappings,
+    read_common_keys,
 )
-from megatron.core.families.mixtral import expert_rows
-from megatron.core.families.rules import Family, Row, same
-from megatron.core.families.settings import BALANCE, Keys, layer_pattern, passed_through, windows_in, windows_out
+from megatron.core.families.mixtral import expert_mappings
+from megatron.core.families.rules import Family, ParameterMapping, same
+from megatron.core.families.settings import (
+    BALANCE,
+    ConfigReader,
+    format_layer_pattern,
+    preserved_keys,
+    sliding_window_settings,
+    window_and_windowed_layers,
+)
 
 Windowed = Callable[[int, int], bool]  # whether a layer sees a window: its number, max_window_layers
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
@@ -38,24 +45,24 @@ FUSED = (
 )
 
 
-def _from_layer_on(layer: int, first: int) -> bool:
+def _windows_from_layer(layer: int, first: int) -> bool:
     return layer >= first
 
 
-def _every_other(layer: int, first: int) -> bool:
+def _windows_every_other(layer: int, first: int) -> bool:
     return layer % 2 == 0 and layer < first
 
 
-def _every_layer(layer: int, first: int) -> bool:
+def _windows_every_layer(layer: int, first: int) -> bool:
     return True
 
 
-def _windows_in(keys: Keys, layers: int, windowed: Windowed) -> dict[str, Any]:
+def _read_window_keys(keys: ConfigReader, layers: int, windowed: Windowed) -> dict[str, Any]:
     used, kinds = keys.boolean("use_sliding_window", False), keys.pop("layer_types")
     window, first = keys.pop("sliding_window"), keys.pop("max_window_layers")
     seen = [windowed(layer, 28 if first is None else first) for layer in range(layers)]
-    if kinds is not None and windowed is not _every_layer:
-        seen = layer_kinds(keys, kinds, layers)
+    if kinds is not None and windowed is not _windows_every_layer:
+        seen = read_layer_types(keys, kinds, layers)
     if not used:
         if kinds is not None and any(seen):
             keys.problems.append(
@@ -65,10 +72,10 @@ def _windows_in(keys: Keys, layers: int, windowed: Windowed) -> dict[str, Any]:
     if not isinstance(window, int) or window < 1:
         keys.problems.append(f"sliding_window: {window} is not a positive whole number, and use_sliding_window is True")
         return {}
-    return windows_in(window, seen)
+    return sliding_window_settings(window, seen)
 
 
-def layer_kinds(keys: Keys, kinds: Any, layers: int) -> list[bool]:
+def read_layer_types(keys: ConfigReader, kinds: Any, layers: int) -> list[bool]:
     """Which layers see a window, of `layer_types`."""
     known = {"full_attention": False, "sliding_attention": True}
     if not isinstance(kinds, Sequence) or len(kinds) != layers or set(kinds) - set(known):
@@ -81,80 +88,80 @@ def layer_kinds(keys: Keys, kinds: Any, layers: int) -> list[bool]:
     return [known[kind] for kind in kinds]
 
 
-def _windows_out(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
-    window, layers = windows_out(model)
+def _window_config_keys(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
+    window, layers = window_and_windowed_layers(model)
     if window is None:
         silent = () if "sliding_attention" in (like.get("layer_types") or ()) else _WINDOWS
         return {**{name: like[name] for name in silent if name in like}, "use_sliding_window": False}
     config: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
     first = like.get("max_window_layers", layers.index(True))
-    if windowed is _every_layer:
+    if windowed is _windows_every_layer:
         return {**config, **({"max_window_layers": like["max_window_layers"]} if "max_window_layers" in like else {})}
     if "layer_types" in like or layers != [windowed(layer, first) for layer in range(len(layers))]:
         config["layer_types"] = [("full_attention", "sliding_attention")[seen] for seen in layers]
     return {**config, "max_window_layers": first}
 
 
-def _qwen2_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
-    settings = common_in(keys)
+def _from_qwen2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
+    settings = read_common_keys(keys)
     return {
         **settings,
-        **_windows_in(keys, settings["num_layers"], _from_layer_on),
+        **_read_window_keys(keys, settings["num_layers"], _windows_from_layer),
         "add_qkv_bias": True,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _qwen2_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_qwen2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **passed_through(like),
-        **common_out(model, like),
-        **_windows_out(model, like, _from_layer_on),
-        **_head_size(model, like),
+        **preserved_keys(like),
+        **common_config_keys(model, like),
+        **_window_config_keys(model, like, _windows_from_layer),
+        **_head_dim_key(model, like),
     }
 
 
-def _head_size(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}
 
 
-def _qwen3_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
+def _from_qwen3_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
     keys.one_of("attention_bias", (False,), False)
-    settings = common_in(keys)
+    settings = read_common_keys(keys)
     return {
         **settings,
-        **_windows_in(keys, settings["num_layers"], _from_layer_on),
+        **_read_window_keys(keys, settings["num_layers"], _windows_from_layer),
         "qk_layernorm": True,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _qwen3_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_qwen3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **passed_through(like),
-        **common_out(model, like),
+        **preserved_keys(like),
+        **common_config_keys(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": False,
-        **_windows_out(model, like, _from_layer_on),
+        **_window_config_keys(model, like, _windows_from_layer),
     }
 
 
-def expert_layers_in(keys: Keys, layers: int) -> dict[str, Any]:
+def read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
     """Which layers have experts, how many, and how tokens choose."""
-    step, without = keys.whole("decoder_sparse_step", 1), keys.pop("mlp_only_layers") or []
+    step, without = keys.positive_int("decoder_sparse_step", 1), keys.pop("mlp_only_layers") or []
     sparse = [(layer + 1) % step == 0 and layer not in without for layer in range(layers)]
     if not any(sparse):
         keys.problems.append(
             f"decoder_sparse_step: {step} with mlp_only_layers: {without} leaves no layer with experts"
         )
     fewer, more = keys.pop("num_local_experts"), keys.pop("num_experts")  # one setting by two names
-    inner = Keys({"num_experts": more if fewer is None else fewer})
+    inner = ConfigReader({"num_experts": more if fewer is None else fewer})
     settings = {
-        "num_experts": inner.whole("num_experts"),
-        "moe_layer_freq": "1" if all(sparse) else layer_pattern(sparse),
-        "moe_ffn_hidden_size": keys.whole("moe_intermediate_size"),
-        "moe_router_topk": keys.whole("num_experts_per_tok"),
+        "num_experts": inner.positive_int("num_experts"),
+        "moe_layer_freq": "1" if all(sparse) else format_layer_pattern(sparse),
+        "moe_ffn_hidden_size": keys.positive_int("moe_intermediate_size"),
+        "moe_router_topk": keys.positive_int("num_experts_per_tok"),
         "moe_router_pre_softmax": not keys.boolean("norm_topk_prob", False),
     }
     keys.problems += inner.problems
@@ -163,12 +170,12 @@ def expert_layers_in(keys: Keys, layers: int) -> dict[str, Any]:
     return settings
 
 
-def expert_layers_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers have experts, how many, and how tokens choose, for a config.json."""
     moe = model.moe
     return {
         **{name: like[name] for name in BALANCE if name in like},
-        **_sparse_layers_out([plan.mlp == "moe" for plan in layer_rows(model)], like),
+        **_sparse_layer_keys([plan.mlp == "moe" for plan in network_layer_plans(model)], like),
         "num_local_experts" if "num_local_experts" in like else "num_experts": moe.num_experts,
         "moe_intermediate_size": moe.moe_ffn_hidden_size,
         "num_experts_per_tok": moe.moe_router_topk,
@@ -176,7 +183,7 @@ def expert_layers_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _sparse_layers_out(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[str, Any]:
+def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers have experts: every `decoder_sparse_step`-th, but for `mlp_only_layers`. sparse: a value a layer."""
     step = like.get("decoder_sparse_step") or 1
     if any(has and (layer + 1) % step for layer, has in enumerate(sparse)):
@@ -187,82 +194,100 @@ def _sparse_layers_out(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[
     return {"decoder_sparse_step": step, **named}
 
 
-def _qwen2_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
-    settings = common_in(keys)
+def _from_qwen2_moe_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
+    settings = read_common_keys(keys)
     return {
         **settings,
-        **_windows_in(keys, settings["num_layers"], _every_other),
-        **expert_layers_in(keys, settings["num_layers"]),
+        **_read_window_keys(keys, settings["num_layers"], _windows_every_other),
+        **read_moe_keys(keys, settings["num_layers"]),
         "add_qkv_bias": keys.boolean("qkv_bias", True),
         "moe_shared_expert_gate": True,
-        "moe_shared_expert_intermediate_size": keys.whole("shared_expert_intermediate_size"),
-    }, keys.finish()
+        "moe_shared_expert_intermediate_size": keys.positive_int("shared_expert_intermediate_size"),
+    }, keys.all_problems()
 
 
-def _qwen2_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
-        **passed_through(like),
-        **common_out(model, like),
-        **_windows_out(model, like, _every_other),
-        **expert_layers_out(model, like),
-        **_head_size(model, like),
+        **preserved_keys(like),
+        **common_config_keys(model, like),
+        **_window_config_keys(model, like, _windows_every_other),
+        **moe_config_keys(model, like),
+        **_head_dim_key(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
     return config if model.add_qkv_bias and "qkv_bias" not in like else {**config, "qkv_bias": model.add_qkv_bias}
 
 
-def _qwen3_moe_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = Keys(config)
+def _from_qwen3_moe_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    keys = ConfigReader(config)
     keys.one_of("attention_bias", (False,), False)
-    settings = common_in(keys)
+    settings = read_common_keys(keys)
     return {
         **settings,
-        **_windows_in(keys, settings["num_layers"], _every_layer),
-        **expert_layers_in(keys, settings["num_layers"]),
+        **_read_window_keys(keys, settings["num_layers"], _windows_every_layer),
+        **read_moe_keys(keys, settings["num_layers"]),
         "qk_layernorm": True,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def _qwen3_moe_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_qwen3_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **passed_through(like),
-        **common_out(model, like),
+        **preserved_keys(like),
+        **common_config_keys(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": False,
-        **_windows_out(model, like, _every_layer),
-        **expert_layers_out(model, like),
+        **_window_config_keys(model, like, _windows_every_layer),
+        **moe_config_keys(model, like),
     }
 
 
-def moe_rows(model: ModelConfig) -> tuple[Row, ...]:
+def moe_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters of a network some of whose layers have experts."""
-    return tuple(decoder_rows(model, attention_rows, {"dense": mlp_rows, "moe": shared_expert_rows}))
+    return tuple(decoder_mappings(model, attention_mappings, {"dense": mlp_mappings, "moe": shared_expert_mappings}))
 
 
-def shared_expert_rows(model: ModelConfig, ours: str, theirs: str) -> list[Row]:
+def shared_expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     """Experts, and the one that every token uses, with its gate."""
-    rows, shared = expert_rows(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
+    rows, shared = expert_mappings(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
     if shared:
-        rows += gated_rows(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)
+        rows += gated_mlp_mappings(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)
     if shared and model.moe.moe_shared_expert_gate:
-        rows.append(Row(f"{ours}shared_experts.gate_weight", (f"{theirs}shared_expert_gate.weight",), same))
+        rows.append(
+            ParameterMapping(f"{ours}shared_experts.gate_weight", (f"{theirs}shared_expert_gate.weight",), same)
+        )
     return rows
 
 
 QWEN2 = Family(
-    "qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2_in, _qwen2_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+    "qwen2",
+    "Qwen2ForCausalLM",
+    "qwen2",
+    _from_qwen2_config,
+    _to_qwen2_config,
+    parameter_mappings,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
 )
 QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3_in, _qwen3_out, rows, base="model.", skipped=SKIPPED, copies=COPIES
+    "qwen3",
+    "Qwen3ForCausalLM",
+    "qwen3",
+    _from_qwen3_config,
+    _to_qwen3_config,
+    parameter_mappings,
+    base="model.",
+    skipped=SKIPPED,
+    copies=COPIES,
 )
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
-    _qwen2_moe_in,
-    _qwen2_moe_out,
-    moe_rows,
+    _from_qwen2_moe_config,
+    _to_qwen2_moe_config,
+    moe_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,
@@ -272,9 +297,9 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
-    _qwen3_moe_in,
-    _qwen3_moe_out,
-    moe_rows,
+    _from_qwen3_moe_config,
+    _to_qwen3_moe_config,
+    moe_mappings,
     base="model.",
     skipped=SKIPPED,
     copies=COPIES,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.config.flags import from_values, spelling, to_values
-from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.flags import flag_name, from_values, to_values
+from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
 from megatron.core.dist_checkpointing.store import CheckpointError
@@ -18,7 +18,7 @@ from megatron.core.families.gemma import GEMMA, GEMMA2
 from megatron.core.families.gpt2 import GPT2
 from megatron.core.families.gpt_oss import GPT_OSS
 from megatron.core.families.llama import LLAMA, MISTRAL
-from megatron.core.families.llava import Decoders, readers_of_images
+from megatron.core.families.llava import Decoders, vlm_families
 from megatron.core.families.mixtral import MIXTRAL
 from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
 from megatron.core.families.olmo import OLMO2, OLMO_HYBRID
@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {
         SIGLIP,
         INTERNVIT,
         DINOV2,
-        *readers_of_images(Decoders(_DECODERS, lambda model, family: not lost_settings(model, family))),
+        *vlm_families(Decoders(_DECODERS, lambda model, family: not lost_settings(model, family))),
     )
 }
 
@@ -129,11 +129,11 @@ def lost_settings(model: ModelConfig, family: Family) -> list[str]:
     mine, back, silent = to_values(model), to_values(again), _settings_without_effect(model)
     meaning = canonical_values(model), canonical_values(again)
     unsaid = [
-        f"{spelling(name)} is {mine[name]}, there {back[name]}"
+        f"{flag_name(name)} is {mine[name]}, there {back[name]}"
         for name in mine
         if name not in silent and mine[name] != back[name] and meaning[0][name] != meaning[1][name]
     ]
-    layers = [(a, b) for a, b in zip(_layer_rows(model), _layer_rows(again)) if a != b]
+    layers = [(a, b) for a, b in zip(_causal_layer_plans(model), _causal_layer_plans(again)) if a != b]
     unsaid += [f"layer {a.index} is {a}, there {b}" for a, b in layers[:1]]
     return unsaid or problems
 
@@ -151,9 +151,9 @@ def _settings_without_effect(model: ModelConfig) -> frozenset[str]:
     return idle | _ELSEWHERE | (to_values(model).keys() - network_fields().keys())
 
 
-def _layer_rows(model: ModelConfig) -> list[LayerPlan]:
+def _causal_layer_plans(model: ModelConfig) -> list[LayerPlan]:
     """The rows of the network; to the right of the query causality leaves a window nothing to say."""
     return [
         replace(plan, window=(plan.window[0], -1)) if plan.causal and plan.window else plan
-        for plan in layer_rows(model)
+        for plan in network_layer_plans(model)
     ]

@@ -3,7 +3,7 @@
     Row("decoder.layers.{i}.self_attention.linear_qkv.weight",
         ("model.layers.{i}.self_attn.q_proj.weight", "...k_proj.weight", "...v_proj.weight"), concat(q, kv, kv))
 
-An `Op` is a pair of functions on whole tensors, so that nobody here knows of ranks. Both directions stand in one row and
+An `TensorConversion` is a pair of functions on whole tensors, so that nobody here knows of ranks. Both directions stand in one row and
 cannot disagree. `mapping_errors` runs rows on tensors of indices and names every element that is lost, doubled or moved.
 """
 
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class TensorConversion:
     """ours: their tensors, in the row's order, to our tensor; theirs: the way back. Results may be views.
 
     each: how many of theirs an index of our first dimension is made of, where some can be had without the others; else 0.
@@ -40,16 +40,16 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ParameterMapping:
     """A parameter of ours and the parameters of theirs that hold it. `{i}` in names counts layers, `{e}` experts."""
 
     ours: str
     theirs: tuple[str, ...]
-    op: Op
+    op: TensorConversion
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class HeadVariant:
     """A class of transformers' that holds a family's network with some of its heads.
 
     heads: beginnings of our names that are there beside the network itself; bare: its names lack the family's base.
@@ -60,7 +60,7 @@ class Variant:
     bare: bool = False
 
 
-def as_the_config_says(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def settings_unchanged(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """For a family whose config.json says everything: the settings as they are."""
     return settings
 
@@ -86,15 +86,15 @@ class Family:
     model_type: str
     config_in: Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
     config_out: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]]
-    rows: Callable[[ModelConfig], tuple[Row, ...]]
+    rows: Callable[[ModelConfig], tuple[ParameterMapping, ...]]
     base: str
     skipped: re.Pattern[str]
     copies: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     beyond: re.Pattern[str] | None = None
-    variants: tuple[Variant, ...] = ()
-    seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = as_the_config_says
+    variants: tuple[HeadVariant, ...] = ()
+    seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = settings_unchanged
     respelled: tuple[tuple[str, str], ...] = ()
     unused: Callable[[ModelConfig, str], bool] = lambda model, name: False
     fallbacks: tuple[tuple[str, Any], ...] = ()
@@ -106,50 +106,50 @@ class Family:
         stem = re.fullmatch(r"(\w+?)(ForCausalLM|LMHeadModel)", self.architecture)
         return f"{stem[1]}ForSequenceClassification" if stem else None
 
-    def network_rows(self, model: ModelConfig) -> tuple[Row, ...]:
+    def network_mappings(self, model: ModelConfig) -> tuple[ParameterMapping, ...]:
         """The rows of a network; those of a reward model have its head instead of the output layer."""
         rows = self.rows(model)
         if not model.reward_head:
             return rows
-        return (*(row for row in rows if row.ours != OUTPUT), Row(SCORE, (SCORE,), same))
+        return (*(row for row in rows if row.ours != OUTPUT), ParameterMapping(SCORE, (SCORE,), same))
 
-    def variant_among(self, named: Collection[str]) -> Variant | None:
+    def variant_among(self, named: Collection[str]) -> HeadVariant | None:
         """The class of this family's that is among those named."""
         known = self.variants or (
-            Variant(self.architecture),
-            *([Variant(self.scoring_class)] if self.scoring_class else []),
+            HeadVariant(self.architecture),
+            *([HeadVariant(self.scoring_class)] if self.scoring_class else []),
         )
         return next((variant for variant in known if variant.architecture in named), None)
 
-    def class_for_parameters(self, names: Collection[str]) -> Variant:
+    def class_for_parameters(self, names: Collection[str]) -> HeadVariant:
         """The class that holds a network with these parameters (our names): the first whose heads are all there."""
         if self.scoring_class and SCORE in names:
-            return Variant(self.scoring_class)
+            return HeadVariant(self.scoring_class)
         return next(
             (
                 variant
                 for variant in self.variants
                 if all(any(name.startswith(head) for name in names) for head in variant.heads)
             ),
-            Variant(self.architecture),
+            HeadVariant(self.architecture),
         )
 
-    def without_heads(self, names: Collection[str], required: Variant | None = None) -> tuple[str, ...]:
+    def missing_heads(self, names: Collection[str], required: HeadVariant | None = None) -> tuple[str, ...]:
         """Beginnings of the heads (ours) of which none of the names is, and which the class required does not have."""
         heads = {head for variant in self.variants for head in variant.heads} - set(required.heads if required else ())
         return tuple(head for head in sorted(heads) if not any(name.startswith(head) for name in names))
 
 
-same = Op(lambda parts: parts[0], lambda whole: (whole,))
-transpose = Op(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
+same = TensorConversion(lambda parts: parts[0], lambda whole: (whole,))
+transpose = TensorConversion(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
 
 
-def concat(*sizes: int) -> Op:
+def concat(*sizes: int) -> TensorConversion:
     """Ours is theirs laid end to end along the first dimension, of these sizes."""
-    return Op(lambda parts: torch.cat(list(parts)), lambda whole: whole.split(list(sizes)))
+    return TensorConversion(lambda parts: torch.cat(list(parts)), lambda whole: whole.split(list(sizes)))
 
 
-def interleaved(heads: int, groups: int, size: int) -> Op:
+def interleaved_qkv(heads: int, groups: int, size: int) -> TensorConversion:
     """Theirs holds, for every key head in turn, its query heads, itself and its value head; ours is [q | k | v]."""
     turns = heads // groups + 2
 
@@ -161,39 +161,41 @@ def interleaved(heads: int, groups: int, size: int) -> Op:
         parts = whole.split([heads * size, groups * size, groups * size])
         return (torch.cat([part.reshape(groups, -1, size, *whole.shape[1:]) for part in parts], dim=1).flatten(0, 2),)
 
-    return Op(ours, theirs)
+    return TensorConversion(ours, theirs)
 
 
-def per_expert(op: Op, each: int) -> Op:
+def per_expert(op: TensorConversion, each: int) -> TensorConversion:
     """Ours has a leading dimension of experts; theirs has, expert by expert, `each` parts that `op` makes one of."""
 
     def ours(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack([op.ours(parts[start : start + each]) for start in range(0, len(parts), each)])
 
-    return Op(ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)), each)
+    return TensorConversion(
+        ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)), each
+    )
 
 
-def expanded(rows: Sequence[Row], *, layers: int, experts: int = 0) -> tuple[Row, ...]:
+def expand_mappings(rows: Sequence[ParameterMapping], *, layers: int, experts: int = 0) -> tuple[ParameterMapping, ...]:
     """The rows with every `{i}` written out, in order: rows without it before and after keep their places.
 
     Names of theirs with `{e}` are written out for every expert, expert by expert.
     """
-    concrete: list[Row] = []
+    concrete: list[ParameterMapping] = []
     place = 0
     while place < len(rows):
         stop = place
         while stop < len(rows) and "{i}" in rows[stop].ours:
             stop += 1
         for layer in range(layers if stop > place else 0):
-            concrete += [_of_layer(row, layer, experts) for row in rows[place:stop]]
+            concrete += [_mapping_for_layer(row, layer, experts) for row in rows[place:stop]]
         if stop == place:
-            concrete.append(_of_layer(rows[place], 0, experts))
+            concrete.append(_mapping_for_layer(rows[place], 0, experts))
             stop += 1
         place = stop
     return tuple(concrete)
 
 
-def their_shapes(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def hf_shapes(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Shapes of their parameters, in the order of the (expanded) rows. shapes: of ours. Nothing is computed."""
     result_shapes: dict[str, Shape] = {}
     for row in rows:
@@ -202,7 +204,7 @@ def their_shapes(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> dict[str, 
     return result_shapes
 
 
-def mapping_errors(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str]:
+def mapping_errors(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> list[str]:
     """What is wrong with (expanded) rows, a line each; nothing when every element of both sides is used exactly once.
 
     shapes: of all our parameters. Runs the ops on tensors of indices, so it is meant for tiny sizes.
@@ -215,14 +217,14 @@ def mapping_errors(rows: Sequence[Row], shapes: Mapping[str, Shape]) -> list[str
         problems += [f"{side}: {name} is in {count} rows" for name, count in Counter(names).items() if count > 1]
     for row in rows:
         problems += (
-            _row_faults(row, shapes[row.ours])
+            _mapping_problems(row, shapes[row.ours])
             if row.ours in shapes
             else [f"{row.ours} is not a parameter of the network"]
         )
     return problems
 
 
-def _row_faults(row: Row, shape: Shape) -> list[str]:
+def _mapping_problems(row: ParameterMapping, shape: Shape) -> list[str]:
     problems = []
     whole = torch.arange(math.prod(shape)).view(shape)
     parts = row.op.theirs(whole)
@@ -236,8 +238,8 @@ def _row_faults(row: Row, shape: Shape) -> list[str]:
     return problems
 
 
-def _of_layer(row: Row, layer: int, experts: int) -> Row:
+def _mapping_for_layer(row: ParameterMapping, layer: int, experts: int) -> ParameterMapping:
     names = [name.replace("{i}", str(layer)) for name in row.theirs]
     if any("{e}" in name for name in names):
         names = [name.replace("{e}", str(expert)) for expert in range(experts) for name in names]
-    return Row(row.ours.replace("{i}", str(layer)), tuple(names), row.op)
+    return ParameterMapping(row.ours.replace("{i}", str(layer)), tuple(names), row.op)

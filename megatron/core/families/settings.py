@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
 
 # Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
@@ -94,7 +94,7 @@ BALANCE = ("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "ro
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one formula by three names
 
 
-class Keys:
+class ConfigReader:
     """The keys of a config.json, taken one by one. problems: what is wrong or cannot be expressed, a line each.
 
     A key that is missing or of a wrong kind is noted, and something harmless is returned, so that all are found at once.
@@ -104,7 +104,7 @@ class Keys:
         self._left = {name: value for name, value in config.items() if name not in IGNORED}
         self.problems: list[str] = []
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def positive_int(self, name: str, default: int | None = None) -> int:
         """A positive whole number; null counts as left out."""
         value = self._take(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -112,11 +112,11 @@ class Keys:
         self.problems.append(f"{name}: {_short_value(value)} is not a positive whole number")
         return 1
 
-    def whole_or_none(self, name: str) -> int | None:
+    def positive_int_or_none(self, name: str) -> int | None:
         """A positive whole number, or nothing."""
-        return self.whole(name) if self._left.get(name) is not None else self.pop(name)
+        return self.positive_int(name) if self._left.get(name) is not None else self.pop(name)
 
-    def real(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
+    def non_negative_float(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
         """A number from 0 on, or only above 0."""
         value = self._take(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -148,7 +148,7 @@ class Keys:
         """The value as it stands, None if it is left out."""
         return self._left.pop(name, None)
 
-    def finish(self) -> list[str]:
+    def all_problems(self) -> list[str]:
         """All problems, those of keys that nobody asked for included."""
         strangers = [
             f"{name}: {_short_value(value)} is unknown here and may change the network; if it does not, take it out of "
@@ -169,7 +169,7 @@ def classes_of(config: Mapping[str, Any]) -> list[str]:
     return [named] if isinstance(named, str) else [str(name) for name in named] if isinstance(named, Iterable) else []
 
 
-def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
+def read_rope_keys(keys: ConfigReader, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
     """The settings of rotary positions: `rope_theta` and `rope_scaling`, or `rope_parameters` that holds both.
 
     base: what holds when none is given. latent: of a network with latent attention.
@@ -178,53 +178,57 @@ def rope_in(keys: Keys, *, base: float = 10000.0, latent: bool = False) -> dict[
     given = {**_require_mapping(keys, "rope_scaling", scaling), **_require_mapping(keys, "rope_parameters", both)}
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
-    inner = Keys({"rope_theta": given_base, **given})
+    inner = ConfigReader({"rope_theta": given_base, **given})
     settings: dict[str, Any] = {
         "position_embedding_type": "rope",
-        "rotary_base": inner.real("rope_theta", base, positive=True),
+        "rotary_base": inner.non_negative_float("rope_theta", base, positive=True),
         **({"rope_type": "rope"} if latent else {}),
     }
     inner.one_of("partial_rotary_factor", (1.0,), 1.0)
     if kind == "linear":
-        settings["rotary_seq_len_interpolation_factor"] = inner.real("factor", positive=True)
+        settings["rotary_seq_len_interpolation_factor"] = inner.non_negative_float("factor", positive=True)
     elif kind == "llama3":
         settings |= {
             "use_rope_scaling": True,
-            "rope_scaling_factor": inner.real("factor", positive=True),
-            "rope_scaling_low_freq_factor": inner.real("low_freq_factor"),
-            "rope_scaling_high_freq_factor": inner.real("high_freq_factor"),
-            "rope_scaling_original_length": inner.whole("original_max_position_embeddings"),
+            "rope_scaling_factor": inner.non_negative_float("factor", positive=True),
+            "rope_scaling_low_freq_factor": inner.non_negative_float("low_freq_factor"),
+            "rope_scaling_high_freq_factor": inner.non_negative_float("high_freq_factor"),
+            "rope_scaling_original_length": inner.positive_int("original_max_position_embeddings"),
         }
         if settings["rope_scaling_high_freq_factor"] <= settings["rope_scaling_low_freq_factor"]:
             inner.problems.append("high_freq_factor must be larger than low_freq_factor")
     elif kind == "yarn":
-        settings |= {"position_embedding_type": "rope" if latent else "yarn", "rope_type": "yarn", **_yarn_in(inner)}
+        settings |= {
+            "position_embedding_type": "rope" if latent else "yarn",
+            "rope_type": "yarn",
+            **_read_yarn_keys(inner),
+        }
     elif kind != "default":
         keys.problems.append(f"rope_type: {_short_value(kind)} is not built here; default, linear, llama3 and yarn are")
         return settings
-    keys.problems += [f"rotary positions: {problem}" for problem in inner.finish()]
+    keys.problems += [f"rotary positions: {problem}" for problem in inner.all_problems()]
     return settings
 
 
-def _yarn_in(keys: Keys) -> dict[str, Any]:
+def _read_yarn_keys(keys: ConfigReader) -> dict[str, Any]:
     factor, mscale, every = (
-        keys.real("factor", positive=True),
-        keys.real("mscale", 0.0),
-        keys.real("mscale_all_dim", 0.0),
+        keys.non_negative_float("factor", positive=True),
+        keys.non_negative_float("mscale", 0.0),
+        keys.non_negative_float("mscale_all_dim", 0.0),
     )
     if bool(mscale) != bool(every) and (mscale, every) != (1.0, 0.0):
         keys.problems.append(f"mscale: {mscale:g} with mscale_all_dim: {every:g}; either both are given or neither")
     grown = _yarn_attention_factor(factor, mscale or 1.0) / _yarn_attention_factor(factor, every)
-    stated = keys.real("attention_factor", grown)
+    stated = keys.non_negative_float("attention_factor", grown)
     if not math.isclose(stated, grown, rel_tol=1e-6):
         keys.problems.append(
             f"attention_factor: {stated:g} has no counterpart here; {grown:g}, which follows from the factor, has"
         )
     return {
         "rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": keys.whole("original_max_position_embeddings"),
-        "yarn_beta_fast": keys.real("beta_fast", 32.0),
-        "yarn_beta_slow": keys.real("beta_slow", 1.0),
+        "yarn_original_max_position_embeddings": keys.positive_int("original_max_position_embeddings"),
+        "yarn_beta_fast": keys.non_negative_float("beta_fast", 32.0),
+        "yarn_beta_slow": keys.non_negative_float("beta_slow", 1.0),
         "yarn_correction_range_round_to_int": keys.boolean("truncate", True),
         "mscale": mscale or 1.0,
         "mscale_all_dim": every,
@@ -235,12 +239,12 @@ def _yarn_attention_factor(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def rope_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions for a config.json: in one mapping if `like` has one, else in the older way that all can read."""
     rope, scaling = model.rope, dict[str, Any]()
     earlier = like.get("rope_parameters") or like.get("rope_scaling") or {}
     if rope.rope_type == "yarn":
-        scaling = _yarn_out(rope, earlier)
+        scaling = _yarn_config_keys(rope, earlier)
     elif rope.use_rope_scaling:
         scaling = {
             "rope_type": "llama3",
@@ -258,7 +262,7 @@ def rope_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": rope.rotary_base, "rope_scaling": scaling or None}
 
 
-def _yarn_out(rope: RopeConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
+def _yarn_config_keys(rope: RopeConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """YaRN's keys; those with their usual values only where the earlier config.json has them."""
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.0}
     values = {
@@ -277,7 +281,7 @@ def _yarn_out(rope: RopeConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def layer_pattern(layers: Sequence[bool]) -> str:
+def format_layer_pattern(layers: Sequence[bool]) -> str:
     """Layers that have a property, as our flags say it: `[0]*3+[1]*58`, or number by number where they alternate."""
     runs = [(int(value), len(list(run))) for value, run in itertools.groupby(layers)]
     if len(runs) > 4:
@@ -285,30 +289,33 @@ def layer_pattern(layers: Sequence[bool]) -> str:
     return "+".join(f"[{value}]*{count}" for value, count in runs)
 
 
-def windows_in(size: int, layers: Sequence[bool]) -> dict[str, Any]:
+def sliding_window_settings(size: int, layers: Sequence[bool]) -> dict[str, Any]:
     """Settings of layers that see `size` tokens back, their own included; nothing if there is none."""
     if not any(layers):
         return {}
-    return {"window_size": f"{size - 1},0", "window_attn_skip_freq": None if all(layers) else layer_pattern(layers)}
+    return {
+        "window_size": f"{size - 1},0",
+        "window_attn_skip_freq": None if all(layers) else format_layer_pattern(layers),
+    }
 
 
-def windows_out(model: ModelConfig) -> tuple[int | None, list[bool]]:
+def window_and_windowed_layers(model: ModelConfig) -> tuple[int | None, list[bool]]:
     """How many tokens back a layer with a window sees, its own included, and which layers have one."""
-    layers = [plan.window is not None for plan in layer_rows(model)]
+    layers = [plan.window is not None for plan in network_layer_plans(model)]
     return (model.window[0] + 1 if any(layers) and model.window is not None else None), layers
 
 
-def groups_in(heads: int, groups: int) -> dict[str, Any]:
+def head_count_settings(heads: int, groups: int) -> dict[str, Any]:
     """Numbers of query heads and of key heads, as our settings say them."""
     return {"num_attention_heads": heads, "group_query_attention": heads != groups, "num_query_groups": groups}
 
 
-def passed_through(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
+def preserved_keys(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """The keys of an earlier config.json that say nothing of the network; `more`: and these."""
     return {name: value for name, value in like.items() if name in IGNORED or name in more}
 
 
-def _require_mapping(keys: Keys, name: str, value: Any) -> dict[str, Any]:
+def _require_mapping(keys: ConfigReader, name: str, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
     keys.problems.append(f"{name}: {_short_value(value)} is not an object")

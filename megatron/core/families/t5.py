@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, Row, Variant, concat, same
-from megatron.core.families.settings import Keys, passed_through
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat, same
+from megatron.core.families.settings import ConfigReader, preserved_keys
 
 # feed_forward_proj -> our settings, and the name of the activation that transformers derives from it
 _MLP: dict[str, tuple[dict[str, bool], str]] = {
@@ -31,10 +31,10 @@ _LENGTH = 512  # of the texts that the published ones were trained on; their pos
 _HEAD = "lm_head.weight"
 
 
-def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings of a config.json, and what cannot be expressed."""
-    keys = Keys(config)
-    layers, heads = keys.whole("num_layers"), keys.whole("num_heads")
+    keys = ConfigReader(config)
+    layers, heads = keys.positive_int("num_layers"), keys.positive_int("num_heads")
     kind = keys.one_of("feed_forward_proj", tuple(_MLP), "relu")
     mlp, activation = _MLP.get(kind, ({}, ""))
     keys.one_of("dense_act_fn", (activation,), activation)
@@ -46,25 +46,25 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys.problems.append(
             "tie_word_embeddings: False with scale_decoder_outputs: True; only a tied output layer is scaled here"
         )
-    dropout = keys.real("dropout_rate", 0.1)
+    dropout = keys.non_negative_float("dropout_rate", 0.1)
     keys.pop("initializer_factor")
     keys.pop("classifier_dropout")
     return {
         "architecture": "t5",
         "num_layers": layers,
         "encoder_num_layers": layers,
-        "decoder_num_layers": keys.whole("num_decoder_layers", layers),
-        "hidden_size": keys.whole("d_model"),
-        "ffn_hidden_size": keys.whole("d_ff"),
+        "decoder_num_layers": keys.positive_int("num_decoder_layers", layers),
+        "hidden_size": keys.positive_int("d_model"),
+        "ffn_hidden_size": keys.positive_int("d_ff"),
         "num_attention_heads": heads,
-        "kv_channels": keys.whole("d_kv"),
-        "true_vocab_size": keys.whole("vocab_size"),
-        "max_position_embeddings": keys.whole("n_positions", _LENGTH),
+        "kv_channels": keys.positive_int("d_kv"),
+        "true_vocab_size": keys.positive_int("vocab_size"),
+        "max_position_embeddings": keys.positive_int("n_positions", _LENGTH),
         "position_embedding_type": "relative",
-        "relative_attention_num_buckets": keys.whole("relative_attention_num_buckets", 32),
-        "relative_attention_max_distance": keys.whole("relative_attention_max_distance", 128),
+        "relative_attention_num_buckets": keys.positive_int("relative_attention_num_buckets", 32),
+        "relative_attention_max_distance": keys.positive_int("relative_attention_max_distance", 128),
         "normalization": "RMSNorm",
-        "norm_epsilon": keys.real("layer_norm_epsilon", 1e-6),
+        "norm_epsilon": keys.non_negative_float("layer_norm_epsilon", 1e-6),
         "add_bias_linear": False,
         "softmax_scale": 1.0,
         **{name: mlp.get(name, False) for name in _CHOICES},
@@ -72,10 +72,10 @@ def config_in(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "scale_tied_logits": scaled,
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
-    }, keys.finish()
+    }, keys.all_problems()
 
 
-def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     chosen = {name for name in _CHOICES if getattr(model, name)}
     kind = min(_MLP, key=lambda kind: len(_MLP[kind][0].keys() ^ chosen))  # the same, or the nearest
@@ -84,7 +84,7 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     if "scale_decoder_outputs" in like or (model.ties_embeddings and not model.scale_tied_logits):
         ends = {"tie_word_embeddings": True, "scale_decoder_outputs": model.scale_tied_logits and model.ties_embeddings}
     return {
-        **passed_through(like, "initializer_factor", "classifier_dropout", "n_positions"),
+        **preserved_keys(like, "initializer_factor", "classifier_dropout", "n_positions"),
         "vocab_size": model.true_vocab_size,
         "d_model": model.hidden_size,
         "d_kv": model.kv_channels,
@@ -103,53 +103,53 @@ def config_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows(model: ModelConfig) -> tuple[Row, ...]:
+def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them; layers are written out, since both halves have their own."""
-    rows = [Row("embedding.word_embeddings.weight", ("shared.weight",), same)]
+    rows = [ParameterMapping("embedding.word_embeddings.weight", ("shared.weight",), same)]
     for half, depth in (("encoder", model.num_layers), ("decoder", model.decoder_num_layers or 0)):
         for layer in range(depth):
-            rows += _layer_rows(model, half, layer)
-        rows.append(Row(f"{half}.final_layernorm.weight", (f"{half}.final_layer_norm.weight",), same))
+            rows += _layer_mappings(model, half, layer)
+        rows.append(ParameterMapping(f"{half}.final_layernorm.weight", (f"{half}.final_layer_norm.weight",), same))
     if not model.ties_embeddings:
-        rows.append(Row("output_layer.weight", (_HEAD,), same))
+        rows.append(ParameterMapping("output_layer.weight", (_HEAD,), same))
     return tuple(rows)
 
 
-def _layer_rows(model: ModelConfig, half: str, layer: int) -> list[Row]:
+def _layer_mappings(model: ModelConfig, half: str, layer: int) -> list[ParameterMapping]:
     ours, theirs, size = f"{half}.layers.{layer}", f"{half}.block.{layer}.layer", model.query_size
     last = 2 if half == "decoder" else 1
     rows = [
-        _weight_row(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
-        _weight_row(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",)),
+        _weight_mapping(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
+        _weight_mapping(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",)),
     ]
     if layer == 0:
         rows.append(
-            _weight_row(
+            _weight_mapping(
                 f"{half}_relative_pos_emb.relative_attention_bias",
                 f"{theirs}.0.SelfAttention",
                 ("relative_attention_bias",),
             )
         )
-    rows.append(_weight_row(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
+    rows.append(_weight_mapping(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
     if half == "decoder":
         rows += [
-            _weight_row(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
-            _weight_row(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
-            _weight_row(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
-            _weight_row(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1", ("layer_norm",)),
+            _weight_mapping(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
+            _weight_mapping(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
+            _weight_mapping(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
+            _weight_mapping(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1", ("layer_norm",)),
         ]
     wide = ("wi_0", "wi_1") if model.gated else ("wi",)
     return [
         *rows,
-        _weight_row(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
-        _weight_row(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
-        _weight_row(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",)),
+        _weight_mapping(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
+        _weight_mapping(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
+        _weight_mapping(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",)),
     ]
 
 
-def _weight_row(ours: str, theirs: str, parts: tuple[str, ...], size: int = 0) -> Row:
+def _weight_mapping(ours: str, theirs: str, parts: tuple[str, ...], size: int = 0) -> ParameterMapping:
     """A weight; several parts, of a size each, are laid end to end."""
-    return Row(
+    return ParameterMapping(
         f"{ours}.weight",
         tuple(f"{theirs}.{part}.weight" for part in parts),
         concat(*[size] * len(parts)) if len(parts) > 1 else same,
@@ -165,9 +165,9 @@ T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
     "t5",
-    config_in,
-    config_out,
-    rows,
+    from_hf_config,
+    to_hf_config,
+    parameter_mappings,
     base="",
     skipped=re.compile(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
@@ -178,6 +178,6 @@ T5 = Family(
         ("decoder.embed_tokens.weight", "shared.weight"),
     ),
     renamed=(("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")),
-    variants=(Variant("T5ForConditionalGeneration"), Variant("T5WithLMHeadModel")),
+    variants=(HeadVariant("T5ForConditionalGeneration"), HeadVariant("T5WithLMHeadModel")),
     seen=_settings_from_names,
 )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 
 _DTYPES = {
@@ -47,7 +47,7 @@ _LONGEST_HEADER = 100_000_000
 class Stored:
     """A tensor in a file: its bytes begin at `start`, counted from the file's first."""
 
-    format: Format
+    format: TensorFormat
     path: Path
     start: int
 
@@ -108,7 +108,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def create(path: Path, formats: Mapping[str, Format]) -> dict[str, Stored]:
+def create(path: Path, formats: Mapping[str, TensorFormat]) -> dict[str, Stored]:
     """Make a file for these tensors, of its whole length, all zero. Returns their places, for `write`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
@@ -152,7 +152,7 @@ def _parse_entry(name: str, entry: Any, path: Path, base: int) -> Stored:
         raise ValueError(
             f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16"
         )
-    stored = Stored(Format(tuple(shape), _DTYPES[word]), path, base + offsets[0])
+    stored = Stored(TensorFormat(tuple(shape), _DTYPES[word]), path, base + offsets[0])
     if stored.length != offsets[1] - offsets[0]:
         raise ValueError(
             f"{name} of shape {shape} takes {stored.length} bytes, and its place has {offsets[1] - offsets[0]}"

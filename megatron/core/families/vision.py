@@ -14,15 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, Op, Row, Variant, concat, same
-from megatron.core.families.settings import TANH_GELU, Keys, passed_through
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, TensorConversion, concat, same
+from megatron.core.families.settings import TANH_GELU, ConfigReader, preserved_keys
 
 _GELU = {"gelu": "gelu", "quick_gelu": "quick_gelu", **dict.fromkeys(TANH_GELU, "gelu_tanh")}
 _BOTH = ("weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class EncoderParameterNames:
     """What a type's files call their parameters. layer: beginning of those of a layer; scales: of LayerScale, whole names."""
 
     class_token: str
@@ -39,7 +39,7 @@ class Names:
     qk_norms: tuple[str, str] | None = None
 
 
-_CLIP = Names(
+_CLIP = EncoderParameterNames(
     class_token="embeddings.class_embedding",
     positions="embeddings.position_embedding.weight",
     patches="embeddings.patch_embedding",
@@ -51,7 +51,7 @@ _CLIP = Names(
     final_norm="post_layernorm",
     pre_norm="pre_layrnorm",
 )
-_INTERNVIT = Names(
+_INTERNVIT = EncoderParameterNames(
     class_token="embeddings.cls_token",
     positions="embeddings.position_embeddings",
     patches="embeddings.patch_embeddings.projection",
@@ -64,7 +64,7 @@ _INTERNVIT = Names(
     scales=("lambda_1", "lambda_2"),
     qk_norms=("attention.q_norm", "attention.k_norm"),
 )
-_DINOV2 = Names(
+_DINOV2 = EncoderParameterNames(
     class_token="embeddings.cls_token",
     positions="embeddings.position_embeddings",
     patches="embeddings.patch_embeddings.projection",
@@ -76,7 +76,7 @@ _DINOV2 = Names(
     final_norm="layernorm",
     scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
 )
-_VIT = Names(
+_VIT = EncoderParameterNames(
     class_token="embeddings.cls_token",
     positions="embeddings.position_embeddings",
     patches="embeddings.patch_embeddings.projection",
@@ -87,7 +87,7 @@ _VIT = Names(
     mlp=("intermediate.dense", "output.dense"),
     final_norm="layernorm",
 )
-NAMES: Mapping[str, Names] = MappingProxyType(
+NAMES: Mapping[str, EncoderParameterNames] = MappingProxyType(
     {
         "vit": _VIT,
         "clip": _CLIP,
@@ -99,48 +99,48 @@ NAMES: Mapping[str, Names] = MappingProxyType(
 )
 
 
-def reshaped(*shape: int, flat: bool = False) -> Op:
+def reshaped(*shape: int, flat: bool = False) -> TensorConversion:
     """Theirs has this shape; ours has as many dimensions less, or with `flat` one for all behind the first."""
 
     def ours(parts: Any) -> Any:
         whole = parts[0]
         return whole.flatten(1) if flat else whole.reshape(-1, whole.shape[-1])
 
-    return Op(ours, lambda whole: (whole.reshape(shape),))
+    return TensorConversion(ours, lambda whole: (whole.reshape(shape),))
 
 
-def encoder_rows(model: ModelConfig, theirs: str) -> list[Row]:
+def encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMapping]:
     """All parameters of an encoder. theirs: what its names begin with. model: of the encoder, a "vit"."""
     vision, hidden = model.vision, model.hidden_size
     names, traits = NAMES[vision.vision_model_type or "vit"], vision.traits
     table = names.positions.endswith(".weight")
     grid, size = vision.position_grid, vision.patch_dim
     positions = grid[0] * grid[1] + traits.class_tokens
-    ours, rows = "vision_model.", list[Row]()
+    ours, rows = "vision_model.", list[ParameterMapping]()
     if traits.class_tokens:
         op = reshaped(hidden) if table else reshaped(1, traits.class_tokens, hidden)
-        rows.append(Row(f"{ours}embedding.class_token", (f"{theirs}{names.class_token}",), op))
+        rows.append(ParameterMapping(f"{ours}embedding.class_token", (f"{theirs}{names.class_token}",), op))
     op = same if table else reshaped(1, positions, hidden)
-    rows.append(Row(f"{ours}embedding.position_embeddings", (f"{theirs}{names.positions}",), op))
+    rows.append(ParameterMapping(f"{ours}embedding.position_embeddings", (f"{theirs}{names.positions}",), op))
     op = reshaped(hidden, vision.num_channels, size, size, flat=True)
-    rows.append(Row(f"{ours}embedding.patches.weight", (f"{theirs}{names.patches}.weight",), op))
+    rows.append(ParameterMapping(f"{ours}embedding.patches.weight", (f"{theirs}{names.patches}.weight",), op))
     if traits.patch_bias:
-        rows.append(Row(f"{ours}embedding.patches.bias", (f"{theirs}{names.patches}.bias",), same))
+        rows.append(ParameterMapping(f"{ours}embedding.patches.bias", (f"{theirs}{names.patches}.bias",), same))
     if traits.pre_norm:
-        rows += _parameter_rows(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", _BOTH)
+        rows += _parameter_mappings(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", _BOTH)
     for index in range(model.num_layers):
         layer = theirs + names.layer.replace("{i}", str(index))
-        rows += _layer_rows(model, names, f"{ours}encoder.layers.{index}.", layer)
+        rows += _layer_mappings(model, names, f"{ours}encoder.layers.{index}.", layer)
     if vision.has_final_norm:
-        rows += _parameter_rows(f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", _norm_kinds(model))
+        rows += _parameter_mappings(f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", _norm_kinds(model))
     return rows
 
 
-def _layer_rows(model: ModelConfig, names: Names, ours: str, theirs: str) -> list[Row]:
+def _layer_mappings(model: ModelConfig, names: EncoderParameterNames, ours: str, theirs: str) -> list[ParameterMapping]:
     size, norm_kinds = model.query_size, _norm_kinds(model)
-    rows = _parameter_rows(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", norm_kinds)
+    rows = _parameter_mappings(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", norm_kinds)
     rows += [
-        Row(
+        ParameterMapping(
             f"{ours}self_attention.linear_qkv.{kind}",
             tuple(f"{theirs}{part}.{kind}" for part in names.qkv),
             concat(size, size, size),
@@ -149,29 +149,29 @@ def _layer_rows(model: ModelConfig, names: Names, ours: str, theirs: str) -> lis
     ]
     if model.qk_layernorm and names.qk_norms is not None:
         for part, name in zip("qk", names.qk_norms, strict=True):
-            rows += _parameter_rows(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}", ("weight",))
-    rows += _parameter_rows(f"{ours}self_attention.linear_proj", f"{theirs}{names.proj}", _BOTH)
-    rows += _parameter_rows(f"{ours}pre_mlp_layernorm", f"{theirs}{names.norms[1]}", norm_kinds)
-    rows += _parameter_rows(f"{ours}mlp.linear_fc1", f"{theirs}{names.mlp[0]}", _BOTH)
-    rows += _parameter_rows(f"{ours}mlp.linear_fc2", f"{theirs}{names.mlp[1]}", _BOTH)
+            rows += _parameter_mappings(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}", ("weight",))
+    rows += _parameter_mappings(f"{ours}self_attention.linear_proj", f"{theirs}{names.proj}", _BOTH)
+    rows += _parameter_mappings(f"{ours}pre_mlp_layernorm", f"{theirs}{names.norms[1]}", norm_kinds)
+    rows += _parameter_mappings(f"{ours}mlp.linear_fc1", f"{theirs}{names.mlp[0]}", _BOTH)
+    rows += _parameter_mappings(f"{ours}mlp.linear_fc2", f"{theirs}{names.mlp[1]}", _BOTH)
     if names.scales is not None:
         for part, name in zip(("attention_scale", "mlp_scale"), names.scales, strict=True):
-            rows.append(Row(f"{ours}{part}.weight", (f"{theirs}{name}",), same))
+            rows.append(ParameterMapping(f"{ours}{part}.weight", (f"{theirs}{name}",), same))
     return rows
 
 
-def _parameter_rows(ours: str, theirs: str, kinds: tuple[str, ...]) -> list[Row]:
-    return [Row(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in kinds]
+def _parameter_mappings(ours: str, theirs: str, kinds: tuple[str, ...]) -> list[ParameterMapping]:
+    return [ParameterMapping(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in kinds]
 
 
 def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:
     return _BOTH if model.normalization == "LayerNorm" else ("weight",)
 
 
-def sizes_in(keys: Keys, kind: str) -> dict[str, Any]:
+def read_encoder_config(keys: ConfigReader, kind: str) -> dict[str, Any]:
     """Settings of an encoder of a type, from its config.json: sizes by the names of a "vit", and its part of `VisionConfig`."""
-    hidden, patch = keys.whole("hidden_size"), _image_side(keys, "patch_size")
-    image, heads = _image_side(keys, "image_size"), keys.whole("num_attention_heads")
+    hidden, patch = keys.positive_int("hidden_size"), _image_side(keys, "patch_size")
+    image, heads = _image_side(keys, "image_size"), keys.positive_int("num_attention_heads")
     usual = {"clip": "quick_gelu", "siglip": "gelu_pytorch_tanh"}.get(kind, "gelu")
     activation = keys.one_of("hidden_act", tuple(_GELU), usual)
     for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
@@ -182,9 +182,9 @@ def sizes_in(keys: Keys, kind: str) -> dict[str, Any]:
     if kind == "dinov2":
         keys.one_of("qkv_bias", (True,), True)
         keys.one_of("use_swiglu_ffn", (False,), False)
-        ffn = int(hidden * keys.real("mlp_ratio", 4.0))
+        ffn = int(hidden * keys.non_negative_float("mlp_ratio", 4.0))
     else:
-        ffn = keys.whole("intermediate_size")
+        ffn = keys.positive_int("intermediate_size")
     if kind.startswith("internvit"):
         large = kind == "internvit"
         keys.one_of("attention_bias", (not large,), False)
@@ -196,18 +196,18 @@ def sizes_in(keys: Keys, kind: str) -> dict[str, Any]:
         keys.one_of("qkv_bias", (True,), True)
     epsilon = {"clip": 1e-5, "vit": 1e-12}.get(kind, 1e-6)
     return {
-        "num_layers": keys.whole("num_hidden_layers"),
+        "num_layers": keys.positive_int("num_hidden_layers"),
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
         "num_attention_heads": heads,
         "vision_model_type": kind,
         "vision_activation": _GELU.get(activation, "gelu"),
-        "vision_norm_epsilon": keys.real("layer_norm_eps", epsilon),
+        "vision_norm_epsilon": keys.non_negative_float("layer_norm_eps", epsilon),
         "vision_position_grid": image // patch,
         "img_h": image,
         "img_w": image,
         "patch_dim": patch,
-        "num_channels": keys.whole("num_channels", 3),
+        "num_channels": keys.positive_int("num_channels", 3),
     }
 
 
@@ -232,15 +232,19 @@ _SAYS_NOTHING = (
 )
 
 
-def _image_side(keys: Keys, name: str) -> int:
+def _image_side(keys: ConfigReader, name: str) -> int:
     """A side in pixels: a number, or two equal ones."""
     value = keys.pop(name)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]
-    return Keys({name: value}).whole(name) if isinstance(value, int) and value > 0 else keys.whole(name)
+    return (
+        ConfigReader({name: value}).positive_int(name)
+        if isinstance(value, int) and value > 0
+        else keys.positive_int(name)
+    )
 
 
-def sizes_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def encoder_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of an encoder, without its class. model: a "vit"."""
     vision = model.vision
     kind = vision.vision_model_type or "vit"
@@ -248,7 +252,7 @@ def sizes_out(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     pairs = isinstance(like.get("image_size"), list) or kind.startswith("internvit")
     activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.activation, model.activation)
     config = {
-        **passed_through(like, *_SAYS_NOTHING),
+        **preserved_keys(like, *_SAYS_NOTHING),
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
@@ -297,7 +301,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def kind_of(config: Mapping[str, Any]) -> str | None:
+def encoder_type_of_config(config: Mapping[str, Any]) -> str | None:
     """The type of an encoder that a config.json describes, by its model_type; None: not known here."""
     if config.get("model_type") == "internvl_vision":
         return "internvit" if config.get("use_qk_norm") else "internvit300M"
@@ -310,22 +314,22 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     return {**within, **{there: kind for kind, there in MODEL_TYPES.items()}}.get(str(config.get("model_type")))
 
 
-def _settings_of_config(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[str]]:
+def _from_hf_config(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[str]]:
     inner = config.get("vision_config", config)  # of a class with a text encoder beside it
-    kind = kind_of({"model_type": MODEL_TYPES[kind], **inner}) or kind
-    keys = Keys(inner)
-    settings = {**sizes_in(keys, kind), "architecture": "vit", "true_vocab_size": 1}
+    kind = encoder_type_of_config({"model_type": MODEL_TYPES[kind], **inner}) or kind
+    keys = ConfigReader(inner)
+    settings = {**read_encoder_config(keys, kind), "architecture": "vit", "true_vocab_size": 1}
     settings |= {"vision_final_norm": "no" if kind.startswith("internvit") else "yes"}
     settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     labels = config.get("id2label")
     classes = len(labels) if isinstance(labels, Mapping) and labels else 2
     settings["num_classes"] = classes if kind == "vit" else 0
-    return settings, keys.finish()
+    return settings, keys.all_problems()
 
 
-def _config_of_settings(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     inner = like.get("vision_config", like)
-    config = sizes_out(model, inner if isinstance(inner, Mapping) else {})
+    config = encoder_config(model, inner if isinstance(inner, Mapping) else {})
     classes = model.vision.num_classes
     if model.vision.vision_model_type in (None, "vit") and len(config.get("id2label") or ()) != classes:
         config["id2label"] = {str(index): f"LABEL_{index}" for index in range(classes)}
@@ -333,10 +337,10 @@ def _config_of_settings(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     return config
 
 
-def _standalone_rows(model: ModelConfig, *, base: str) -> tuple[Row, ...]:
-    head = [Row(f"head.{kind}", (f"classifier.{kind}",), same) for kind in _BOTH]
+def _standalone_mappings(model: ModelConfig, *, base: str) -> tuple[ParameterMapping, ...]:
+    head = [ParameterMapping(f"head.{kind}", (f"classifier.{kind}",), same) for kind in _BOTH]
     kind = model.vision.vision_model_type or "vit"
-    return (*encoder_rows(model, base), *(head if kind == "vit" and model.vision.num_classes else ()))
+    return (*encoder_mappings(model, base), *(head if kind == "vit" and model.vision.num_classes else ()))
 
 
 _SKIPPED = (
@@ -347,16 +351,16 @@ _SKIPPED = (
 
 def _encoder_family(name: str, kind: str, base: str, *architectures: str, bare: bool = True) -> Family:
     first, *others = architectures
-    variants = (Variant(first, ("head.",) if kind == "vit" else (), bare=bare), *map(Variant, others))
+    variants = (HeadVariant(first, ("head.",) if kind == "vit" else (), bare=bare), *map(HeadVariant, others))
     if kind == "vit":
-        variants = (variants[0], Variant("ViTModel", bare=True))
+        variants = (variants[0], HeadVariant("ViTModel", bare=True))
     return Family(
         name,
         first,
         MODEL_TYPES[kind],
-        partial(_settings_of_config, kind=kind),
-        _config_of_settings,
-        partial(_standalone_rows, base=base),
+        partial(_from_hf_config, kind=kind),
+        _to_hf_config,
+        partial(_standalone_mappings, base=base),
         base=base,
         skipped=re.compile(_SKIPPED),
         variants=variants,

@@ -41,7 +41,7 @@ class AdamTensors:
     weight: Tensor | None = None
 
 
-TOLERANCE = 1e-5  # of `error` in fp32
+TOLERANCE = 1e-5  # of `reference_error` in fp32
 AdamKernel = Callable[[Sequence[AdamTensors], "float | Tensor", AdamRates], None]
 
 
@@ -89,7 +89,7 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([into for into, _ in same], [source for _, source in same])
 
 
-def formula(one: AdamTensors, factor: float | Tensor, rates: AdamRates) -> None:
+def reference_adamw(one: AdamTensors, factor: float | Tensor, rates: AdamRates) -> None:
     """The definition: update one parameter in place, each tensor in its own format. factor: a number or a tensor []."""
     gradient = one.gradient * factor
     one.first.lerp_(gradient, 1.0 - rates.beta1)
@@ -101,7 +101,7 @@ def formula(one: AdamTensors, factor: float | Tensor, rates: AdamRates) -> None:
         one.weight.copy_(one.main)
 
 
-def error(kernel: AdamKernel, device: torch.device, dtype: torch.dtype) -> float:
+def reference_error(kernel: AdamKernel, device: torch.device, dtype: torch.dtype) -> float:
     """The largest difference of main weights and moments from the definition in fp64 after two steps.
 
     dtype: of the run; main weights are fp64 there, or fp32. Raises `ArithmeticError` above the tolerance, and if weights in bf16 are not the main
@@ -119,16 +119,16 @@ def error(kernel: AdamKernel, device: torch.device, dtype: torch.dtype) -> float
     for step in (1, 2):
         rates = AdamRates(1e-2, 0.1, 0.9, 0.95, 1e-3, step)
         for one in exact:
-            formula(one, 0.25, rates)
+            reference_adamw(one, 0.25, rates)
         kernel(held, torch.full((), 0.25, device=device), rates)
         for one in exact if step == 1 else ():
             one.gradient.mul_(-3.0)
         for other, one in zip(held, exact, strict=True):
             other.gradient.copy_(one.gradient)
-    return max(_gap(mine, right) for mine, right in zip(held, exact, strict=True))
+    return max(_largest_difference(mine, right) for mine, right in zip(held, exact, strict=True))
 
 
-def _gap(mine: AdamTensors, right: AdamTensors) -> float:
+def _largest_difference(mine: AdamTensors, right: AdamTensors) -> float:
     """The largest difference of two parameters. Raises `ArithmeticError`."""
     worst = 0.0
     for name in ("main", "first", "second"):

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.kernels.reference import accumulation_dtype
 
 _ROWS = 64  # queries at a time: their scores stay near the processor
 _CHANCES = 2**16  # random numbers have 16 bits here: four come from one of torch's, which are most of dropout's time
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores = Scores()) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers = ScoreModifiers()
+) -> Tensor:
     """Compute `reference.attention` without a soft cap. dropout: rounded to the next of 65,536 steps.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
@@ -37,14 +39,16 @@ class _ChunkedAttention(torch.autograd.Function):
     """The autograd function. Internally, [b * g, n/g * queries, d] meets [b * g, keys, d]: all queries that share a key head, in one matmul."""
 
     @staticmethod
-    def forward(context: Any, mask: MaskSpec, dropout: float, scores: Scores, *tensors: Any) -> Tensor:
+    def forward(context: Any, mask: MaskSpec, dropout: float, scores: ScoreModifiers, *tensors: Any) -> Tensor:
         context.settings, context.state = (mask, dropout, scores), torch.get_rng_state()
         context.save_for_backward(*tensors)
         work = _ChunkedCall(mask, dropout, scores, *tensors)
         output = work.q.new_empty((*work.q.shape[:3], work.v.shape[-1]))
         for part in work.chunks():
-            shares, dropout_mask = work.probabilities(part), work.kept(part)
-            work.put(output, part, shares.mul_(dropout_mask).to(work.v.dtype) @ work.values[:, part.keys] * work.factor)
+            shares, dropout_mask = work.probabilities(part), work.dropout_mask(part)
+            work.write_output(
+                output, part, shares.mul_(dropout_mask).to(work.v.dtype) @ work.values[:, part.keys] * work.factor
+            )
         return output.flatten(2)
 
     @staticmethod
@@ -75,7 +79,7 @@ class _ChunkedCall:
         self,
         mask: MaskSpec,
         dropout: float,
-        scores: Scores,
+        scores: ScoreModifiers,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -133,7 +137,7 @@ class _ChunkedCall:
         """Return the probabilities of a chunk, [b * g, n/g * queries, keys], before dropout."""
         return self._shares_and_sink(part)[..., : part.size[1]]
 
-    def kept(self, part: _QueryChunk) -> Tensor:
+    def dropout_mask(self, part: _QueryChunk) -> Tensor:
         """Return the dropout mask of a chunk's probabilities, 0 or 1."""
         batch, groups, each = self.heads
         shape = (batch * groups, each * part.size[0], part.size[1])
@@ -141,7 +145,7 @@ class _ChunkedCall:
         draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
         return (draws >= self.dropped - _CHANCES // 2).view(shape)
 
-    def put(self, whole: Tensor, part: _QueryChunk, result: Tensor) -> None:
+    def write_output(self, whole: Tensor, part: _QueryChunk, result: Tensor) -> None:
         """Write [b * g, n/g * queries, d] to its positions in [queries, b, n, d]."""
         batch, groups, each = self.heads
         whole[part.queries].view(-1, batch, groups, each, result.shape[-1]).copy_(
@@ -159,7 +163,11 @@ class _ChunkedCall:
         arriving = gradient.view(*self.q.shape[:3], -1) * self.factor
         for part in self.chunks():
             whole = self._shares_and_sink(part)
-            shares, dropout_mask, rows = whole[..., : part.size[1]], self.kept(part), self._chunk_rows(arriving, part)
+            shares, dropout_mask, rows = (
+                whole[..., : part.size[1]],
+                self.dropout_mask(part),
+                self._chunk_rows(arriving, part),
+            )
             _add_matmul(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
             dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(dropout_mask)
             if dsink is not None:
@@ -172,7 +180,7 @@ class _ChunkedCall:
                 batch, groups, each = self.heads
                 dbias[..., part.queries, part.keys] += dscores.reshape(batch, groups * each, *part.size).sum(0)
             dscores = (dscores * self.scale).to(self.q.dtype)
-            self.put(dq, part, dscores @ self.keys[:, part.keys])
+            self.write_output(dq, part, dscores @ self.keys[:, part.keys])
             _add_matmul(dk[:, part.keys], dscores.transpose(1, 2), self._chunk_rows(self.q, part))
         batch, groups, _ = self.heads
         dk, dv = (

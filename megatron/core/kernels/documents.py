@@ -28,7 +28,7 @@ class DocumentStarts:
 
 
 @cache
-def _remembered() -> WeakTensorKeyDictionary:
+def _starts_cache() -> WeakTensorKeyDictionary:
     """Tensors of documents that are still there, and their starts."""
     return WeakTensorKeyDictionary()
 
@@ -39,23 +39,23 @@ def remember_starts(documents: Tensor, on_host: np.ndarray) -> None:
     begins[:, 1:] = on_host[:, 1:] != on_host[:, :-1]
     places = np.append(np.flatnonzero(begins), on_host.size).astype(np.int32)
     there = torch.from_numpy(places).to(documents.device, non_blocking=True)
-    _remembered()[documents] = DocumentStarts(there, int(np.diff(places).max(initial=0)), on_host.size)
+    _starts_cache()[documents] = DocumentStarts(there, int(np.diff(places).max(initial=0)), on_host.size)
 
 
 def remembered_starts(documents: Tensor | None) -> DocumentStarts | None:
     """Return what was counted of documents [b, s]; None: nothing was."""
-    return None if documents is None else _remembered().get(documents)
+    return None if documents is None else _starts_cache().get(documents)
 
 
 def starts_of(documents: Tensor, known: DocumentStarts | None = None) -> DocumentStarts:
     """Return the starts of documents [b, s], contiguous, every row of which begins a new one. known: what was counted of them, if anything; else the host waits."""
     if known is not None and known.tokens == documents.numel():
         return known
-    return DocumentStarts(_counted(documents), documents.shape[1], documents.numel())
+    return DocumentStarts(_find_starts(documents), documents.shape[1], documents.numel())
 
 
 @lru_cache(maxsize=4)  # all layers of a microbatch ask for the same
-def _counted(documents: Tensor) -> Tensor:
+def _find_starts(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     places = begins.flatten().nonzero()[:, 0]

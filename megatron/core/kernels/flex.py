@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from megatron.core.kernels.host_reads import host_may_read
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 _KEPT = 8  # block masks
 
@@ -32,7 +32,7 @@ def compiled_attention() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
 ) -> Tensor:
     """Compute `reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
     assert not dropout, "the table offers it without dropout only"
@@ -57,7 +57,7 @@ def attention(
 
 
 @dataclass(frozen=True, slots=True)
-class _Built:
+class _CachedBlockMask:
     """A block mask, and what it was built from. versions: of the tensors, which count their changes."""
 
     sizes: tuple[object, ...]
@@ -72,7 +72,7 @@ class _Built:
 
 
 @cache
-def _built() -> deque[_Built]:
+def _block_mask_cache() -> deque[_CachedBlockMask]:
     """The newest block masks: all layers of a microbatch share one for each kind of layer."""
     return deque(maxlen=_KEPT)
 
@@ -92,11 +92,11 @@ def block_mask(mask: MaskSpec, queries: int, keys: int, batch: int, device: torc
         return new()
     sizes = (build, mask.causal, mask.window, queries, keys, rows, device)
     versions = tuple(one._version for one in given)
-    for one in _built():
+    for one in _block_mask_cache():
         if one.matches(sizes, tensors, versions):
             return one.seen
     seen = new()
-    _built().append(_Built(sizes, tensors, versions, seen))
+    _block_mask_cache().append(_CachedBlockMask(sizes, tensors, versions, seen))
     return seen
 
 
@@ -148,7 +148,7 @@ def _differs_between_rows(mask: MaskSpec) -> bool:
     return mask.documents is not None or mask.padding is not None
 
 
-def _score_mod(scores: Scores) -> Callable[..., Tensor] | None:
+def _score_mod(scores: ScoreModifiers) -> Callable[..., Tensor] | None:
     cap, bias = scores.softcap, scores.bias
     if cap is None and bias is None:
         return None

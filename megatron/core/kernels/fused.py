@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.kernels import chunked_attention, reference
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 _CAPPED = 256  # queries whose scores are held at a time where they have a soft cap
 _PLANNED = 64  # tokens: lengths are rounded up to its multiples for cuDNN, which builds a plan for every new one
@@ -35,7 +35,7 @@ _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more th
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
 ) -> Tensor:
     """Compute `reference.attention` by torch's scaled dot product attention, with the best of its backends for this device.
 
@@ -51,7 +51,9 @@ def attention(
     return _unbanded_attention(q, k, v, mask, dropout, scores)
 
 
-def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def _softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+) -> Tensor:
     """Compute `attention` with a soft cap, which torch's kernels lack: the formula for a block of queries at a time, whose scores are computed again in the
     backward pass.
     """
@@ -72,7 +74,9 @@ def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropo
     return torch.cat(parts)
 
 
-def _unbanded_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def _unbanded_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+) -> Tensor:
     if scores.bias is None and (band := _band_width(mask, q.shape[0], k.shape[0])):
         return _banded_attention(q, k, v, mask, band, dropout, scores)
     queries, keys = q.shape[0], k.shape[0]
@@ -89,7 +93,7 @@ def _unbanded_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
 ) -> Tensor:
     """Compute `attention` (same shapes [s, b, n, d]) by torch's flash backend only (Dao, 2023)."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -97,7 +101,7 @@ def flash_attention(
 
 
 def cudnn_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
 ) -> Tensor:
     """Compute `attention` (same shapes [s, b, n, d]) by torch's cuDNN backend only, which requires as many key heads as
     query heads. Causal sequences of any length become multiples of 64 tokens long, since it builds a plan for each new one.
@@ -116,7 +120,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: Scores) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: ScoreModifiers
+) -> Tensor:
     """Attention of q [b, n, queries, d] over k, v [b, g, keys, d]. seen: a bool mask, or what is added to the scores."""
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     size = v.shape[-1]
@@ -165,7 +171,7 @@ def _band_width(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | No
 
 
 def _banded_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: ScoreModifiers
 ) -> Tensor:
     """Compute `attention` in blocks of queries, each over the range of keys that it attends to."""
     (left, ahead), (length, batch) = band, q.shape[:2]

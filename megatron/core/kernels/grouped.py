@@ -61,7 +61,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
 
 def _padded_bmm(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
     """Compute all experts as one batched matmul, each padded to the rows of the largest."""
-    owners = reference.owners_of(x, counts)
+    owners = reference.expert_of_rows(x, counts)
     place = owners * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[owners]
     table = x.new_zeros(weight.shape[0] * most, x.shape[1]).index_copy(0, place, x)
     output = torch.bmm(table.view(weight.shape[0], most, -1), weight.transpose(1, 2))
@@ -84,7 +84,7 @@ class _WeighedBias(Function):
 
     @staticmethod
     def forward(context: Any, weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-        owners = reference.owners_of(weights, counts)
+        owners = reference.expert_of_rows(weights, counts)
         context.save_for_backward(weights, bias, owners)
         return weights[:, None] * bias.index_select(0, owners)
 

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels import adamw, paged, reference, scans
 from megatron.core.kernels.linear_loss import VocabularyShard
-from megatron.core.kernels.low_precision.rounding_check import linear_in_8_bits, rounding_error, three_products
-from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.reference import Gating
-from megatron.core.kernels.table import CANDIDATES, Candidate, Kernels, Need
+from megatron.core.kernels.low_precision.rounding_check import linear_in_8_bits, reference_low_linear, rounding_error
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.reference import GatingOptions
+from megatron.core.kernels.table import CANDIDATES, Candidate, KernelRequirements, Kernels
 
 LONGEST, WIDEST, MOST_HEADS, MOST_EXPERTS, MOST_STATE = 256, 512, 8, 8, 64
 # Largest difference over the largest value: some twenty times what sound kernels show at these sizes.
@@ -82,7 +82,7 @@ class KernelTrial:
         return worst
 
 
-def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
+def kernel_trials(config: RunConfig, need: KernelRequirements) -> Iterator[Trial]:
     """A trial for every op that the run calls, or that decoding with its network does."""
     model, draw = config.model, _Draw(torch.Generator().manual_seed(0))
     width = min(model.hidden_size or WIDEST, WIDEST)
@@ -100,7 +100,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         yield KernelTrial(
             "rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm
         )
-    if model.sums_before_norms:
+    if model.has_plain_pre_norm:
         shift = (draw(width),) if model.normalization == "LayerNorm" else ()
         yield KernelTrial(
             "residual_norm",
@@ -108,7 +108,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
             partial(_concat_outputs, epsilon=model.norm_epsilon),
             reference.residual_norm,
         )
-    gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
+    gating = GatingOptions(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
     if model.fuses_bias:
         wide = width if gating is None else 2 * width
         yield KernelTrial(
@@ -128,7 +128,7 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         yield KernelTrial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
     if model.uses_rotary:
         yield from _rotary_trials(config, draw, length)
-    yield _cross_entropy(config, draw, width)
+    yield _cross_entropy_trial(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
@@ -146,20 +146,24 @@ def kernel_trials(config: RunConfig, need: Need) -> Iterator[Trial]:
         yield _paged_trial(model)
 
 
-def _update_and_rounding_trials(config: RunConfig, need: Need, draw: _Draw, width: int) -> Iterator[Trial]:
+def _update_and_rounding_trials(
+    config: RunConfig, need: KernelRequirements, draw: _Draw, width: int
+) -> Iterator[Trial]:
     if config.optimizer.elementwise_optimizer == "adam":
-        yield MeasuredTrial("adamw", adamw.error)
+        yield MeasuredTrial("adamw", adamw.reference_error)
     if need.low.recipe and need.low.fp4_format is None:
         yield MeasuredTrial("quantise", partial(rounding_error, need.low))
         yield KernelTrial(
             "low_linear",
             (draw(16, 2, width), draw(32, width) / width**0.5, draw(32)),
             partial(linear_in_8_bits, need.low),
-            three_products,
+            reference_low_linear,
         )
 
 
-def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device) -> dict[str, float | str]:
+def errors(
+    kernels: Kernels, config: RunConfig, need: KernelRequirements, device: torch.device
+) -> dict[str, float | str]:
     """Op -> its error, or what the kernel said when it failed."""
     names = {field.name for field in fields(Kernels)}
     assert all(trial.op in names for trial in kernel_trials(config, need)), "a trial is of an op that has kernels"
@@ -170,7 +174,9 @@ def errors(kernels: Kernels, config: RunConfig, need: Need, device: torch.device
     }
 
 
-def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[tuple[str, str], float | str]:
+def errors_of_all(
+    config: RunConfig, need: KernelRequirements, device: torch.device
+) -> dict[tuple[str, str], float | str]:
     """(op, name) -> the error of every kernel that this machine can use for the run, chosen or not."""
     return {
         (trial.op, candidate.name): trial_error(trial, candidate, device, need)
@@ -180,11 +186,11 @@ def errors_of_all(config: RunConfig, need: Need, device: torch.device) -> dict[t
     }
 
 
-def trial_error(trial: Trial, kernel: Candidate | Any, device: torch.device, need: Need) -> float | str:
+def trial_error(trial: Trial, kernel: Candidate | Any, device: torch.device, need: KernelRequirements) -> float | str:
     """The trial's error, or what the kernel said, or its import."""
     try:
         with torch.enable_grad():
-            return trial.error(kernel.call if isinstance(kernel, Candidate) else kernel, device, need.dtype)
+            return trial.error(kernel.function if isinstance(kernel, Candidate) else kernel, device, need.dtype)
     except Exception as error:  # noqa: BLE001 - whatever a kernel does, the report tells it
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
@@ -211,16 +217,18 @@ def _heads_and_groups(model: ModelConfig) -> tuple[int, int]:
 def _paged_trial(model: ModelConfig) -> Trial:
     heads, groups = _heads_and_groups(model)
     sizes = {"heads": heads, "groups": groups, "size": model.kv_channels or 64}
-    return MeasuredTrial("paged_attention", lambda op, device, dtype: paged.error(op, device, dtype, **sizes))
+    return MeasuredTrial(
+        "paged_attention", lambda op, device, dtype: paged.max_kernel_error(op, device, dtype, **sizes)
+    )
 
 
-def _attention_trial(config: RunConfig, need: Need, draw: _Draw, length: int) -> KernelTrial:
+def _attention_trial(config: RunConfig, need: KernelRequirements, draw: _Draw, length: int) -> KernelTrial:
     model = config.model
     heads, groups = _heads_and_groups(model)
     keys, values = model.kv_channels or 64, model.kv_channels or 64
     if model.mla.multi_latent_attention:
         keys, values = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim, model.mla.v_head_dim
-    windows = [plan.window for plan in layer_rows(model) if plan.window] if need.window else []
+    windows = [plan.window for plan in network_layer_plans(model) if plan.window] if need.window else []
     places = torch.arange(length).expand(2, length)
     mask = MaskSpec(
         causal=model.architecture != "bert",
@@ -228,7 +236,7 @@ def _attention_trial(config: RunConfig, need: Need, draw: _Draw, length: int) ->
         documents=places // -(-length // 3) if need.documents else None,
         padding=places < length - length // 4 if need.padding else None,
     )
-    scores = Scores(softcap=model.attention_logit_softcap if need.softcap else None)
+    scores = ScoreModifiers(softcap=model.attention_logit_softcap if need.softcap else None)
 
     def call(op: Op, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         there = {
@@ -244,7 +252,7 @@ def _attention_trial(config: RunConfig, need: Need, draw: _Draw, length: int) ->
     )
 
 
-def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> KernelTrial:
+def _cross_entropy_trial(config: RunConfig, draw: _Draw, width: int) -> KernelTrial:
     """A loss whose logits are made in it; some words are padding, and some tokens take no part."""
     tokens, words = 24, 60
     targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
@@ -253,11 +261,13 @@ def _cross_entropy(config: RunConfig, draw: _Draw, width: int) -> KernelTrial:
         "cross_entropy",
         (draw(tokens, width), draw(words + 4, width) / width**0.5),
         lambda op, x, weight: op(x, weight, None, targets.to(x.device), known),
-        _of_all_logits,
+        _loss_of_full_logits,
     )
 
 
-def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: VocabularyShard) -> Tensor:
+def _loss_of_full_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: VocabularyShard
+) -> Tensor:
     """What `kernels.linear_loss` computes, of logits that are all there."""
     logits = F.linear(x, weight, bias)[:, : words.valid]
     logits = logits if words.softcap is None else words.softcap * torch.tanh(logits / words.softcap)
@@ -265,7 +275,7 @@ def _of_all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def _rotary_trials(config: RunConfig, draw: _Draw, length: int) -> Iterator[Trial]:
-    rope, pairs, size = config.model.rope, config.model.rotates_pairs, config.model.rotary_size or 64
+    rope, pairs, size = config.model.rope, config.model.has_interleaved_rotary, config.model.rotary_size or 64
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
     angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (
         torch.arange(turned // 2, dtype=torch.float64) / (turned // 2)
@@ -282,7 +292,7 @@ def _rotary_trials(config: RunConfig, draw: _Draw, length: int) -> Iterator[Tria
     yield KernelTrial(
         "rotary", (draw(length, 2, 2, max(size, turned)),), lambda op, x: op(x, *tables(x), pairs), reference.rotary
     )
-    if config.model.rotates_fused_heads:
+    if config.model.applies_rope_to_qkv:
         heads, groups = _heads_and_groups(config.model)
         counts = heads, *((heads,) if config.model.attention_output_gate else ()), groups, groups
         yield KernelTrial("rotary_qkv", (draw(length, 2, sum(counts), max(size, turned)),), fused, reference.rotary_qkv)
@@ -305,12 +315,12 @@ def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bo
     return torch.cat((values, values.new_zeros(1, values.shape[1])))[places].sum(1)
 
 
-def _state_trials(model: ModelConfig, need: Need, draw: _Draw, length: int) -> Iterator[KernelTrial]:
+def _state_trials(model: ModelConfig, need: KernelRequirements, draw: _Draw, length: int) -> Iterator[KernelTrial]:
     """The convolution and the scans of layers with a state, on 4 heads in 2 groups."""
     hybrid, segments = model.hybrid, (torch.arange(length) * 3 // length).expand(2, length) if need.documents else None
 
     def conv(op: Op, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return op(x, weight, bias, _on(segments, x))
+        return op(x, weight, bias, _to_device_of(segments, x))
 
     yield KernelTrial(
         "causal_conv",
@@ -322,7 +332,9 @@ def _state_trials(model: ModelConfig, need: Need, draw: _Draw, length: int) -> I
         size, depth = (min(one, MOST_STATE) for one in (hybrid.mamba_head_dim, hybrid.mamba_state_dim))
 
         def selective(op: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-            return _with_state(op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=_on(segments, x)))
+            return _flatten_output_and_state(
+                op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=_to_device_of(segments, x))
+            )
 
         yield KernelTrial(
             "selective_scan",
@@ -335,7 +347,9 @@ def _state_trials(model: ModelConfig, need: Need, draw: _Draw, length: int) -> I
 
         def delta(op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             q, k = (F.normalize(each, dim=-1) for each in (q, k))
-            return _with_state(op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=_on(segments, q)))
+            return _flatten_output_and_state(
+                op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=_to_device_of(segments, q))
+            )
 
         yield KernelTrial(
             "delta_rule_scan",
@@ -349,11 +363,11 @@ def _state_trials(model: ModelConfig, need: Need, draw: _Draw, length: int) -> I
         )
 
 
-def _on(segments: Tensor | None, like: Tensor) -> Tensor | None:
+def _to_device_of(segments: Tensor | None, like: Tensor) -> Tensor | None:
     return None if segments is None else segments.to(like.device)
 
 
-def _with_state(result: tuple[Tensor, Tensor]) -> Tensor:
+def _flatten_output_and_state(result: tuple[Tensor, Tensor]) -> Tensor:
     """The outputs and the last state as one vector, in the format of the outputs."""
     return torch.cat([one.flatten().to(result[0].dtype) for one in result])
 

@@ -63,8 +63,10 @@ def linear_cross_entropy(
     ignored will be equal. into: receives the gradient of the output matrix, which autograd
     then does not get, and a factor for it.
     """
-    begin = _fused_shares if fused and words.softcap is None else _softmax_terms
-    return _LinearCrossEntropy.apply(x, weight, bias, targets, _Task(words, begin, even, into), torch.is_grad_enabled())
+    begin = _fused_softmax_terms if fused and words.softcap is None else _softmax_terms
+    return _LinearCrossEntropy.apply(
+        x, weight, bias, targets, _LossOptions(words, begin, even, into), torch.is_grad_enabled()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class _SoftmaxTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _LossOptions:
     """What is done with every block. begin: starts a softmax from logits. even: whether all losses will have the same gradient. into: receives the
     gradient of the output matrix, if anybody does.
     """
@@ -114,7 +116,7 @@ class _Gradients:
     bias: Tensor | None
 
     @staticmethod
-    def begin(x: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
+    def allocate(x: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
         """Allocate them before the first block, which overwrites that of the output matrix; the others add to it."""
         words = torch.empty_like if len(x) else torch.zeros_like
         return _Gradients(
@@ -179,14 +181,14 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, task: _Task, learns: bool
+        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, task: _LossOptions, learns: bool
     ) -> Tensor:
         counts, on_cpu = targets >= 0, x.device.type == "cpu"
         rows = None if not on_cpu or bool(counts.all()) else counts.nonzero()[:, 0]
         some, some_targets = _select_rows(rows, x, targets)
         # In fp16 the shares of rare words would vanish without the loss scale: there gradients wait for their true weights.
         learns = learns and x.dtype != torch.float16 and (on_cpu or task.even)
-        made = _Gradients.begin(some, weight, bias, context.needs_input_grad) if learns else None
+        made = _Gradients.allocate(some, weight, bias, context.needs_input_grad) if learns else None
         totals = some.new_empty((2, len(some)), dtype=accumulation_dtype(x.dtype))
         losses = torch.empty_like(totals[0])
         each = None if on_cpu else counts.to(totals.dtype)
@@ -216,7 +218,7 @@ class _LinearCrossEntropy(Function):
             gradients = made.scaled_by(factor, x.dtype, context.task.into)
         else:
             some, some_targets = _select_rows(rows, x, targets)
-            again = _Gradients.begin(some, weight, bias, context.needs_input_grad)
+            again = _Gradients.allocate(some, weight, bias, context.needs_input_grad)
             for block, shares in _logit_blocks(some, some_targets, weight, bias, context.task):
                 (top, total), mine = totals[:, block.tokens], weights[block.tokens]
                 again.add(block, shares, weight, (shares.largest - top).exp_() / total * mine, mine)
@@ -248,7 +250,7 @@ def _select_rows(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _logit_blocks(
-    x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, task: _Task
+    x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, task: _LossOptions
 ) -> Iterator[tuple[_TokenBlock, _SoftmaxTerms]]:
     """Yield all tokens in blocks; the logits of a block are lost with the next one."""
     size = max(_FEWEST, -(-len(x) // _PARTS))
@@ -298,7 +300,7 @@ def _softmax_terms(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -
     return _SoftmaxTerms(largest, sums, target, gradient)
 
 
-def _fused_shares(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
+def _fused_softmax_terms(logits: Tensor, block: _TokenBlock, words: VocabularyShard) -> _SoftmaxTerms:
     """The same by Triton kernels, which leave the logits in their dtype."""
     kernels = import_module("megatron.core.kernels.triton.loss")
     largest, sums, target = kernels.logit_statistics(logits, block.row, words.valid)

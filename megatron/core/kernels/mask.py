@@ -75,7 +75,7 @@ class MaskSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreModifiers:
     """How attention scores are changed before the softmax, in this order.
 
     scale: factor; None: 1/sqrt(head size). softcap: softcap * tanh(score / softcap) (Gemma 2). bias: [1, n, queries, keys], added. sink: [n], an extra score for

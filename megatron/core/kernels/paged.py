@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.mask import Scores
+from megatron.core.kernels.mask import ScoreModifiers
 from megatron.core.kernels.reference import accumulation_dtype
 
 # Largest difference from the definition over the largest value that a kernel may show.
@@ -38,7 +38,7 @@ class BlockTables:
         blocks = self.tables.gather(1, places // self.size).to(torch.int64)
         return blocks * self.size + places % self.size
 
-    def right_aligned(self, count: int) -> tuple[Tensor, Tensor]:
+    def last_slots(self, count: int) -> tuple[Tensor, Tensor]:
         """Slots of the last `count` positions, int64 [b, count], and which of them there are; 0 in the place of others."""
         back = torch.arange(-count, 0, device=self.lengths.device)
         places = self.lengths[:, None] + back
@@ -47,7 +47,13 @@ class BlockTables:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, where: BlockTables, *, window: int | None = None, scores: Scores = Scores()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    where: BlockTables,
+    *,
+    window: int | None = None,
+    scores: ScoreModifiers = ScoreModifiers(),
 ) -> Tensor:
     """Causal softmax attention of the last tokens of every row over all keys of the row.
 
@@ -80,7 +86,7 @@ def attention(
     return torch.einsum("bgrqk,bkgd->bqgrd", shares, gathered_v).reshape(rows, queries, heads * v.shape[2])
 
 
-def error(
+def max_kernel_error(
     kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, *, heads: int, groups: int, size: int
 ) -> float:
     """The largest difference between a kernel and the definition in fp64, over the largest value.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -20,7 +20,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
 ) -> Tensor:
     """Softmax attention of every query over the keys that the mask allows (Vaswani et al., 2017).
 
@@ -113,7 +113,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Gating:
+class GatingOptions:
     """What a gated MLP does besides its activation (gpt-oss).
 
     clamp: upper limit of the gate, and limit of the linear half in both directions. offset: added to the linear half.
@@ -123,7 +123,7 @@ class Gating:
     offset: float = 0.0
 
 
-def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
+def gated_activation(x: Tensor, name: str, gating: GatingOptions = GatingOptions()) -> Tensor:
     """Return activation(gate) * (up + offset), [..., f] (Shazeer, 2020). x: [..., 2 f], gate and up one after the other."""
     gate, up = x.chunk(2, dim=-1)
     if gating.clamp is not None:
@@ -131,7 +131,7 @@ def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
     return activation(gate, name) * (up + gating.offset if gating.offset else up)
 
 
-def bias_activation(x: Tensor, bias: Tensor, name: str, gating: Gating | None = None) -> Tensor:
+def bias_activation(x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None) -> Tensor:
     """Return the activation of x + bias; gating: it is gated. x: [..., f] or [..., 2 f]; bias: [f] or [2 f]; returns [..., f]."""
     x = x + bias
     return activation(x, name) if gating is None else gated_activation(x, name, gating)
@@ -177,10 +177,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
 
 def with_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Return each row [n, out] plus the bias [e, out] of its expert. counts: [e]."""
-    return rows if bias is None else rows + bias.index_select(0, owners_of(rows, counts))
+    return rows if bias is None else rows + bias.index_select(0, expert_of_rows(rows, counts))
 
 
-def owners_of(rows: Tensor, counts: Tensor) -> Tensor:
+def expert_of_rows(rows: Tensor, counts: Tensor) -> Tensor:
     """Return the expert of each row, [n]. counts: [e], rows of each expert."""
     experts = torch.arange(len(counts), device=counts.device)
     return experts.repeat_interleave(counts, output_size=len(rows))

@@ -98,7 +98,7 @@ class Chunks:
         previous = torch.cat((filled[:, :1, 0], filled[:, :-1, -1]), dim=1)
         return Chunks(sums, logs.dtype, filled[:, :, None], previous[:, :, None])
 
-    def seen(self) -> Tensor:
+    def visibility_mask(self) -> Tensor:
         """Whether the state of a token reaches a later one of its chunk: bool [q (later), q] or [b, m, 1, q, q]."""
         size = self.logs.shape[-1]
         seen = torch.ones(size, size, dtype=torch.bool, device=self.logs.device).tril()
@@ -107,17 +107,19 @@ class Chunks:
     def decay_between(self) -> Tensor:
         """Decay from a token's state to a later one of its chunk: [b, m, heads, q (later), q], 0 where nothing passes."""
         return _decay(
-            (self.logs[..., :, None] - self.logs[..., None, :]).to(self.format).masked_fill(~self.seen(), NEVER)
+            (self.logs[..., :, None] - self.logs[..., None, :])
+            .to(self.format)
+            .masked_fill(~self.visibility_mask(), NEVER)
         )
 
-    def from_start(self) -> Tensor:
+    def decay_from_start(self) -> Tensor:
         """Decay of the state before the chunk until a token: [b, m, heads, q]."""
         logs = self.logs.to(self.format)
         if self.segments is not None and self.previous is not None:
             logs = logs.masked_fill(self.segments != self.previous[..., None], NEVER)
         return _decay(logs)
 
-    def to_end(self) -> Tensor:
+    def decay_to_end(self) -> Tensor:
         """Decay of a token's state until the end of the chunk: [b, m, heads, q]."""
         logs = (self.logs[..., -1:] - self.logs).to(self.format)
         if self.segments is not None:
@@ -126,7 +128,7 @@ class Chunks:
 
     def chunk_decay(self) -> Tensor:
         """Decay of the state over the whole chunk: [b, m, heads]."""
-        return self.from_start()[..., -1]
+        return self.decay_from_start()[..., -1]
 
 
 def _decay(logs: Tensor) -> Tensor:
@@ -156,10 +158,10 @@ def selective_scan(
     x: [s, b, n, p]; dt: [s, b, n], positive; a: [n], negative; b, c: [s, b, g, d]; state: [b, n, p, d], zeros if left out. Returns y [s, b, n, p]
     in the format of x, and the state after the last token, [b, n, p, d], in fp32 or wider.
     """
-    return _by_span(partial(selective_span, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
+    return _checkpointed_scan(partial(selective_chunk_scan, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
 
 
-def selective_span(
+def selective_chunk_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, segments: Tensor | None, state: Tensor | None, *, a: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan` with all that is inside a chunk at once for all chunks. x: [s, b, n, p]."""
@@ -175,33 +177,33 @@ def selective_span(
     grouped = (groups, per_group)
     weights = (queries @ keys.transpose(-1, -2))[:, :, :, None] * chunks.decay_between().unflatten(2, grouped)
     inside = weights @ inputs
-    fading = inputs * chunks.to_end().unflatten(2, grouped)[..., None]
+    fading = inputs * chunks.decay_to_end().unflatten(2, grouped)[..., None]
     made = keys[:, :, :, None].transpose(-1, -2) @ fading  # [b, m, g, r, d, p]: what each chunk adds to the state
     carried = _scan_chunk_states(
         made, chunks.chunk_decay().unflatten(2, grouped)[..., None, None], _group_state(state, grouped, format_)
     )
-    reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.from_start().unflatten(2, grouped)[..., None]
-    y = _in_order(inside + reading)[:length]
+    reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.decay_from_start().unflatten(2, grouped)[..., None]
+    y = _merge_chunks(inside + reading)[:length]
     last = carried[:, -1].flatten(1, 2).transpose(-1, -2).contiguous()  # a view would keep the states before all chunks
     return y.reshape(length, batch, heads, size).to(x.dtype), last
 
 
-def selective_scan_of(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`selective_scan` by what a compiler makes of `selective_span`; x: [s, b, n, p]."""
+def make_selective_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`selective_scan` by what a compiler makes of `selective_chunk_scan`; x: [s, b, n, p]."""
 
     def scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, segments: Tensor | None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return _by_span(partial(span, a=a), (x, dt, b, c), segments, state, min(64, len(x)))
+        return _checkpointed_scan(partial(span, a=a), (x, dt, b, c), segments, state, min(64, len(x)))
 
     return scan
 
 
-def delta_rule_scan_of(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`delta_rule_scan` by what a compiler makes of `delta_rule_span`; v: [s, b, n, dv]."""
+def make_delta_rule_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`delta_rule_scan` by what a compiler makes of `delta_rule_chunk_scan`; v: [s, b, n, dv]."""
 
     def scan(*inputs: Tensor, segments: Tensor | None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return _by_span(span, inputs, segments, state, min(64, len(inputs[0])))
+        return _checkpointed_scan(span, inputs, segments, state, min(64, len(inputs[0])))
 
     return scan
 
@@ -212,7 +214,7 @@ def decay_across(logs: Tensor, segments: Tensor | None) -> Tensor:
     return decay if segments is None else decay * (segments[:, 0] == segments[:, -1]).to(decay.dtype)[:, None]
 
 
-def selective_read(c: Tensor, logs: Tensor, state: Tensor, segments: Tensor | None) -> Tensor:
+def read_initial_state(c: Tensor, logs: Tensor, state: Tensor, segments: Tensor | None) -> Tensor:
     """What the tokens of Mamba-2's scan read of the state before the first: [s, b, n, p], in the format of the state.
 
     c: [s, b, g, d]; logs: [s, b, n], of each token's decay; state: [b, n, p, d], which belongs to the first of the segments [b, s].
@@ -225,7 +227,7 @@ def selective_read(c: Tensor, logs: Tensor, state: Tensor, segments: Tensor | No
     return read * _decay(sums)[..., None]
 
 
-def _by_span(
+def _checkpointed_scan(
     scan: Callable[..., tuple[Tensor, Tensor]],
     inputs: tuple[Tensor, ...],
     segments: Tensor | None,
@@ -242,19 +244,19 @@ def _by_span(
     for start in range(0, len(inputs[0]), span):
         own = None if segments is None else segments[:, start : start + span]
         if start and own is not None and segments is not None and state is not None:
-            state = passed_on(state, own, segments[:, start - 1])
+            state = carry_state_within_segment(state, own, segments[:, start - 1])
         output, state = scan(*(each[start : start + span] for each in inputs), own, state, chunk=chunk)
         outputs.append(output)
     assert state is not None, "a sequence has a token"
     return torch.cat(outputs), state
 
 
-def passed_on(state: Tensor, segments: Tensor, before: Tensor) -> Tensor:
+def carry_state_within_segment(state: Tensor, segments: Tensor, before: Tensor) -> Tensor:
     """A state [b, ...] where the first of the segments [b, s] is that of the token before [b]; elsewhere zeros."""
     return state * (segments[:, 0] == before).to(state.dtype)[:, None, None, None]
 
 
-def _in_order(chunks: Tensor) -> Tensor:
+def _merge_chunks(chunks: Tensor) -> Tensor:
     """[b, m, g, r, q, p] to [m q, b, g, r, p]."""
     return chunks.permute(1, 4, 0, 2, 3, 5).flatten(0, 1)
 
@@ -303,10 +305,10 @@ def delta_rule_scan(
     q, k: [s, b, g, dk], q scaled already; v: [s, b, n, dv]; g: [s, b, n], logarithms of decays; beta: [s, b, n]; state: [b, n, dk, dv], zeros if
     left out. Returns o [s, b, n, dv] in the format of v, and the state after the last token, in fp32 or wider.
     """
-    return _by_span(delta_rule_span, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
+    return _checkpointed_scan(delta_rule_chunk_scan, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
 
 
-def delta_rule_span(
+def delta_rule_chunk_scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -329,11 +331,11 @@ def delta_rule_span(
     rate = in_chunks(beta.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2)[..., None]
     between, from_start = (
         chunks.decay_between().unflatten(2, grouped),
-        chunks.from_start().unflatten(2, grouped)[..., None],
+        chunks.decay_from_start().unflatten(2, grouped)[..., None],
     )
     # What a token writes depends on what the earlier ones of its chunk wrote: a triangular system. Decays multiply along any way from a token to a
     # later one, so that they are left out of the system and multiplied into its inverse.
-    apart = ~chunks.seen().tril(-1)
+    apart = ~chunks.visibility_mask().tril(-1)
     system = (rate * (keys @ keys.transpose(-1, -2))).masked_fill(
         apart if segments is None else apart[:, :, :, None], 0
     )
@@ -343,7 +345,7 @@ def delta_rule_span(
     inside = (queries @ keys.transpose(-1, -2)) * between
     requested, fading = (
         queries * from_start,
-        (keys * chunks.to_end().unflatten(2, grouped)[..., None]).transpose(-1, -2),
+        (keys * chunks.decay_to_end().unflatten(2, grouped)[..., None]).transpose(-1, -2),
     )
     across = chunks.chunk_decay().unflatten(2, grouped)[..., None, None]
     now = (
@@ -357,7 +359,7 @@ def delta_rule_span(
         written = write - read @ now
         outputs.append(request @ now + within @ written)
         now = now * decay + fade @ written
-    o = _in_order(torch.stack(outputs, dim=1))[:length]
+    o = _merge_chunks(torch.stack(outputs, dim=1))[:length]
     return o.reshape(length, batch, heads, size).to(v.dtype), now.flatten(1, 2)
 
 

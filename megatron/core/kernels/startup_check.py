@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.kernel_check import TOLERANCE, kernel_trials, trial_error
-from megatron.core.kernels.table import CANDIDATES, Candidate, Kernels, Need, kernel_flag, select
+from megatron.core.kernels.table import CANDIDATES, Candidate, KernelRequirements, Kernels, kernel_flag, select_kernels
 
 Checks = list[tuple[str, str, str]]  # (op, name, problem or "")
 
@@ -26,13 +26,13 @@ class ChosenKernels:
     """Kernels, what was asked of them, and a line for each default that failed its trial."""
 
     kernels: Kernels
-    need: Need
+    need: KernelRequirements
     failures: tuple[str, ...] = ()
 
 
-def choose(
+def choose_kernels(
     config: RunConfig,
-    need: Need,
+    need: KernelRequirements,
     device: torch.device,
     *,
     wishes: dict[str, str] | None = None,
@@ -44,14 +44,14 @@ def choose(
     wishes: op -> candidate name; None: as the config has it. gather: one rank's checks -> those of all ranks, so that all take the same. Raises `ConfigError`
     with reasons.
     """
-    wishes = config.model.kernel_wishes if wishes is None else wishes
+    wishes = config.model.kernel_requests if wishes is None else wishes
     checks = dict[tuple[str, str], str]()
     for op, name, problem in (
         one for rank in gather(check_defaults(config, need, device, wishes, candidates)) for one in rank
     ):
         checks[op, name] = checks.get((op, name)) or problem
     need = replace(need, checks=tuple((*names, problem) for names, problem in checks.items()))
-    kernels = select(need, wishes, candidates)
+    kernels = select_kernels(need, wishes, candidates)
     taken = {op: name for op, name, _ in kernels.report}
     failures = (
         f"WARNING: {kernel_flag(op, name)} is no default here, {op} is by {taken[op]}: {problem}"
@@ -62,7 +62,11 @@ def choose(
 
 
 def check_defaults(
-    config: RunConfig, need: Need, device: torch.device, wishes: dict[str, str], candidates: tuple[Candidate, ...]
+    config: RunConfig,
+    need: KernelRequirements,
+    device: torch.device,
+    wishes: dict[str, str],
+    candidates: tuple[Candidate, ...],
 ) -> Checks:
     """Try every kernel that would be a default of the run if it passed."""
     waiting = [

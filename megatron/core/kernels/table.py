@@ -32,7 +32,7 @@ _FLAGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class KernelRequirements:
     """What the run requires of its kernels.
 
     window, softcap, sinks, biased_scores: some layers have a window, some scores a cap, a sink or a bias. head_sizes: of keys and of values; uneven_heads: they
@@ -75,7 +75,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Import:
+class LazyImport:
     """A function, or several of one op, in a module of this package that is imported only when it is needed."""
 
     module: str
@@ -96,19 +96,19 @@ class Candidate:
 
     op: str
     name: str
-    kernel: Callable | Import | None
-    unsupported_reason: Callable[[Need], str]
-    unasked: Callable[[Need], str] = lambda _: ""
+    kernel: Callable | LazyImport | None
+    unsupported_reason: Callable[[KernelRequirements], str]
+    unasked: Callable[[KernelRequirements], str] = lambda _: ""
     checked: bool = False
 
-    def not_by_default(self, need: Need) -> str:
+    def not_by_default(self, need: KernelRequirements) -> str:
         """Return why it is not chosen automatically, or ""."""
         return self.unasked(need) or (need.check_problem(self.op, self.name) if self.checked else "")
 
     @property
-    def call(self) -> Any:
+    def function(self) -> Any:
         """The function itself: what is imported is so now, and not in every call, where torch's compiler would stop."""
-        return self.kernel.load() if isinstance(self.kernel, Import) else self.kernel
+        return self.kernel.load() if isinstance(self.kernel, LazyImport) else self.kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Kernels:
     report: tuple[tuple[str, str, str], ...] = ()
 
 
-def _flash_unfit(need: Need) -> str:
+def _flash_unfit(need: KernelRequirements) -> str:
     if need.documents:
         return "documents are kept apart by a mask tensor, which torch's flash backend does not take"
     if need.padding:
@@ -158,7 +158,7 @@ def _flash_unfit(need: Need) -> str:
     return ""
 
 
-def _cudnn_unfit(need: Need) -> str:
+def _cudnn_unfit(need: KernelRequirements) -> str:
     if need.device != "cuda":
         return "it needs a CUDA device"
     if max(need.head_sizes) > 128:
@@ -166,8 +166,8 @@ def _cudnn_unfit(need: Need) -> str:
     return _flash_unfit(need).replace("torch's flash backend", "torch's cuDNN backend")
 
 
-def _package_unfit(version: int) -> Callable[[Need], str]:
-    def unsupported_reason(need: Need) -> str:
+def _package_unfit(version: int) -> Callable[[KernelRequirements], str]:
+    def unsupported_reason(need: KernelRequirements) -> str:
         lacking = {
             "padding is left out by a mask tensor": need.padding,
             "it has no sinks": need.sinks,
@@ -185,7 +185,7 @@ def _package_unfit(version: int) -> Callable[[Need], str]:
     return unsupported_reason
 
 
-def _transformer_engine_unfit(need: Need) -> str:
+def _transformer_engine_unfit(need: KernelRequirements) -> str:
     lacking = {
         "padding is left out by a mask tensor": need.padding,
         "it has no cap on scores": need.softcap,
@@ -200,9 +200,9 @@ def _transformer_engine_unfit(need: Need) -> str:
     )
 
 
-def _torchao_unfit(need: Need) -> str:
+def _torchao_unfit(need: KernelRequirements) -> str:
     lacking = {
-        "weights are kept rounded; leave out --fp8-param-gather": need.low.holds_weights,
+        "weights are kept rounded; leave out --fp8-param-gather": need.low.has_quantized_weights,
         "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
         "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad,
     }
@@ -213,11 +213,11 @@ def _torchao_unfit(need: Need) -> str:
     )
 
 
-def _flex_unfit(need: Need) -> str:
+def _flex_unfit(need: KernelRequirements) -> str:
     return flex.unsupported_reason(device=need.device, dtype=need.dtype, dropout=need.attention_dropout)
 
 
-def _varlen_unfit(need: Need) -> str:
+def _varlen_unfit(need: KernelRequirements) -> str:
     lacking = {
         "padding is left out by a mask tensor": need.padding,
         "it has no cap on scores": need.softcap,
@@ -243,37 +243,37 @@ def _varlen_unfit(need: Need) -> str:
     return "it has no dropout" if need.attention_dropout > 0 else missing
 
 
-def _no_mask_is_made(need: Need) -> str:
+def _no_documents_or_windows(need: KernelRequirements) -> str:
     return "" if need.documents or need.window else "there are neither documents nor windows"
 
 
-def _no_cap_is_kept(need: Need) -> str:
+def _no_softcap(need: KernelRequirements) -> str:
     return "" if need.softcap else _not_measured(need)
 
 
-def _not_measured(_: Need) -> str:
+def _not_measured(_: KernelRequirements) -> str:
     return "not measured here against the ones before; it has to be asked for"
 
 
-def _grouped_mm_unfit(need: Need) -> str:
+def _grouped_mm_unfit(need: KernelRequirements) -> str:
     if need.device != "cuda":
         return "torch's grouped matmul is for GPUs"
     return "" if need.dtype == torch.bfloat16 else "torch's grouped matmul needs bf16"
 
 
-def _deep_ep_unfit(need: Need) -> str:
+def _deep_ep_unfit(need: KernelRequirements) -> str:
     return deep_ep.unsupported_reason(
         device=need.device, dtype=need.dtype, cut=need.experts_cut, overlaps=need.overlapped_experts
     )
 
 
-def _linear_unasked(need: Need) -> str:
+def _linear_loss_not_default(need: KernelRequirements) -> str:
     if need.device != "cpu":
         return "not measured against native on GPUs; asked for, it saves the memory of the logits"
     return "in fp16 it computes the logits twice" if need.dtype == torch.float16 else ""
 
 
-def _triton_unfit(need: Need) -> str:
+def _triton_unfit(need: KernelRequirements) -> str:
     if need.device != "cuda":
         return "it needs a CUDA device"
     if find_spec("triton") is None:
@@ -281,20 +281,20 @@ def _triton_unfit(need: Need) -> str:
     return "it computes in fp32, not in fp64" if need.dtype == torch.float64 else ""
 
 
-def _state_space_unfit(package: str) -> Callable[[Need], str]:
+def _state_space_unfit(package: str) -> Callable[[KernelRequirements], str]:
     return lambda need: state_space.unsupported_reason(package, device=need.device, dtype=need.dtype)
 
 
-def _interpreted(_: Need) -> str:
+def _interpreted(_: KernelRequirements) -> str:
     interprets = import_module("triton").knobs.runtime.interpret
     return "Triton's interpreter takes minutes; it has to be asked for" if interprets else ""
 
 
-def _compiled_or_interpreted(need: Need) -> str:
+def _compiled_or_interpreted(need: KernelRequirements) -> str:
     return "torch's compiler makes one kernel of the formula" if need.compiled else _interpreted(need)
 
 
-def _quantise_unfit(need: Need) -> str:
+def _quantise_unfit(need: KernelRequirements) -> str:
     if reason := _triton_unfit(need):
         return reason
     if need.low.fp4_format is not None or not need.low.recipe:
@@ -302,20 +302,22 @@ def _quantise_unfit(need: Need) -> str:
     return "products are emulated" if need.low.fp8_emulation else ""
 
 
-def _always_fits(_: Need) -> str:
+def _always_fits(_: KernelRequirements) -> str:
     return ""
 
 
-def _checked(op: str, module: str, unasked: Callable[[Need], str]) -> Candidate:
+def _checked_triton_candidate(op: str, module: str, unasked: Callable[[KernelRequirements], str]) -> Candidate:
     """Return the Triton kernel of an op, the function of that name in `module`: the default on a GPU where it computes the op."""
-    return Candidate(op, "triton", Import(module, op), _triton_unfit, unasked, checked=True)
+    return Candidate(op, "triton", LazyImport(module, op), _triton_unfit, unasked, checked=True)
 
 
 CANDIDATES = (
     # Not `_not_measured`: with documents or windows `fused` makes a mask of s x s, and repeats keys and values.
-    Candidate("attention", "varlen", Import("varlen", "attention"), _varlen_unfit, _no_mask_is_made, checked=True),
+    Candidate(
+        "attention", "varlen", LazyImport("varlen", "attention"), _varlen_unfit, _no_documents_or_windows, checked=True
+    ),
     # Taken unasked for capped scores, which `fused` computes by the formula, a block of queries at a time.
-    Candidate("attention", "flex", flex.attention, _flex_unfit, _no_cap_is_kept, checked=True),
+    Candidate("attention", "flex", flex.attention, _flex_unfit, _no_softcap, checked=True),
     Candidate("attention", "fused", fused.attention, _always_fits),
     Candidate("attention", "flash", fused.flash_attention, _flash_unfit),
     Candidate("attention", "cudnn", fused.cudnn_attention, _cudnn_unfit, _not_measured),
@@ -327,49 +329,51 @@ CANDIDATES = (
     Candidate("attention", "unfused", reference.attention, _always_fits),
     Candidate("attention", "local", reference.attention, _always_fits),
     Candidate("layer_norm", "torch", reference.layer_norm, _always_fits),
-    Candidate("layer_norm", "triton", Import("triton.norm", "layer_norm"), _triton_unfit, _not_measured),
+    Candidate("layer_norm", "triton", LazyImport("triton.norm", "layer_norm"), _triton_unfit, _not_measured),
     Candidate("rms_norm", "torch", fused.rms_norm, _always_fits),
-    Candidate("rms_norm", "triton", Import("triton.norm", "rms_norm"), _triton_unfit, _not_measured),
+    Candidate("rms_norm", "triton", LazyImport("triton.norm", "rms_norm"), _triton_unfit, _not_measured),
     Candidate("rms_norm", "reference", reference.rms_norm, _always_fits),
     # Not `_not_measured`: formulas of several operations, each of which reads and writes all that one kernel reads and writes once.
-    _checked("gated_activation", "triton.pointwise", _compiled_or_interpreted),
+    _checked_triton_candidate("gated_activation", "triton.pointwise", _compiled_or_interpreted),
     Candidate("gated_activation", "torch", reference.gated_activation, _always_fits),
     # Its backward pass sums the bias's gradient as it writes that of x, which is read once more otherwise.
-    _checked("bias_activation", "triton.pointwise", _compiled_or_interpreted),
+    _checked_triton_candidate("bias_activation", "triton.pointwise", _compiled_or_interpreted),
     Candidate("bias_activation", "apart", None, _always_fits),
-    _checked("rotary", "triton.rotary", _compiled_or_interpreted),
+    _checked_triton_candidate("rotary", "triton.rotary", _compiled_or_interpreted),
     Candidate("rotary", "torch", reference.rotary, _always_fits),
-    _checked("rotary_qkv", "triton.rotary", _compiled_or_interpreted),
+    _checked_triton_candidate("rotary_qkv", "triton.rotary", _compiled_or_interpreted),
     Candidate("rotary_qkv", "torch", reference.rotary_qkv, _always_fits),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),
     Candidate("permute", "torch", permute.permute, _always_fits),
-    Candidate("permute", "triton", Import("triton.permute", "permute"), _triton_unfit, _not_measured),
+    Candidate("permute", "triton", LazyImport("triton.permute", "permute"), _triton_unfit, _not_measured),
     Candidate("causal_conv", "torch", scans.causal_conv, _always_fits),
-    Candidate("causal_conv", "triton", Import("triton.conv", "causal_conv"), _triton_unfit, _not_measured),
+    Candidate("causal_conv", "triton", LazyImport("triton.conv", "causal_conv"), _triton_unfit, _not_measured),
     Candidate(
         "causal_conv", "causal_conv1d", state_space.causal_conv, _state_space_unfit("causal_conv1d"), _not_measured
     ),
     Candidate("selective_scan", "torch", scans.selective_scan, _always_fits),
-    Candidate("selective_scan", "triton", Import("triton.scans", "selective_scan"), _triton_unfit, _not_measured),
+    Candidate("selective_scan", "triton", LazyImport("triton.scans", "selective_scan"), _triton_unfit, _not_measured),
     Candidate(
         "selective_scan", "mamba_ssm", state_space.selective_scan, _state_space_unfit("mamba_ssm"), _not_measured
     ),
     Candidate("delta_rule_scan", "torch", scans.delta_rule_scan, _always_fits),
-    Candidate("delta_rule_scan", "triton", Import("triton.scans", "delta_rule_scan"), _triton_unfit, _not_measured),
+    Candidate("delta_rule_scan", "triton", LazyImport("triton.scans", "delta_rule_scan"), _triton_unfit, _not_measured),
     Candidate("delta_rule_scan", "fla", state_space.delta_rule_scan, _state_space_unfit("fla"), _not_measured),
     Candidate("residual_norm", "apart", None, _always_fits),
-    Candidate("residual_norm", "triton", Import("triton.norm", "residual_norm"), _triton_unfit, _not_measured),
+    Candidate("residual_norm", "triton", LazyImport("triton.norm", "residual_norm"), _triton_unfit, _not_measured),
     Candidate("low_linear", "own", None, _always_fits),
     Candidate("low_linear", "torchao", torchao.linear, _torchao_unfit, _not_measured),
     # Not `_not_measured`: torch's operations go over the matrix some ten times.
-    Candidate("quantise", "triton", Import("triton.quantise", "KERNELS"), _quantise_unfit, _interpreted, checked=True),
+    Candidate(
+        "quantise", "triton", LazyImport("triton.quantise", "KERNELS"), _quantise_unfit, _interpreted, checked=True
+    ),
     Candidate("quantise", "torch", None, _always_fits),
     # It moves 30 bytes an element, torch's kernel and the copy into bf16 weights 38.
-    Candidate("adamw", "triton", Import("triton.adamw", "adamw"), _triton_unfit, _interpreted, checked=True),
+    Candidate("adamw", "triton", LazyImport("triton.adamw", "adamw"), _triton_unfit, _interpreted, checked=True),
     Candidate("adamw", "torch", adamw.adamw, _always_fits),
-    Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_unasked),
+    Candidate("cross_entropy", "linear", linear_loss.linear_cross_entropy, _always_fits, _linear_loss_not_default),
     Candidate("cross_entropy", "native", None, _always_fits),
     Candidate(
         "cross_entropy", "triton", partial(linear_loss.linear_cross_entropy, fused=True), _triton_unfit, _not_measured
@@ -377,7 +381,7 @@ CANDIDATES = (
     Candidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unfit),
     Candidate("moe_flex_dispatcher", "alltoall", None, _always_fits),
     # Not `_not_measured`: what it is measured against copies all keys in every layer of every step.
-    Candidate("paged_attention", "triton", Import("triton.paged", "attention"), _triton_unfit),
+    Candidate("paged_attention", "triton", LazyImport("triton.paged", "attention"), _triton_unfit),
     Candidate("paged_attention", "gathered", None, _always_fits),
 )
 
@@ -387,15 +391,19 @@ def kernel_flag(op: str, name: str) -> str:
     return f"--kernel {op}={name}" if op in NAMED else f"--{_FLAGS[op]} {name}"
 
 
-def available(need: Need, wish: dict[str, str], candidates: tuple[Candidate, ...] = CANDIDATES) -> dict[str, str]:
+def available_kernels(
+    need: KernelRequirements, wish: dict[str, str], candidates: tuple[Candidate, ...] = CANDIDATES
+) -> dict[str, str]:
     """Return the requested kernels (op -> name) without those that cannot serve `need`, be it for this device or for any other reason,
-    so that `select` chooses another instead of refusing; for simulations. The wishes auto and "" stay.
+    so that `select_kernels` chooses another instead of refusing; for simulations. The wishes auto and "" stay.
     """
     fits = {(candidate.op, candidate.name) for candidate in candidates if not candidate.unsupported_reason(need)}
     return {op: name for op, name in wish.items() if name in ("", "auto") or (op, name) in fits}
 
 
-def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Candidate, ...] = CANDIDATES) -> Kernels:
+def select_kernels(
+    need: KernelRequirements, wish: dict[str, str] | None = None, candidates: tuple[Candidate, ...] = CANDIDATES
+) -> Kernels:
     """Choose the kernels of a run. wish: op -> candidate name, auto, or an empty string for ops that the run does not need. Raises `ConfigError` with reasons."""
     kernels: dict[str, Any] = {}
     report = []
@@ -403,12 +411,14 @@ def select(need: Need, wish: dict[str, str] | None = None, candidates: tuple[Can
         requested = (wish or {}).get(op, "auto")
         if requested:
             chosen, refusals = _choose_candidate(need, [one for one in candidates if one.op == op], requested)
-            kernels[op] = chosen.call
+            kernels[op] = chosen.function
             report.append((op, chosen.name, "; ".join(refusals)))
     return Kernels(**kernels, report=tuple(report))
 
 
-def _choose_candidate(need: Need, candidates: list[Candidate], requested: str) -> tuple[Candidate, list[str]]:
+def _choose_candidate(
+    need: KernelRequirements, candidates: list[Candidate], requested: str
+) -> tuple[Candidate, list[str]]:
     """Return the best candidate of an op, and why those before it cannot serve, but for defaults of machines that are not this one. requested: a name, or auto.
     Raises `ConfigError`.
     """

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megatron.core.kernels import fused
 from megatron.core.kernels.documents import starts_of
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 # Imported here and not in a call, where torch's compiler would stop; and only by runs that take it, since it imports that compiler.
 _LIBRARY: Any = import_module("torch.nn.attention.varlen")
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
 ) -> Tensor:
     """Compute `reference.attention`. q: [s, b, n, d]; k, v: [s, b, g, d]. Returns [s, b, n * d].
 

@@ -21,12 +21,12 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.output_heads import LanguageModelHead, MaskedWordTransform, Pooler, output_matrix
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.tensor_parallel.linear import Linear
 from megatron.core.transformer.attention import positions_of
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import Stack
 
 TOKEN_TYPES = 2
@@ -46,7 +46,7 @@ class BERTOutput(NamedTuple):
 class BERTModel(nn.Module):
     """One pipeline stage of BERT, with the masked-word head and the sentence-pair head on the last stage."""
 
-    def __init__(self, stage: StageSpec, build: Build) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
         super().__init__()
         self.stage, self.build, model = stage, build, build.model
         split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
@@ -67,7 +67,7 @@ class BERTModel(nn.Module):
                 self.binary_head = Linear(
                     model.hidden_size, 2, init=build.init_method(), mesh=build.mesh, dtype=build.dtype
                 )
-        name_all(self)
+        set_global_names(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> BERTModel:
         """Allocate the parameters and set their initial values. Returns the model."""
@@ -76,7 +76,7 @@ class BERTModel(nn.Module):
 
     def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
-        length = self.build.region.length(train.seq_length)
+        length = self.build.region.local_length(train.seq_length)
         return (((length, train.micro_batch_size, self.build.model.hidden_size), self.build.residual_dtype),)
 
     def forward(
@@ -114,7 +114,7 @@ class BERTModel(nn.Module):
             hidden = self.embedding(ids, positions_of(ids), torch.zeros_like(ids) if types is None else types)
         assert hidden is not None, "a later stage receives the output of the previous stage"
         return self.encoder(
-            hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden))
+            hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_table_for(self.build, hidden))
         )
 
     def output_weight(self) -> Tensor:

@@ -18,13 +18,13 @@ from megatron.core.models.bert import TOKEN_TYPES
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import Pooler
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.tensor_parallel.linear import Linear
 from megatron.core.transformer.attention import positions_of
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import Stack
 
 
@@ -33,7 +33,7 @@ class ClassifierModel(nn.Module):
     are compared.
     """
 
-    def __init__(self, stage: StageSpec, build: Build, *, classes: int, choices: int = 1) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext, *, classes: int, choices: int = 1) -> None:
         super().__init__()
         self.stage, self.build, self.choices = stage, build, choices
         self.embedding = Embedding(build, tied=False, token_types=TOKEN_TYPES) if stage.has_embedding else None
@@ -47,7 +47,7 @@ class ClassifierModel(nn.Module):
         )
         self.classification_head = head if choices == 1 else None
         self.multichoice_head = head if choices > 1 else None
-        name_all(self)
+        set_global_names(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> ClassifierModel:
         """Allocate the parameters and set their initial values. Returns the model."""
@@ -56,7 +56,7 @@ class ClassifierModel(nn.Module):
 
     def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
-        length, texts = self.build.region.length(train.seq_length), train.micro_batch_size * self.choices
+        length, texts = self.build.region.local_length(train.seq_length), train.micro_batch_size * self.choices
         return (((length, texts, self.build.model.hidden_size), self.build.residual_dtype),)
 
     def forward(
@@ -72,7 +72,9 @@ class ClassifierModel(nn.Module):
             assert ids is not None and types is not None, "the first stage reads ids and types"
             hidden = self.embedding(ids, positions_of(ids), types)
         assert hidden is not None, "a later stage receives the output of the previous stage"
-        x = self.encoder(hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, hidden)))
+        x = self.encoder(
+            hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_table_for(self.build, hidden))
+        )
         if self.pooler is None or self.dropout is None:
             return x
         pooled = self.dropout(self.pooler(x))

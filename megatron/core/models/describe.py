@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.core.config.adapters import is_trained
-from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows, partition
+from megatron.core.config.plan import LayerPlan, StageSpec, network_layer_plans, partition
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 
@@ -92,7 +92,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     return dict(_parameter_shapes(replace(model, padded_vocab_size=model.true_vocab_size)))
 
 
-def mtp_depths(model: ModelConfig) -> int:
+def num_mtp_layers(model: ModelConfig) -> int:
     """Return the number of stored layers of multi-token prediction: one layer may serve all depths."""
     depths = model.mtp.mtp_num_layers or 0
     return min(depths, 1) if model.mtp.mtp_use_repeated_layer else depths
@@ -122,7 +122,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 def layer_parameters(model: ModelConfig, split: ShardCounts = ShardCounts(), plan: LayerPlan | None = None) -> int:
     """Count one layer's parameters on each rank. plan: which layer; by default the first."""
-    return _layer_parameters(model, split, replace(plan or layer_rows(model)[0], index=0), False)[0]
+    return _layer_parameters(model, split, replace(plan or network_layer_plans(model)[0], index=0), False)[0]
 
 
 def rank_parameters(
@@ -153,7 +153,7 @@ def _without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
 
 @lru_cache(maxsize=16)
 def _parameter_shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
-    (stage,) = partition(layer_rows(model), pp=1)
+    (stage,) = partition(network_layer_plans(model), pp=1)
     return tuple((name, shape) for name, shape, _ in _parameters_on_meta(model, ShardCounts(), stage))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
-from megatron.core.transformer.build import Build, scaled
+from megatron.core.transformer.build import BuildContext, scaled
 from megatron.core.transformer.dropout import Dropout
 
 
@@ -20,19 +20,19 @@ class Embedding(nn.Module):
     multi-token prediction.
     """
 
-    def __init__(self, build: Build, *, tied: bool, token_types: int = 0, has_mtp_copy: bool = False) -> None:
+    def __init__(self, build: BuildContext, *, tied: bool, token_types: int = 0, has_mtp_copy: bool = False) -> None:
         super().__init__()
         model = build.model
         spec = vocabulary_spec(
             model.true_vocab_size,
             model.padded_vocab_size,
             model.hidden_size,
-            build.initial_embedding(),
+            build.embedding_init_method(),
             tied=tied or has_mtp_copy,
         )
         spec = replace(spec, tied_over="embed" if tied else "mtp_embed")
         shared: dict[str, Any] = {
-            "init": build.initial_embedding(),
+            "init": build.embedding_init_method(),
             "region": build.region,
             "mesh": build.mesh,
             "dtype": build.dtype,
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         # The factor is rounded to the weights' format, as in the published networks: in bf16 it is 55.5 for a width of 3072.
         root = torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item()
         self.scale = (root if model.scale_embeddings else 1.0) * model.multipliers.embedding_multiplier
-        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
+        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.dropout_stream)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         """Embed tokens.

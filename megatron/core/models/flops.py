@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.core.config.adapters import linear_layers
-from megatron.core.config.plan import LayerPlan, StageSpec, layer_rows, mtp_rows
+from megatron.core.config.plan import LayerPlan, StageSpec, mtp_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder
@@ -68,7 +68,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount =
     transform = h * h if model.architecture == "bert" else 0
     layers = sum(
         _mixer_flops(model, plan, keys) + 6 * _mlp_elements_of(model, plan.mlp)
-        for plan, keys in zip(_rows(model), _mean_visible_keys(model, seq_length, count), strict=True)
+        for plan, keys in zip(_layer_plans(model), _mean_visible_keys(model, seq_length, count), strict=True)
     )
     return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
 
@@ -109,7 +109,7 @@ def flops_per_image(model: ModelConfig) -> float:
     inputs = hidden * (vision.pixel_shuffle_factor**2 if vision.pixel_shuffle else 1)
     affine = vision.vision_projection_type == "affine"
     elements = inputs * model.hidden_size if affine else width * (inputs + model.hidden_size)
-    return (patches + layers) / (3 if vision.freeze_ViT else 1) + 6 * vision.rows * elements
+    return (patches + layers) / (3 if vision.freeze_ViT else 1) + 6 * vision.num_image_embeddings * elements
 
 
 def frozen_bytes(config: RunConfig, frozen: RankParameters) -> float:
@@ -258,7 +258,9 @@ def _state_mixer_bytes(config: RunConfig, mixer: str) -> float:
     model, size = config.model, BYTES[config.precision.dtype]
     if mixer == "none":
         return 0.0
-    first, last = linear_layers(model, replace(layer_rows(model)[0], mixer=mixer, beside="none", mlp="none")).values()
+    first, last = linear_layers(
+        model, replace(network_layer_plans(model)[0], mixer=mixer, beside="none", mlp="none")
+    ).values()
     hybrid, (channels, state), wide = model.hybrid, _conv_and_state(model, mixer), max(4, size)
     half = size < wide
     # In half precision the gate is copied, and the projection is not needed; else the gate is a view that keeps all of it.
@@ -381,10 +383,10 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 
 
-def _rows(model: ModelConfig) -> tuple[LayerPlan, ...]:
+def _layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plan of every layer, including multi-token prediction."""
     depths = range(model.mtp.mtp_num_layers or 0)
-    return layer_rows(model) + tuple(row for depth in depths for row in mtp_rows(model, depth))
+    return network_layer_plans(model) + tuple(row for depth in depths for row in mtp_layer_plans(model, depth))
 
 
 def _mixer_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
@@ -424,7 +426,7 @@ def _mlp_elements_of(model: ModelConfig, mlp: str) -> int:
 
 def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
-    windows = [plan.window for plan in _rows(model)]
+    windows = [plan.window for plan in _layer_plans(model)]
     if count == "square" or model.architecture != "gpt":
         return [float(length)] * len(windows)
     lefts = [length if window is None or window[0] < 0 else window[0] for window in windows]

@@ -19,20 +19,20 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_matrix
-from megatron.core.models.vision import IdsWithImages, ImageInput
+from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all, spec_of
-from megatron.core.transformer.build import Build
+from megatron.core.parallel.spec import set_global_names, spec_of
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
-from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import Stack
 
 
 class GPTModel(nn.Module):
     """One pipeline stage of a decoder-only transformer."""
 
-    def __init__(self, stage: StageSpec, build: Build) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
         super().__init__()
         self.stage, self.build = stage, build
         # With several stages a tied matrix has two copies, in the embedding and in the output layer; the embedding has another
@@ -47,13 +47,13 @@ class GPTModel(nn.Module):
             if stage.has_embedding or has_mtp
             else None
         )
-        self.image_input = ImageInput(build) if stage.has_embedding and build.model.has_vision else None
+        self.image_input = ImageEmbedder(build) if stage.has_embedding and build.model.has_vision else None
         self.decoder = Stack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if has_mtp else None
         self.score = _score_head(build) if stage.has_output and build.model.reward_head else None
         has_logits = stage.has_output and self.score is None
         self.output_layer = self._language_model_head(tied=tied, spans_stages=spans_stages) if has_logits else None
-        name_all(self)
+        set_global_names(self)
 
     def _language_model_head(self, *, tied: bool, spans_stages: bool) -> LanguageModelHead:
         """Return the output layer, whose matrix is the embedding's where both are tied and in this stage."""
@@ -67,15 +67,15 @@ class GPTModel(nn.Module):
 
     def message_shape(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of the hidden states that one stage sends to the next."""
-        length = self.build.region.length(sequence // self.build.mesh.cp.size)
+        length = self.build.region.local_length(sequence // self.build.mesh.cp.size)
         return (length, batch_size, self.build.model.hidden_size), self.build.residual_dtype
 
     def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
-        return (self.message_shape(train.micro_batch_size, train.seq_length),) * self.states
+        return (self.message_shape(train.micro_batch_size, train.seq_length),) * self.num_received_states
 
     @property
-    def states(self) -> int:
+    def num_received_states(self) -> int:
         """Number of tensors that a stage receives: on an output stage behind multi-token prediction, also the states of
         all depths.
         """
@@ -109,7 +109,7 @@ class GPTModel(nn.Module):
         assert hidden is not None, "a later stage receives the output of the previous stage"
         context = ForwardContext(
             self.build.causal_mask(hidden, documents),
-            rotary_of(self.build, hidden, positions),
+            rotary_table_for(self.build, hidden, positions),
             microbatch_context=microbatch_context,
             cache=cache,
         )
@@ -119,7 +119,7 @@ class GPTModel(nn.Module):
             return self.score(x)
         if self.output_layer is None:
             return x if self.mtp is None else self._with_mtp_states(x, ahead)
-        x = (x if cache is None else cache.for_logits(x)).to(self.build.dtype)
+        x = (x if cache is None else cache.select_logit_states(x)).to(self.build.dtype)
         output = self.output_layer(x, self.output_weight(), labels)
         if labels is None or ahead is None:
             return output
@@ -152,7 +152,7 @@ class GPTModel(nn.Module):
         places = self.build.positions(ahead.ids[0].shape[1])[None] if positions is None else positions
         return replace(ahead, states=self.mtp(x, ahead.ids, places, self.embedding, context))
 
-    def predict_depth(
+    def run_mtp_depth(
         self, depth: int, states: Tensor, ids: Tensor, positions: Tensor, cache: Cache
     ) -> tuple[Tensor, Tensor]:
         """Run one depth (from 1) of multi-token prediction during decoding, on a stage that has all its parts.
@@ -164,9 +164,11 @@ class GPTModel(nn.Module):
         assert self.mtp is not None and self.embedding is not None and self.output_layer is not None, (
             "this stage has multi-token prediction"
         )
-        context = ForwardContext(self.build.causal_mask(states), rotary_of(self.build, states, positions), cache=cache)
+        context = ForwardContext(
+            self.build.causal_mask(states), rotary_table_for(self.build, states, positions), cache=cache
+        )
         states = self.mtp.run_depth(depth, states, ids, positions, self.embedding, context)
-        return states, self.output_layer(cache.for_logits(states).to(self.build.dtype), self.output_weight())
+        return states, self.output_layer(cache.select_logit_states(states).to(self.build.dtype), self.output_weight())
 
     def _with_mtp_states(self, x: Tensor, ahead: MTPInputs | None) -> tuple[Tensor, ...]:
         """Return the states of all depths for the output stage; zeros if no tokens ahead are predicted."""
@@ -178,7 +180,7 @@ class GPTModel(nn.Module):
         return output_matrix(self.output_layer, self.embedding)
 
 
-def _score_head(build: Build) -> ScalarHead:
+def _score_head(build: BuildContext) -> ScalarHead:
     """Return the head of a reward model. A language model's checkpoint lacks it, so that its weights may start from their initial values."""
     head = ScalarHead(build, init=build.init_method(), bias=False)
     head.weight.spec = replace(spec_of(head.weight), starts_from="")  # type: ignore[attr-defined]

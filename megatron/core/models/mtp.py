@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan, mtp_rows
+from megatron.core.config.plan import LayerPlan, mtp_layer_plans
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import ForwardContext
 
@@ -51,7 +51,7 @@ class MTPLosses(NamedTuple):
 class MultiTokenPrediction(nn.Module):
     """The layers of all depths, or the single layer that serves them all."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         model = build.model
         self.build, self.depths = build, model.mtp.mtp_num_layers or 0
@@ -103,7 +103,7 @@ class MultiTokenPrediction(nn.Module):
 class LayerList(nn.Module):
     """Layers in order, under their places from 0 on: one depth of a hybrid."""
 
-    def __init__(self, plans: Sequence[LayerPlan], build: Build) -> None:
+    def __init__(self, plans: Sequence[LayerPlan], build: BuildContext) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(plan, build) for plan in plans)
 
@@ -117,7 +117,7 @@ class LayerList(nn.Module):
 class MTPLayer(nn.Module):
     """The layer, or of a hybrid the layers, of one depth."""
 
-    def __init__(self, build: Build, depth: int) -> None:
+    def __init__(self, build: BuildContext, depth: int) -> None:
         super().__init__()
         model, size = build.model, build.model.hidden_size
         self.build = build
@@ -131,7 +131,7 @@ class MTPLayer(nn.Module):
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        rows = mtp_rows(model, depth)
+        rows = mtp_layer_plans(model, depth)
         self.mtp_model_layer = LayerList(rows, build) if model.is_hybrid else Layer(rows[0], build)
         self.final_layernorm = build.norm(size)
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
@@ -17,10 +17,10 @@ from megatron.core.models.vision import VisionModel
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 
 Network = GPTModel | BERTModel | T5Model | VisionModel
-NETWORKS: dict[str, Callable[[StageSpec, Build], Network]] = {
+NETWORKS: dict[str, Callable[[StageSpec, BuildContext], Network]] = {
     "gpt": GPTModel,
     "bert": BERTModel,
     "t5": T5Model,
@@ -28,12 +28,12 @@ NETWORKS: dict[str, Callable[[StageSpec, Build], Network]] = {
 }
 
 
-def network_on(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
+def build_stage_on_meta(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
     """Build one pipeline stage on the meta device, as a rank with these mesh coordinates would."""
-    kernels = select(
-        Need(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""}
+    kernels = select_kernels(
+        KernelRequirements(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""}
     )  # nothing runs, so optional packages are not needed
-    build = Build(
+    build = BuildContext(
         model=model,
         mesh=replace(mesh, device=torch.device("meta")),
         kernels=kernels,
@@ -51,5 +51,5 @@ def rank_parameter_sizes(
     mesh = replace(Mesh.single_process(), tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     return [
         (spec_of(param).name, spec_of(param).shape, param.numel())
-        for param in network_on(model, mesh, stage).parameters()
+        for param in build_stage_on_meta(model, mesh, stage).parameters()
     ]

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from megatron.core.models.embedding import Embedding
 from megatron.core.parallel import collectives
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.embedding import vocabulary_spec
 from megatron.core.tensor_parallel.entropy import linear_entropy
-from megatron.core.tensor_parallel.linear import Linear, enter_linear
+from megatron.core.tensor_parallel.linear import Linear, column_parallel_linear
 from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
-from megatron.core.transformer.build import Build, scaled
+from megatron.core.transformer.build import BuildContext, scaled
 
 
 def output_matrix(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:
@@ -35,7 +35,7 @@ class LanguageModelHead(nn.Module):
     `entropy`, [b, s]; it is overwritten by the next loss.
     """
 
-    def __init__(self, build: Build, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
+    def __init__(self, build: BuildContext, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
         super().__init__()
         model = build.model
         self.build, self.temperature, self.even = build, 1.0, True
@@ -46,14 +46,14 @@ class LanguageModelHead(nn.Module):
                 model.true_vocab_size,
                 model.padded_vocab_size,
                 model.hidden_size,
-                build.initial_embedding() if tied_name else build.init_method(),
+                build.embedding_init_method() if tied_name else build.init_method(),
                 tied=bool(tied_name),
                 name=tied_name,
             )
-            self.weight = parameter(spec, build.mesh, build.dtype)
+            self.weight = meta_parameter(spec, build.mesh, build.dtype)
         vocabulary_shard = Shard(0, "tp", (FusedSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
-        bias_spec = ParamSpec((model.true_vocab_size,), constant(0.0), "vector", (vocabulary_shard,))
-        self.bias = parameter(bias_spec, build.mesh, build.dtype) if bias else None
+        bias_spec = ParamSpec((model.true_vocab_size,), constant_initializer(0.0), "vector", (vocabulary_shard,))
+        self.bias = meta_parameter(bias_spec, build.mesh, build.dtype) if bias else None
         tied = model.hidden_size**-0.5 if model.scale_tied_logits and model.ties_embeddings else 1.0
         self.scale = tied * model.multipliers.lm_head_multiplier
 
@@ -68,7 +68,7 @@ class LanguageModelHead(nn.Module):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [s, b, v/tp], including padded columns. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
         cap = self.build.model.final_logit_softcap
-        logits = enter_linear(scaled(x, self.scale), weight, self.bias, self.build.region)
+        logits = column_parallel_linear(scaled(x, self.scale), weight, self.bias, self.build.region)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -108,14 +108,14 @@ class LanguageModelHead(nn.Module):
 class ScalarHead(Linear):
     """One number for each token, from hidden states that may be cut over the sequence: a value, or the score of a text that ends there."""
 
-    def __init__(self, build: Build, *, init: Initial, bias: bool) -> None:
+    def __init__(self, build: BuildContext, *, init: Initial, bias: bool) -> None:
         super().__init__(
             build.model.hidden_size,
             1,
             init=init,
             mesh=build.mesh,
             dtype=build.dtype,
-            sum_over=build.region.outside_sums,
+            sum_over=build.region.gradient_sum_axes,
             bias=bias,
         )
         self.region = build.region
@@ -131,11 +131,16 @@ class ScalarHead(Linear):
 class MaskedWordTransform(nn.Module):
     """BERT's transform of hidden states before the output layer: norm(gelu(dense(x)))."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         self.build, size = build, build.model.hidden_size
         self.dense = Linear(
-            size, size, init=build.init_method(), mesh=build.mesh, dtype=build.dtype, sum_over=build.region.outside_sums
+            size,
+            size,
+            init=build.init_method(),
+            mesh=build.mesh,
+            dtype=build.dtype,
+            sum_over=build.region.gradient_sum_axes,
         )
         self.layer_norm = build.norm(size)
         self.act = "gelu_tanh" if build.model.openai_gelu else "gelu"
@@ -148,7 +153,7 @@ class MaskedWordTransform(nn.Module):
 class Pooler(nn.Module):
     """One vector for each sample: tanh(dense(x)) of its first position."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         self.region, size = build.region, build.model.hidden_size
         self.dense = Linear(size, size, init=build.init_method(), mesh=build.mesh, dtype=build.dtype)

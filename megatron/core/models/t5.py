@@ -21,13 +21,13 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.output_heads import LanguageModelHead, output_matrix
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.attention import positions_of
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.relative import RelativePositions, score_bias
-from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import Stack
 
 Message = tuple[Tensor, ...]
@@ -37,7 +37,7 @@ _WHOLE = "a stage that encodes and decodes is the whole network"
 class T5Model(nn.Module):
     """One pipeline stage of an encoder-decoder transformer."""
 
-    def __init__(self, stage: StageSpec, build: Build) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
         super().__init__()
         self.stage, self.build, model = stage, build, build.model
         encoder, decoder = ([plan for plan in stage.layers if plan.cross == cross] for cross in (False, True))
@@ -50,7 +50,7 @@ class T5Model(nn.Module):
         self.encoder = Stack(encoder, build, final_norm=ends_encoder) if encoder else None
         self.decoder = Stack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
         self.output_layer = self._output_layer(tied_apart) if stage.has_output else None
-        name_all(self)
+        set_global_names(self)
 
     def _output_layer(self, tied_apart: bool) -> LanguageModelHead:
         """Return the output layer. tied_apart: its matrix is that of the embedding, which is on another stage."""
@@ -72,7 +72,7 @@ class T5Model(nn.Module):
         """Return shape and dtype of each tensor that a stage receives from the previous one."""
         build, rope = self.build, self.build.model.rope
         states = tuple(
-            ((build.region.length(length), train.micro_batch_size, build.model.hidden_size), build.residual_dtype)
+            ((build.region.local_length(length), train.micro_batch_size, build.model.hidden_size), build.residual_dtype)
             for length in (train.decoder_seq_length, train.seq_length)
         )
         if rope.position_embedding_type != "relative":
@@ -104,7 +104,9 @@ class T5Model(nn.Module):
             memory = self._encode(memory, tables, encoder_padding)
         if self.decoder is not None:
             context = ForwardContext(
-                MaskSpec(), rotary_of(self.build, state), memory_mask=MaskSpec(causal=False, padding=encoder_padding)
+                MaskSpec(),
+                rotary_table_for(self.build, state),
+                memory_mask=MaskSpec(causal=False, padding=encoder_padding),
             )
             state = self.decoder(state, context, bias=self._relative_bias(tables, state, causal=True), memory=memory)
         if self.output_layer is None:
@@ -131,7 +133,7 @@ class T5Model(nn.Module):
         state = self.embedding(ids, positions)
         context = ForwardContext(
             MaskSpec(),
-            rotary_of(self.build, state, positions),
+            rotary_table_for(self.build, state, positions),
             memory_mask=MaskSpec(causal=False, padding=padding),
             cache=cache,
         )
@@ -156,7 +158,7 @@ class T5Model(nn.Module):
         assert self.encoder is not None, _WHOLE
         return self.encoder(
             memory,
-            ForwardContext(MaskSpec(causal=False, padding=padding), rotary_of(self.build, memory)),
+            ForwardContext(MaskSpec(causal=False, padding=padding), rotary_table_for(self.build, memory)),
             bias=self._relative_bias(tables, memory, causal=False),
         ).to(self.build.residual_dtype)
 

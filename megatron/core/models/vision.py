@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.plan import StageSpec, layer_rows, partition
+from megatron.core.config.plan import StageSpec, network_layer_plans, partition
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RecomputeConfig, TrainConfig
@@ -29,10 +29,17 @@ from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, name_all, normal, parameter, spec_of
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    ParamSpec,
+    meta_parameter,
+    normal_initializer,
+    set_global_names,
+    spec_of,
+)
 from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.stack import Stack
 
@@ -40,7 +47,7 @@ from megatron.core.transformer.stack import Stack
 class PatchEmbedding(nn.Module):
     """Patches of an image to vectors, with class tokens before them and learned positions; with CLIP normed."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         self.vision, hidden = build.model.vision, build.model.hidden_size
         traits, (height, width) = self.vision.traits, self.vision.position_grid
@@ -52,11 +59,11 @@ class PatchEmbedding(nn.Module):
             dtype=build.dtype,
             bias=traits.patch_bias,
         )
-        initial = normal(build.model.init_method_std)
+        initial = normal_initializer(build.model.init_method_std)
         tokens = ParamSpec((traits.class_tokens, hidden), initial, "table")
         positions = ParamSpec((traits.class_tokens + height * width, hidden), initial, "table")
-        self.class_token = parameter(tokens, build.mesh, build.dtype) if traits.class_tokens else None
-        self.position_embeddings = parameter(positions, build.mesh, build.dtype)
+        self.class_token = meta_parameter(tokens, build.mesh, build.dtype) if traits.class_tokens else None
+        self.position_embeddings = meta_parameter(positions, build.mesh, build.dtype)
         self.layernorm = build.norm(hidden) if traits.pre_norm else None
 
     def forward(self, images: Tensor) -> Tensor:
@@ -88,7 +95,7 @@ class PatchEmbedding(nn.Module):
 class VisionEncoder(nn.Module):
     """The layers of one pipeline stage of a vision transformer, with the patches before them on the first. build: of a "vit"."""
 
-    def __init__(self, stage: StageSpec, build: Build) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
         super().__init__()
         vision = build.model.vision
         self.embedding = PatchEmbedding(build) if stage.has_embedding else None
@@ -109,7 +116,7 @@ class VisionEncoder(nn.Module):
 class VisionProjection(nn.Module):
     """Rows of the encoder's width to rows of the language model's: linear, GELU, linear; or one linear layer (affine)."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         model, vision = build.model, build.model.vision
         encoder = vision_encoder(model)
@@ -155,21 +162,21 @@ def pixel_shuffle(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:
 
 
 class IdsWithImages(NamedTuple):
-    """The input of a language model that sees: ids, images and slots as `ImageInput` takes them; ids at slots say nothing."""
+    """The input of a language model that sees: ids, images and slots as `ImageEmbedder` takes them; ids at slots say nothing."""
 
     ids: Tensor
     images: Tensor
     slots: Tensor
 
 
-class ImageInput(nn.Module):
+class ImageEmbedder(nn.Module):
     """What the first stage of a language model has for images: the encoder and the projector."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         self.build, self.vision = build, build.model.vision
         encoder = vision_encoder(build.model)
-        (stage,) = partition(layer_rows(encoder), pp=1)
+        (stage,) = partition(network_layer_plans(encoder), pp=1)
         whole = is_whole_on_every_rank(build.model, build.mesh.tp.size)
         self.vision_model = VisionEncoder(stage, _encoder_build(build, encoder, whole))
         width = projection_sizes(build.model)[1]
@@ -178,9 +185,11 @@ class ImageInput(nn.Module):
         for module, is_whole in ((self.vision_model, whole), (self.vision_projection, not divides)):
             for param in module.parameters() if is_whole else ():
                 param.spec = replace(spec_of(param), shards=(), sum_over=())  # type: ignore[attr-defined]
-        name_all(self)  # vision_model.* and vision_projection.*, as they are called in an encoder that stands alone
+        set_global_names(
+            self
+        )  # vision_model.* and vision_projection.*, as they are called in an encoder that stands alone
 
-    def rows(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor) -> Tensor:
         """images: [n, channels, height, width]. Returns the rows of all images one after the other, [n * rows, h]."""
         x = self.vision_model(images)[self.vision.traits.class_tokens - self.vision.kept_class_tokens :]
         if self.vision.pixel_shuffle:
@@ -190,14 +199,14 @@ class ImageInput(nn.Module):
     def forward(self, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
         """Put rows of images into a sequence.
 
-        hidden: [s or s/tp, b, h], embedded text. images: [n, channels, height, width], or what `rows` gave of them, [r, h]; without
+        hidden: [s or s/tp, b, h], embedded text. images: [n, channels, height, width], or what `encode_images` gave of them, [r, h]; without
         any, a black one is encoded and used nowhere, so that all data ranks do the same work and have the same gradients. slots: [b, s], the row of all images
         that stands at a position, -1 where there is text. Returns the shape of hidden.
         """
         region = self.build.region
         if images.shape[0] == 0:
             images = images.new_zeros((1, *images.shape[1:]))
-        rows = images if images.dim() == 2 else self.rows(images)
+        rows = images if images.dim() == 2 else self.encode_images(images)
         if region.sequence_parallel:  # each rank puts in the rows of its positions, so the gradient is a sum over ranks
             rows = collectives.identity_then_reduce(rows, region.axis)
         places = region.scatter_to_sequence(slots.t().contiguous())
@@ -205,7 +214,7 @@ class ImageInput(nn.Module):
         return torch.where((places >= 0)[..., None], chosen, hidden)
 
 
-def _encoder_build(build: Build, model: ModelConfig, whole: bool) -> Build:
+def _encoder_build(build: BuildContext, model: ModelConfig, whole: bool) -> BuildContext:
     """The choices for the encoder or the projector: no sequence or context parallelism; whole: no tensor parallelism either."""
     single: dict[str, Axis] = {
         name: replace(getattr(Mesh.single_process(), name)) for name in ("cp", "cp_inner", "cp_outer")
@@ -226,7 +235,7 @@ def _encoder_build(build: Build, model: ModelConfig, whole: bool) -> Build:
 class VisionModel(nn.Module):
     """One pipeline stage of a vision transformer that classifies images, by its class token or the mean of its patches."""
 
-    def __init__(self, stage: StageSpec, build: Build) -> None:
+    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
         super().__init__()
         self.stage, self.build, self.vision = stage, build, build.model.vision
         self.vision_model = VisionEncoder(stage, build)
@@ -236,7 +245,7 @@ class VisionModel(nn.Module):
             if stage.has_output and self.vision.num_classes
             else None
         )
-        name_all(self)
+        set_global_names(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> VisionModel:
         """Allocate the parameters and set their initial values. Returns the model."""

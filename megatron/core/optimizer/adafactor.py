@@ -108,7 +108,7 @@ class _Parameter:
         """Whether second moments are stored by rows and columns."""
         return len(self.matrix_shape) > 1
 
-    def per_matrix(self, values: Tensor, block: _Block) -> Tensor:
+    def broadcast_to_block(self, values: Tensor, block: _Block) -> Tensor:
         """Broadcast one number for each stacked parameter (values: [e] or []) to the elements of a block."""
         return values[block.global_index[0]].view(-1, *(1 for _ in self.matrix_shape)) if self.spec.stacked else values
 
@@ -173,7 +173,7 @@ class Adafactor(UpdateRule):
             if parameter.owned is not None:
                 self._apply_update(parameter, parameter.owned, (weights, length), rates[parameter.owned.main])
 
-    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
         """Yield the state of a segment:
 
         second moments [elements] of a vector, or the row means [rows] and column means [columns] of a matrix, each as a
@@ -254,7 +254,7 @@ class Adafactor(UpdateRule):
         owned_part.main.mul_(1.0 - group["lr"] * group["weight_decay"])
         for block in owned_part.blocks:
             block.view_of(owned_part.main).addcmul_(
-                block.view_of(owned_part.gradient), parameter.per_matrix(factor, block), value=-1.0
+                block.view_of(owned_part.gradient), parameter.broadcast_to_block(factor, block), value=-1.0
             )
 
     def _all_reduce_sums(self, shares: Sequence[tuple[_Parameter, Tensor]]) -> None:

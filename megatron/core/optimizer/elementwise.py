@@ -43,7 +43,7 @@ class Elementwise(UpdateRule):
             if params:
                 self._update(params, factor, group["lr"], group["weight_decay"])
 
-    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
         """Yield the moments of a segment, each [elements]."""
         return ((slot, segment, self.state[main][slot]) for slot in self.moments)
 

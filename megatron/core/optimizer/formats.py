@@ -39,7 +39,7 @@ class EncodedTensor(Protocol):
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
         """Encode `values` [n] into the elements from `low` on. generator: random numbers for stochastic rounding."""
 
-    def memory(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors (any shape) that store the encoded numbers."""
 
 
@@ -57,7 +57,7 @@ class PlainFp32:
         """Store `values` [n] in positions low to low + n, without rounding."""
         self.tensor[low : low + len(values)].copy_(values)
 
-    def memory(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the one tensor that stores the numbers, [elements]."""
         return (self.tensor,)
 
@@ -83,7 +83,7 @@ class StochasticBf16:
         rounded = ((bits + more) & -(2**16)).view(torch.float32)
         self.tensor[low : low + len(values)].copy_(torch.where(values.isfinite(), rounded, values))
 
-    def memory(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the one tensor that stores the numbers, bf16, [elements]."""
         return (self.tensor,)
 
@@ -129,7 +129,7 @@ class BlockScaled:
         self.values[low : low + count].copy_(rounded.view(-1)[:count])
         self.scales[places].copy_(scales.view(-1))
 
-    def memory(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the stored values [elements] and the scales of their blocks [blocks]."""
         return self.values, self.scales
 
@@ -157,7 +157,7 @@ class Bf16Remainder:
         self.weight[low : low + len(values)].view(torch.int16).copy_((upper >> 16).to(torch.int16))
         self.remainder[low : low + len(values)].copy_((bits - upper).to(torch.int16))
 
-    def complete(self, low: int, values: Tensor) -> None:
+    def set_remainders(self, low: int, values: Tensor) -> None:
         """Set the remainders of main weights `values` [n] whose bf16 weights are set already.
 
         A main weight halfway between two bf16 numbers changes in its last bit.
@@ -166,7 +166,7 @@ class Bf16Remainder:
         remainder = (values.float().contiguous().view(torch.int32) - upper).clamp(-(2**15), 2**15 - 1)
         self.remainder[low : low + len(values)].copy_(remainder.to(torch.int16))
 
-    def memory(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the remainders, int16, [elements]; the bf16 weight belongs to the network."""
         return (self.remainder,)
 

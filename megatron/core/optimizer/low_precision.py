@@ -46,7 +46,7 @@ class LowPrecisionAdam(UpdateRule):
         super().__init__(owned, config)
         self.betas, self.eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self.states: dict[Tensor, SegmentState] = {
-            main: state_of_segment(segment, precision) for segment, main in owned
+            main: allocate_segment_state(segment, precision) for segment, main in owned
         }
 
     def step(self, factor: float | Tensor) -> None:
@@ -61,7 +61,7 @@ class LowPrecisionAdam(UpdateRule):
                         state, low, high, state.segment.grad[low:high].float() * factor, group, generator
                     )
 
-    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
         """Yield the moments [elements] of a segment, and the main weight if it differs from the weight.
 
         State in a format that needs decoding is yielded as a copy; `load` encodes it again after a checkpoint was
@@ -73,12 +73,12 @@ class LowPrecisionAdam(UpdateRule):
             if slot != "master" or segment.is_low_precision
         )
 
-    def memory(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
+    def stored_tensors(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
         """Yield the tensors of a segment's state as they are stored (any shape)."""
-        return (tensor for encoded in self.states[main].slots.values() for tensor in encoded.memory())
+        return (tensor for encoded in self.states[main].slots.values() for tensor in encoded.stored_tensors())
 
     def load(self, loaded: Sequence[Slot]) -> None:
-        """Encode the values that were loaded into the copies from `slots`."""
+        """Encode the values that were loaded into the copies from `checkpoint_state`."""
         by_segment = {(state.segment.name, state.segment.low): state for state in self.states.values()}
         for slot, segment, values in loaded:
             encode_all(by_segment[segment.name, segment.low].slots[slot], values)
@@ -123,7 +123,7 @@ class LowPrecisionAdam(UpdateRule):
         )
 
 
-def state_of_segment(segment: Segment, precision: PrecisionConfig) -> SegmentState:
+def allocate_segment_state(segment: Segment, precision: PrecisionConfig) -> SegmentState:
     """Allocate a segment's optimizer state; the main weight is initialized from the weights."""
     data, half = segment.data, segment.data.dtype in (torch.bfloat16, torch.float16)
     if not half:
@@ -154,7 +154,7 @@ def decode_all(encoded: EncodedTensor, segment: Segment) -> Tensor:
     the storage itself if its format needs no decoding, else an fp32 copy in CPU memory.
     """
     if not isinstance(encoded, BlockScaled | Bf16Remainder):
-        return encoded.memory()[0]
+        return encoded.stored_tensors()[0]
     size = segment.high - segment.low
     return torch.cat([encoded.read(low, min(low + _SLICE, size)).cpu() for low in range(0, size, _SLICE)])
 
@@ -166,8 +166,8 @@ def encode_all(encoded: EncodedTensor, values: Tensor) -> None:
     """
     if not isinstance(encoded, BlockScaled | Bf16Remainder):
         return
-    device = encoded.memory()[0].device
+    device = encoded.stored_tensors()[0].device
     generator = torch.Generator(device).manual_seed(0)  # only matters for values saved in a wider format
     for low in range(0, len(values), _SLICE):
         part = values[low : low + _SLICE].to(device)
-        encoded.complete(low, part) if isinstance(encoded, Bf16Remainder) else encoded.write(low, part, generator)
+        encoded.set_remainders(low, part) if isinstance(encoded, Bf16Remainder) else encoded.write(low, part, generator)

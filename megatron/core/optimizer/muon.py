@@ -72,7 +72,7 @@ class Muon(UpdateRule):
         """The learning rate of the next step; all matrices are one group. Unused on a rank that owns none."""
         return self.param_groups[0]["lr"] if self.param_groups else 0.0
 
-    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
         """Yield the momentum [elements] of a segment."""
         yield "momentum_buffer", segment, self.owned_parts[segment.name].momentum
 

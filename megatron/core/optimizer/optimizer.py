@@ -190,29 +190,29 @@ class Optimizer:
         """Return the 2-norm of the whole network's weights, []."""
         return global_norm(self.segments, self.mesh, sharded=self.sharded, of="data")
 
-    def slots(self) -> Iterator[Slot]:
+    def checkpoint_state(self) -> Iterator[Slot]:
         """Yield (slot, segment, flat tensor) of all state per element: main weights ("master") and moments.
 
-        State in a format that needs decoding is a copy; call `load_slots` after loading a checkpoint into it.
+        State in a format that needs decoding is a copy; call `apply_loaded_state` after loading a checkpoint into it.
         """
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
             if rule.uses_main_weights and segment.is_low_precision:
                 yield "master", segment, main
-            yield from rule.slots(segment, main)
+            yield from rule.checkpoint_state(segment, main)
 
-    def load_slots(self, loaded: Sequence[Slot]) -> None:
-        """Take over the values that were loaded into the weights and into the tensors of `slots`."""
+    def apply_loaded_state(self, loaded: Sequence[Slot]) -> None:
+        """Take over the values that were loaded into the weights and into the tensors of `checkpoint_state`."""
         if self.cpu_offload is not None:
             self.cpu_offload.copy_loaded_weights()
         for rule in self.rules:
             rule.load(loaded)
 
-    def memory(self) -> Iterator[Tensor]:
+    def stored_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that store main weights and moments (any shape), for counting bytes."""
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
             if rule.uses_main_weights and segment.is_low_precision:
                 yield main
-            yield from rule.memory(segment, main)
+            yield from rule.stored_tensors(segment, main)
 
     @property
     def num_steps(self) -> int:

@@ -58,22 +58,22 @@ class UpdateRule(ABC):
         """Update the weights by their gradients times `factor` (a number or a tensor []); gradients may be overwritten."""
 
     @abstractmethod
-    def slots(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
         """Yield the state of a segment that checkpoints store:
 
         (name, segment, values [elements]); without its main weight if `uses_main_weights`.
         """
 
-    def memory(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
+    def stored_tensors(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
         """Yield the tensors that hold the state of a segment, as they are stored (any shape)."""
-        yield from (values for _, _, values in self.slots(segment, main))
+        yield from (values for _, _, values in self.checkpoint_state(segment, main))
 
     def scale_rows(self, segment: Segment, main: Tensor, factors: Tensor) -> None:
         """Multiply the rows of an owned segment after an update. factors: [rows of this rank]."""
         scale_rows(main, segment, factors)
 
     def load(self, loaded: Sequence[Slot]) -> None:
-        """Take over values that were loaded into the tensors of `slots`; nothing to do if these are the state itself."""
+        """Take over values that were loaded into the tensors of `checkpoint_state`; nothing to do if these are the state itself."""
 
 
 def scale_rows(values: Tensor, segment: Segment, factors: Tensor) -> None:

@@ -93,9 +93,11 @@ class Schedule:
         if self.decay_style == "WSD":
             assert self.wsd_samples is not None, "build() refused a WSD schedule without an anneal"
             since_anneal = samples - (self.decay_samples - self.wsd_samples)
-            remaining = 1.0 if since_anneal <= 0 else _remaining_share(self.wsd_style, since_anneal / self.wsd_samples)
+            remaining = (
+                1.0 if since_anneal <= 0 else _decay_coefficient(self.wsd_style, since_anneal / self.wsd_samples)
+            )
         else:
-            remaining = _remaining_share(
+            remaining = _decay_coefficient(
                 self.decay_style, (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
             )
         return min_lr + remaining * (max_lr - min_lr)
@@ -104,7 +106,7 @@ class Schedule:
         """Return the weight decay of the step after `samples` samples."""
         if samples > self.weight_decay_samples or self.weight_decay_style == "constant":
             return self.end_weight_decay
-        done = 1.0 - _remaining_share(self.weight_decay_style, samples / self.weight_decay_samples)
+        done = 1.0 - _decay_coefficient(self.weight_decay_style, samples / self.weight_decay_samples)
         return self.start_weight_decay + done * (self.end_weight_decay - self.start_weight_decay)
 
     def state(self) -> dict[str, float | int | str | None]:
@@ -194,7 +196,7 @@ def resolve_schedule(
     return current
 
 
-def _remaining_share(style: str, ratio: float) -> float:
+def _decay_coefficient(style: str, ratio: float) -> float:
     """Return the share of a decay from 1 (at ratio 0) to 0 (at ratio 1) that remains after `ratio` of it."""
     if style == "linear":
         return 1.0 - ratio

@@ -34,23 +34,23 @@ def wait(work: Work) -> None:
         work.wait()
 
 
-def wait_for_axis(work: Work, axis: Axis, meanwhile: Meanwhile = None) -> None:
+def wait_with_overlap(work: Work, axis: Axis, meanwhile: Meanwhile = None) -> None:
     """Compute delayed weight gradients, run `meanwhile`, then wait for a collective over the axis."""
-    axis.overlap.fill_wait()
+    axis.overlap.compute_delayed_wgrad()
     if meanwhile is not None:
         meanwhile()
-    axis.flight_recorder.pause()
+    axis.flight_recorder.pause_timing()
     wait(work)
-    axis.flight_recorder.resume()
+    axis.flight_recorder.resume_timing()
 
 
 def _record(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
-    axis.flight_recorder.note(what, axis.name, axis.ranks, 0 if tensor is None else tensor.nbytes)
+    axis.flight_recorder.record_collective(what, axis.name, axis.ranks, 0 if tensor is None else tensor.nbytes)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Reduce a tensor [...] over the axis in place and return it; op: sum, max, min or avg."""
-    wait_for_axis(start_all_reduce(tensor, axis, op), axis)
+    wait_with_overlap(start_all_reduce(tensor, axis, op), axis)
     return tensor
 
 
@@ -91,7 +91,7 @@ def all_gather(piece: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor
     if axis.size == 1:
         return piece
     output = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    wait_for_axis(start_all_gather(output, piece.contiguous(), axis), axis, meanwhile)
+    wait_with_overlap(start_all_gather(output, piece.contiguous(), axis), axis, meanwhile)
     return output
 
 
@@ -100,7 +100,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> T
     if axis.size == 1:
         return tensor
     output = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-    wait_for_axis(start_reduce_scatter(output, tensor.contiguous(), axis), axis, meanwhile)
+    wait_with_overlap(start_reduce_scatter(output, tensor.contiguous(), axis), axis, meanwhile)
     return output
 
 
@@ -166,7 +166,7 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-class _Pair(Function):
+class _ForwardBackwardPair(Function):
     """Apply the function `forward` to the tensor, and `backward` to its gradient."""
 
     @staticmethod
@@ -199,12 +199,20 @@ def _cut_columns(tensor: Tensor, axis: Axis) -> Tensor:
 
 def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: identity. Backward: sum the gradient over the axis. tensor, result: [...]."""
-    return tensor if axis.size == 1 else _Pair.apply(tensor, _same_tensor, partial(_all_reduce_copy, axis=axis))
+    return (
+        tensor
+        if axis.size == 1
+        else _ForwardBackwardPair.apply(tensor, _same_tensor, partial(_all_reduce_copy, axis=axis))
+    )
 
 
 def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: sum over the axis. Backward: identity, since every rank's gradient is complete. tensor, result: [...]."""
-    return tensor if axis.size == 1 else _Pair.apply(tensor, partial(_all_reduce_copy, axis=axis), _same_tensor)
+    return (
+        tensor
+        if axis.size == 1
+        else _ForwardBackwardPair.apply(tensor, partial(_all_reduce_copy, axis=axis), _same_tensor)
+    )
 
 
 def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -217,7 +225,7 @@ def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None)
     gather, scatter = (
         partial(collective, axis=axis, meanwhile=meanwhile) for collective in (all_gather, reduce_scatter)
     )
-    return _Pair.apply(tensor, gather, scatter)
+    return _ForwardBackwardPair.apply(tensor, gather, scatter)
 
 
 def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -230,7 +238,7 @@ def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None)
     gather, scatter = (
         partial(collective, axis=axis, meanwhile=meanwhile) for collective in (all_gather, reduce_scatter)
     )
-    return _Pair.apply(tensor, scatter, gather)
+    return _ForwardBackwardPair.apply(tensor, scatter, gather)
 
 
 def split_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
@@ -241,7 +249,7 @@ def split_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
     return (
         tensor
         if axis.size == 1
-        else _Pair.apply(tensor, partial(local_chunk, axis=axis), partial(all_gather, axis=axis))
+        else _ForwardBackwardPair.apply(tensor, partial(local_chunk, axis=axis), partial(all_gather, axis=axis))
     )
 
 
@@ -254,7 +262,7 @@ def gather_then_split(tensor: Tensor, axis: Axis) -> Tensor:
     return (
         tensor
         if axis.size == 1
-        else _Pair.apply(tensor, partial(all_gather, axis=axis), partial(local_chunk, axis=axis))
+        else _ForwardBackwardPair.apply(tensor, partial(all_gather, axis=axis), partial(local_chunk, axis=axis))
     )
 
 
@@ -266,7 +274,7 @@ def gather_columns_then_split(tensor: Tensor, axis: Axis) -> Tensor:
     """
     if axis.size == 1:
         return tensor
-    return _Pair.apply(tensor, partial(_gather_columns, axis=axis), partial(_cut_columns, axis=axis))
+    return _ForwardBackwardPair.apply(tensor, partial(_gather_columns, axis=axis), partial(_cut_columns, axis=axis))
 
 
 # All-to-all of uneven chunks along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
@@ -305,11 +313,11 @@ class AsyncAllToAll:
         """Compute delayed weight gradients, run `meanwhile`, then wait for the collective and release it; otherwise it would hold its tensors
         until the backward pass.
         """
-        wait_for_axis(self.work, self.axis, self.meanwhile)
+        wait_with_overlap(self.work, self.axis, self.meanwhile)
         self.work = None
 
 
-class _Start(Function):
+class _StartAllToAll(Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
         context.exchange = exchange
@@ -324,7 +332,7 @@ class _Start(Function):
         return gradient, None
 
 
-class _Finish(Function):
+class _FinishAllToAll(Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
         context.exchange = exchange
@@ -338,19 +346,19 @@ class _Finish(Function):
         return gradient, None  # only for autograd, which wants the input's shape: `exchange.gradient` has the true one
 
 
-def start_async(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
-    """Start an all-to-all. tensor: [sum(send), ...]; returns [sum(receive), ...], without values until `finish_async`.
+def begin_all_to_all(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
+    """Start an all-to-all. tensor: [sum(send), ...]; returns [sum(receive), ...], without values until `finish_all_to_all`.
 
     Backward: wait for the gradient.
     """
-    return tensor if exchange.axis.size == 1 else _Start.apply(tensor, exchange)
+    return tensor if exchange.axis.size == 1 else _StartAllToAll.apply(tensor, exchange)
 
 
-def finish_async(received: Tensor, exchange: AsyncAllToAll) -> Tensor:
-    """Wait for the result of `start_async`. received, result: [sum(receive), ...]. Backward: start the all-to-all of
+def finish_all_to_all(received: Tensor, exchange: AsyncAllToAll) -> Tensor:
+    """Wait for the result of `begin_all_to_all`. received, result: [sum(receive), ...]. Backward: start the all-to-all of
     the gradient.
     """
-    return received if exchange.axis.size == 1 else _Finish.apply(received, exchange)
+    return received if exchange.axis.size == 1 else _FinishAllToAll.apply(received, exchange)
 
 
 def all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -359,7 +367,7 @@ def all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: Axis, 
     send, receive: rows to and from every rank. tensor: [sum(send), ...]; returns [sum(receive), ...].
     """
     state = AsyncAllToAll(send, receive, axis, meanwhile)
-    return finish_async(start_async(tensor, state), state)
+    return finish_all_to_all(begin_all_to_all(tensor, state), state)
 
 
 def _gather_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
@@ -383,7 +391,7 @@ def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> 
     if axis.size == 1:
         return tensor
     gather, scatter = (partial(collective, sizes=sizes, axis=axis) for collective in (_gather_uneven, _scatter_uneven))
-    return _Pair.apply(tensor, gather, scatter)
+    return _ForwardBackwardPair.apply(tensor, gather, scatter)
 
 
 def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
@@ -393,4 +401,4 @@ def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> 
     if axis.size == 1:
         return tensor
     gather, scatter = (partial(collective, sizes=sizes, axis=axis) for collective in (_gather_uneven, _scatter_uneven))
-    return _Pair.apply(tensor, scatter, gather)
+    return _ForwardBackwardPair.apply(tensor, scatter, gather)

@@ -54,7 +54,7 @@ def keep_freed_memory(device: torch.device) -> None:
         mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def use_batch_scheduling(device: torch.device) -> None:
+def set_sched_batch_policy(device: torch.device) -> None:
     """On Linux, give this process of a CPU run the scheduling policy SCHED_BATCH: its threads do not preempt others
     when they wake up.
 
@@ -84,7 +84,7 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def without_attention_plans() -> Iterator[None]:
+def without_cudnn_attention() -> Iterator[None]:
     """Keep torch's attention from cuDNN where lengths change from pass to pass: it builds a plan of half a second for
     every new shape. A backend that was asked for by name is used all the same.
     """
@@ -279,7 +279,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
     return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
 
 
-class Download:
+class DeviceToHostCopy:
     """Tensors of any shape on their way to the CPU. The device goes on; `wait` returns them when they have arrived."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:

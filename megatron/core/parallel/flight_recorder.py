@@ -1,8 +1,8 @@
 """Flight recorder: the last collectives of a rank and what it is doing, for messages about failures and hangs.
 
-    flight_recorder.begin("training", 12)                   activity and iteration
-    flight_recorder.enter(action)                           a phase of it: an action of the schedule, "optimizer", ...
-    flight_recorder.note("all_reduce", "tp", ranks, 4096)   a collective begins
+    flight_recorder.begin_activity("training", 12)                          activity and iteration
+    flight_recorder.enter_phase(action)                                     an action of the schedule, "optimizer", ...
+    flight_recorder.record_collective("all_reduce", "tp", ranks, 4096)      a collective begins
 
 Recording costs about a microsecond; text is formatted only when a message needs it. Collectives are counted for each group: the
 ranks of a group that have begun fewer than the others are the ones that the others wait for.
@@ -28,7 +28,7 @@ class FlightRecorder:
 
     activity, iteration, action: what the rank is doing; iterations count from 1. num_events: a counter that every call
     below increases, so that a hang can be detected. counts: collectives begun, by axis and ranks. stopwatch: if set,
-    times the work between `start` and `stop` without the waits between `pause` and `resume`.
+    times the work between `start_timing` and `stop_timing` without the waits between `pause_timing` and `resume_timing`.
     """
 
     def __init__(self) -> None:
@@ -42,17 +42,17 @@ class FlightRecorder:
         self._noted = 0
         self._runs = self._pauses = False
 
-    def begin(self, activity: str, iteration: int) -> None:
+    def begin_activity(self, activity: str, iteration: int) -> None:
         """Start an activity, such as "training" or "save"."""
         self.activity, self.iteration, self.action = activity, iteration, ""
         self.num_events += 1
 
-    def enter(self, action: object) -> None:
+    def enter_phase(self, action: object) -> None:
         """Start a phase of the activity; `str(action)` is evaluated only when a message needs it."""
         self.action = action
         self.num_events += 1
 
-    def note(self, operation: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
+    def record_collective(self, operation: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
         """Record that a collective over an axis, or a point-to-point message, begins. size: bytes on this rank.
         `str(operation)` names it.
         """
@@ -73,31 +73,31 @@ class FlightRecorder:
         self._noted += 1
         self.num_events += 1
 
-    def start(self) -> None:
+    def start_timing(self) -> None:
         """Start timing work."""
         if self.stopwatch is not None:
             self._runs = True
             self.stopwatch.start()
 
-    def stop(self) -> None:
+    def stop_timing(self) -> None:
         """Stop timing work."""
         if self._runs and self.stopwatch is not None:
             self._runs = False
             self.stopwatch.stop()
 
-    def pause(self) -> None:
+    def pause_timing(self) -> None:
         """Stop timing: a wait for other ranks begins."""
         if self._runs and self.stopwatch is not None:
             self._runs, self._pauses = False, True
             self.stopwatch.stop()
 
-    def resume(self) -> None:
+    def resume_timing(self) -> None:
         """Continue timing: the wait has ended."""
         if self._pauses and self.stopwatch is not None:
             self._runs, self._pauses = True, False
             self.stopwatch.start()
 
-    def where(self) -> str:
+    def current_position(self) -> str:
         """Return the current activity, iteration and action as text."""
         return _position_text(self.activity, self.iteration, self.action)
 

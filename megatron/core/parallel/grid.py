@@ -37,7 +37,7 @@ def rank_lists(sizes: dict[str, int], order: tuple[str, ...], along: tuple[str, 
     return tuple(sorted(groups))
 
 
-def context_sizes(parallel: ParallelConfig) -> tuple[int, int]:
+def hierarchical_cp_sizes(parallel: ParallelConfig) -> tuple[int, int]:
     """Return the inner and the outer size of hierarchical context parallelism; (1, size) if no sizes are given.
 
     Raises ConfigError if the two sizes do not multiply to --context-parallel-size.
@@ -88,7 +88,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
             f"{world_size} ranks cannot be divided into expert-tensor {etp} x expert {ep} x pipeline {pp} "
             f"= {etp * ep * pp}; choose sizes whose product divides the number of ranks"
         )
-    inner = context_sizes(parallel)[0]
+    inner = hierarchical_cp_sizes(parallel)[0]
     outer_axes = ("pp", "dp") if parallel.use_tp_pp_dp_mapping else ("dp", "pp")
     dense = {"tp": tp, "cp_inner": inner, "cp_outer": cp // inner, "pp": pp, "dp": world_size // (tp * pp * cp)}
     expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp)}

@@ -7,17 +7,17 @@ from typing import Literal
 import torch
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import Download
+from megatron.core.parallel.device import DeviceToHostCopy
 from megatron.core.parallel.mesh import Axis
 
 
-class LateReduction:
+class DeferredReduction:
     """A number of each rank, reduced over an axis. All ranks call it together; a rank alone has its answer at once."""
 
     def __init__(self, axis: Axis, device: torch.device, reduction: Literal["max", "min"], *, first: int) -> None:
         """first: the answer of the first call."""
         self._axis, self._device, self._reduction, self._first = axis, device, reduction, first
-        self._pending: tuple[torch.Tensor, collectives.Work] | Download | None = None
+        self._pending: tuple[torch.Tensor, collectives.Work] | DeviceToHostCopy | None = None
 
     def result(self, number: int) -> int:
         """The answer to this number; waits for it."""
@@ -33,12 +33,12 @@ class LateReduction:
         work = collectives.start_all_reduce(mine, self._axis, self._reduction)
         if self._device.type == "cuda":
             collectives.wait(work)  # the stream waits, the host does not
-            self._pending = Download([mine], self._device)
+            self._pending = DeviceToHostCopy([mine], self._device)
         else:
             self._pending = (mine, work)
         if before is None:
             return self._first
-        if isinstance(before, Download):
+        if isinstance(before, DeviceToHostCopy):
             return int(before.wait()[0])
         collectives.wait(before[1])
         return int(before[0])

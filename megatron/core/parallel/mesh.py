@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.parallel.device import backend_of, use_batch_scheduling
+from megatron.core.parallel.device import backend_of, set_sched_batch_policy
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import axis_ranks, hybrid_cp_ranks
 from megatron.core.parallel.overlap import Overlap
@@ -103,7 +103,7 @@ class Mesh:
         ranks: those of the mesh; left out: all. Collective: every rank of the initialized default group calls it with the same arguments; one
         that is not in the mesh gets axes of size 1.
         """
-        use_batch_scheduling(device)
+        set_sched_batch_policy(device)
         rank = dist.get_rank()
         ranks = range(dist.get_world_size()) if ranks is None else ranks
         backend = backend_of(device, parallel.distributed_backend)
@@ -154,7 +154,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitJob:
+class SplitMeshJob:
     """A job whose first ranks have one mesh and whose last ranks another. mesh: this rank's. training: ranks of the first.
 
     tensors, objects: axes of all ranks, for either; on the latter ranks may wait for each other as long as they like.
@@ -166,7 +166,7 @@ class SplitJob:
     objects: Axis
 
     @staticmethod
-    def build(first: ParallelConfig, last: ParallelConfig, device: torch.device, *, last_ranks: int) -> SplitJob:
+    def build(first: ParallelConfig, last: ParallelConfig, device: torch.device, *, last_ranks: int) -> SplitMeshJob:
         """Create all process groups of both. Every rank of the default group calls this with the same arguments."""
         rank, size = dist.get_rank(), dist.get_world_size()
         training = size - last_ranks
@@ -183,7 +183,7 @@ class SplitJob:
         tensors, objects = (
             Axis(name, size, rank, ranks, group) for name, group in zip(("job", "job objects"), groups, strict=True)
         )
-        return SplitJob(meshes[rank >= training], training, tensors, objects)
+        return SplitMeshJob(meshes[rank >= training], training, tensors, objects)
 
 
 def _shifted(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:

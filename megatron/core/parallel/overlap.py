@@ -1,11 +1,11 @@
 """Computation during communication: what a rank computes while it waits for others. One `Overlap` serves all axes of a
 mesh.
 
-Delayed weight gradients (`--delay-wgrad-compute`): `collectives.wait_for_axis` calls `fill_wait`, which computes the
+Delayed weight gradients (`--delay-wgrad-compute`): `collectives.wait_with_overlap` calls `compute_delayed_wgrad`, which computes the
 weight gradients that the current backward pass has delayed so far.
 
 Dual-batch overlap (`--overlap-moe-expert-parallel-comm`): the forward pass of one microbatch and the backward pass of
-another alternate on one rank. The token dispatchers (transformer/dispatch.py) call `switch` while their all-to-all is
+another alternate on one rank. The token dispatchers (transformer/dispatch.py) call `switch_microbatch` while their all-to-all is
 in flight:
 
     second thread  B (waits: all-to-all)            B B B (waits)          B B B
@@ -54,12 +54,12 @@ class Overlap:
         if fill_waits:
             self.wgrad_store.pop(key)
 
-    def fill_wait(self) -> None:
+    def compute_delayed_wgrad(self) -> None:
         """Compute delayed weight gradients, if any: a collective was started and is about to be waited for."""
         if self._fills_waits:
             self.wgrad_store.flush()
 
-    def run_both(self, forward: Callable[[], None], backward: Callable[[], None], device: torch.device) -> None:
+    def run_dual_batch(self, forward: Callable[[], None], backward: Callable[[], None], device: torch.device) -> None:
         """Run a forward and a backward pass with dual-batch overlap."""
         self._dual_batch = DualBatch()
         try:
@@ -67,7 +67,7 @@ class Overlap:
         finally:
             self._dual_batch = None
 
-    def switch(self) -> None:
+    def switch_microbatch(self) -> None:
         """Let the other microbatch compute, if there are two: this one waits for communication."""
         if self._dual_batch is not None:
             self._dual_batch.switch()

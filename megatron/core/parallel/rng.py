@@ -42,7 +42,7 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
                 for index, box in enumerate(quantized.boxes):
                     drawn = torch.zeros(box.shape, dtype=param.dtype, device=mesh.device)
                     _draw_initial_values([(box, drawn)], spec, seed, source)
-                    quantized.put(index, drawn)
+                    quantized.quantize_box(index, drawn)
                 continue
             value = torch.zeros(local_shape(spec, mesh), dtype=param.dtype, device=mesh.device)
             _draw_initial_values(

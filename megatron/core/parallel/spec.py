@@ -68,7 +68,7 @@ class ParamSpec:
     initialization look at. shards: how its dimensions are sharded. sum_over: axes over which each rank's gradient is
     only a partial sum. reduce_over: the data-parallel axis that averages its gradient. tied: two or three pipeline
     stages hold a copy; tied_over: the axis of those stages. stacked: dimension 0 counts parameters (experts) that have
-    their initial values drawn separately. name: global name, set by `name_all`. starts_from: the parameter whose
+    their initial values drawn separately. name: global name, set by `set_global_names`. starts_from: the parameter whose
     values it takes where a checkpoint lacks it, "" for its initial values; None: a checkpoint must have it. lr_ratio:
     its learning rate over that of others.
     """
@@ -147,7 +147,7 @@ def _replace_dim(box: Box, dim: int, offset: int, size: int) -> Box:
     return Box(tuple(offsets), tuple(shape))
 
 
-def parameter(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
+def meta_parameter(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
     """Return an empty parameter on the meta device that carries its spec; `rng.materialize` allocates and initializes
     it.
     """
@@ -166,7 +166,7 @@ class QuantizedValues(Protocol):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Boxes of the global tensor that are given to `put`, one by one, when values are drawn or loaded."""
+        """Boxes of the global tensor that are given to `quantize_box`, one by one, when values are drawn or loaded."""
 
     @property
     def hashes(self) -> list[Tensor | None]:
@@ -174,10 +174,10 @@ class QuantizedValues(Protocol):
         quantized; None where none were put.
         """
 
-    def put(self, index: int, values: Tensor) -> None:
+    def quantize_box(self, index: int, values: Tensor) -> None:
         """Quantize and store the values of a box, given by its index; values have the shape of the box (any shape)."""
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors (any shape) that store the quantized values."""
 
 
@@ -186,7 +186,7 @@ def quantized_of(param: Tensor) -> QuantizedValues | None:
     return getattr(param, "quantized", None)
 
 
-def name_all(module: nn.Module) -> None:
+def set_global_names(module: nn.Module) -> None:
     """Write each parameter's global name (its module path) into its spec; a tied parameter already has one."""
     for path, param in module.named_parameters():
         if not spec_of(param).name:
@@ -203,7 +203,7 @@ def is_shared_over_tensor(spec: ParamSpec) -> bool:
     return not any(shard.axis == tensor_axis(spec) for shard in spec.shards)
 
 
-def normal(deviation: float) -> Initial:
+def normal_initializer(deviation: float) -> Initial:
     """Return an initializer that draws from a normal distribution with mean 0 and this standard deviation."""
     return lambda shape, generator: torch.empty(shape, device=generator.device).normal_(
         0.0, deviation, generator=generator
@@ -220,6 +220,6 @@ def xavier_uniform() -> Initial:
     return draw
 
 
-def constant(value: float) -> Initial:
+def constant_initializer(value: float) -> Initial:
     """Return an initializer that sets every element to `value`."""
     return lambda shape, generator: torch.full(shape, value, device=generator.device)

@@ -32,7 +32,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.schedules import STAGE_STEP, Action
-from megatron.core.pipeline_parallel.transfers import Script, Transfer
+from megatron.core.pipeline_parallel.transfers import RankScript, Transfer
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -65,7 +65,7 @@ class PipelineWork(Protocol):
         """Start the data-parallel reduction of the stage's gradients, which are complete."""
 
 
-def run(script: Script, *, work: PipelineWork, axis: Axis, backward_axis: Axis, delays: bool = False) -> None:
+def run(script: RankScript, *, work: PipelineWork, axis: Axis, backward_axis: Axis, delays: bool = False) -> None:
     """Run all actions and messages of a script; returns when this rank's messages are complete.
 
     axis: the pipeline ranks, for activations; backward_axis: the same ranks with a separate process group, for
@@ -80,9 +80,9 @@ def run(script: Script, *, work: PipelineWork, axis: Axis, backward_axis: Axis, 
     with torch.set_grad_enabled(bool(runner.last_backward)):
         for step in script.instructions():
             if isinstance(step, Transfer):
-                runner.begin(step)
+                runner.start_transfer(step)
             else:
-                runner.perform(step)
+                runner.run_actions(step)
         runner.finish()
 
 
@@ -95,11 +95,11 @@ class _Message:
 
     def wait(self, flight_recorder: FlightRecorder) -> tuple[Tensor, ...]:
         if self.pending:
-            flight_recorder.pause()
+            flight_recorder.pause_timing()
             for work in self.pending:
                 collectives.wait(work)
             self.pending = ()
-            flight_recorder.resume()
+            flight_recorder.resume_timing()
         return self.tensors
 
 
@@ -120,7 +120,7 @@ class _ScriptRunner:
     empty in a script without any.
     """
 
-    def __init__(self, script: Script, work: PipelineWork, axes: dict[str, Axis], delays: bool) -> None:
+    def __init__(self, script: RankScript, work: PipelineWork, axes: dict[str, Axis], delays: bool) -> None:
         self.script, self.work, self.axes, self.delays = script, work, axes, delays
         self.actions = frozenset(step for step in script.steps if isinstance(step, Action))
         self.last_backward = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
@@ -130,12 +130,14 @@ class _ScriptRunner:
         self.sending: list[_Message] = []
         self.saved: dict[tuple[int, int], _SavedForBackward] = {}
 
-    def begin(self, transfer: Transfer) -> None:
+    def start_transfer(self, transfer: Transfer) -> None:
         """Start this rank's end of a message; wait for it if messages are not to overlap with actions."""
         axis = self.axes[transfer.kind]
         sends, source, target = transfer.src == axis.rank, axis.ranks[transfer.src], axis.ranks[transfer.dst]
         tensors = self.outputs.pop(transfer.producer) if sends else self._receive_buffers(transfer.consumer)
-        axis.flight_recorder.note(transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors))
+        axis.flight_recorder.record_collective(
+            transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors)
+        )
         if sends:
             message = _Message(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
             self.sending.append(message)
@@ -145,21 +147,21 @@ class _ScriptRunner:
         if not self.script.overlap:
             message.wait(axis.flight_recorder)
 
-    def perform(self, actions: tuple[Action, ...]) -> None:
+    def run_actions(self, actions: tuple[Action, ...]) -> None:
         """Run one action, or a forward and a backward pass with dual-batch overlap.
 
         Messages that were being sent when it started have been sent when it ends, and are released.
         """
         earlier, self.sending = self.sending, []
         flight_recorder = self.axes["F"].flight_recorder
-        flight_recorder.enter(actions[0] if len(actions) == 1 else " and ".join(map(str, actions)))
-        flight_recorder.start()
+        flight_recorder.enter_phase(actions[0] if len(actions) == 1 else " and ".join(map(str, actions)))
+        flight_recorder.start_timing()
         if len(actions) == 1:
             self._run_action(actions[0])
         else:
             forward, backward = (partial(self._run_action, action) for action in actions)
-            self.axes["F"].overlap.run_both(forward, backward, self.work.device)
-        flight_recorder.stop()
+            self.axes["F"].overlap.run_dual_batch(forward, backward, self.work.device)
+        flight_recorder.stop_timing()
         for message in earlier:
             message.wait(flight_recorder)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.config.flags import ConfigError, refuse
-from megatron.core.config.plan import Placement, group_problem
+from megatron.core.config.plan import Placement, microbatch_group_problem
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,7 +69,7 @@ def training_plan(
     if vpp == 1:
         return one_f_one_b(pp, m)
     group = pp if group is None else group
-    refuse(filter(None, [group_problem(pp, m, group)]))
+    refuse(filter(None, [microbatch_group_problem(pp, m, group)]))
     return interleaved(pp, vpp, m, min(group, m))
 
 

@@ -52,7 +52,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class RankScript:
     """The actions and messages of one rank, in order.
 
     A transfer among the steps marks where this rank starts its end of it. Without `overlap`, the rank also waits there
@@ -108,7 +108,7 @@ def transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer
     )
 
 
-def rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> Script:
+def rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> RankScript:
     """Return one rank's script: its row of the plan with its messages inserted.
 
     Receives come before the consuming action, sends after the producing one, in the order of `transfers`, each as late
@@ -134,7 +134,7 @@ def rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overl
     if overlap:
         _receive_early(parts, rank)
     steps = [step for part in parts for step in ((part,) if isinstance(part, Transfer) else part)]
-    return Script(rank, len(plan), stages, tuple(steps), overlap, dual_batch_overlap)
+    return RankScript(rank, len(plan), stages, tuple(steps), overlap, dual_batch_overlap)
 
 
 def _receive_early(parts: list[Transfer | tuple[Action, ...]], rank: int) -> None:

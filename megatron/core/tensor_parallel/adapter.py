@@ -29,12 +29,20 @@ from megatron.core.config.adapters import WHOLE, AdapterPlan
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter, spec_of
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    Initial,
+    ParamSpec,
+    Shard,
+    constant_initializer,
+    meta_parameter,
+    spec_of,
+)
 from megatron.core.tensor_parallel.region import Region
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterBuild:
+class AdapterBuildContext:
     """What all adapters of a network are made with. dropout: share of an input's elements. dora: rows have lengths of their own."""
 
     mesh: Mesh
@@ -62,7 +70,7 @@ class LowRank(nn.Module):
         plan: AdapterPlan,
         weight: ParamSpec,
         rows: tuple[FusedSegment, ...],
-        build: AdapterBuild,
+        build: AdapterBuildContext,
         sums: tuple[str, ...],
     ) -> None:
         """weight: of the base. sums: axes whose ranks each see a share of the sequence where the layer is whole."""
@@ -72,11 +80,11 @@ class LowRank(nn.Module):
         cut_input = weight.shards if dim == 1 else ()
         cut_output = (Shard(0, weight.shards[0].axis, rows),) if dim == 0 else ()
         first = ParamSpec((plan.rank, width), kaiming_uniform(), "lora_a", cut_input, () if dim == 1 else sums)
-        second = ParamSpec((out, plan.rank), constant(0.0), "lora_b", cut_output, () if dim == 0 else sums)
-        length = ParamSpec((out,), constant(1.0), "vector", cut_output, () if dim == 0 else sums)
-        self.lora_A = parameter(first, build.mesh, build.dtype)
-        self.lora_B = parameter(second, build.mesh, build.dtype)
-        self.magnitude = parameter(length, build.mesh, build.dtype) if build.dora else None
+        second = ParamSpec((out, plan.rank), constant_initializer(0.0), "lora_b", cut_output, () if dim == 0 else sums)
+        length = ParamSpec((out,), constant_initializer(1.0), "vector", cut_output, () if dim == 0 else sums)
+        self.lora_A = meta_parameter(first, build.mesh, build.dtype)
+        self.lora_B = meta_parameter(second, build.mesh, build.dtype)
+        self.magnitude = meta_parameter(length, build.mesh, build.dtype) if build.dora else None
 
 
 class _AddLowRank(Function):
@@ -125,14 +133,14 @@ class LinearAdapter(nn.Module):
         names: Sequence[str],
         weight: nn.Parameter,
         region: Region,
-        build: AdapterBuild,
+        build: AdapterBuildContext,
     ) -> None:
         """plans: of this layer. names: of its parts. weight: of the layer, whose spec says how it is cut."""
         super().__init__()
         spec, self.enabled = spec_of(weight), True
         self.region, self.build, self.dim = region, build, _cut_dim(spec)
         self.axis: Axis = build.mesh.tp
-        sums = region.outside_sums if self.dim is not None else spec.sum_over
+        sums = region.gradient_sum_axes if self.dim is not None else spec.sum_over
         segments = spec.shards[0].segments if self.dim == 0 else (FusedSegment(spec.shape[0]),)
         ranks = self.axis.size if self.dim == 0 else 1
         self.pairs, self.sizes = nn.ModuleDict(), []
@@ -149,7 +157,7 @@ class LinearAdapter(nn.Module):
         self.stream = "cut" if self.dim == 1 or "tp" in sums else "default"
 
     @property
-    def has_lengths(self) -> bool:
+    def has_magnitudes(self) -> bool:
         """Whether rows have lengths of their own (DoRA), by which also the layer's product is multiplied."""
         return self.build.dora
 
@@ -174,12 +182,12 @@ class LinearAdapter(nn.Module):
     def merged_weight(self, weight: Tensor) -> Tensor:
         """The matrix that does the same as the layer with its adapters. weight: [out, in], the shard of this rank."""
         deltas = {name: pair.scale * (pair.lora_B @ pair.lora_A) for name, pair in self.named_pairs}
-        whole = weight + self.rows(deltas, weight, 0.0)
-        factors = self.row_factors(weight)
+        whole = weight + self.join_part_rows(deltas, weight, 0.0)
+        factors = self.dora_row_factors(weight)
         return whole if factors is None else whole * factors[:, None].to(whole.dtype)
 
     @torch.no_grad()
-    def row_factors(self, weight: Tensor) -> Tensor | None:
+    def dora_row_factors(self, weight: Tensor) -> Tensor | None:
         """What rows are multiplied by so that they have their lengths (DoRA), [out]; None: nothing. weight: [out, in], the shard of this rank."""
         if not self.build.dora:
             return None
@@ -188,10 +196,10 @@ class LinearAdapter(nn.Module):
             for name, pair in self.named_pairs
             if pair.magnitude is not None
         }
-        return self.rows(factors, weight[:, 0], 1.0)
+        return self.join_part_rows(factors, weight[:, 0], 1.0)
 
     @torch.no_grad()
-    def reset_lengths(self, weight: Tensor) -> None:
+    def reset_magnitudes(self, weight: Tensor) -> None:
         """Give rows the lengths that they have in the layer's own matrix. weight: [out, in], the shard of this rank."""
         for name, pair in self.named_pairs:
             if pair.magnitude is not None:
@@ -229,7 +237,7 @@ class LinearAdapter(nn.Module):
             dim=-1,
         )
 
-    def rows(self, parts: dict[str, Tensor], like: Tensor, other: float = 0.0) -> Tensor:
+    def join_part_rows(self, parts: dict[str, Tensor], like: Tensor, other: float = 0.0) -> Tensor:
         """Results of parts, rows [size, ..] each, one under the other; other: what stands in rows of parts without. like: [out, ..]."""
         if WHOLE in parts:
             return parts[WHOLE]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, local_shape, parameter
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, local_shape, meta_parameter
 from megatron.core.tensor_parallel.region import Region
 
 
@@ -25,7 +25,7 @@ class VocabEmbedding(nn.Module):
     def __init__(self, spec: ParamSpec, *, region: Region, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.region = region
-        self.weight = parameter(spec, mesh, dtype)
+        self.weight = meta_parameter(spec, mesh, dtype)
         self.rows = local_shape(spec, mesh)[0]
         self.first = self.rows * region.axis.rank
 
@@ -56,9 +56,14 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.region = region
         spec = ParamSpec(
-            (num_positions, hidden_size), init, "table", sum_over=region.outside_sums, tied=tied, tied_over="mtp_embed"
+            (num_positions, hidden_size),
+            init,
+            "table",
+            sum_over=region.gradient_sum_axes,
+            tied=tied,
+            tied_over="mtp_embed",
         )
-        self.weight = parameter(spec, mesh, dtype)
+        self.weight = meta_parameter(spec, mesh, dtype)
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions: [b or 1, s]. Returns [s, b or 1, h] (or this rank's [s/tp, ...] with sequence parallelism)."""

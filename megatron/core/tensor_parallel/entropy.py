@@ -25,7 +25,7 @@ _TOKENS = 512  # of a block
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _LogitOptions:
     """What logits are made with. valid: columns of this rank that are words and not padding. softcap: logits become cap * tanh(logit / cap)
     before they are multiplied by `factor`, one over the temperature. into: receives the gradient of the output matrix, if anybody does.
     """
@@ -51,16 +51,16 @@ def linear_entropy(
 
     x: [s or s/tp, b, h], between regions; weight: [v/tp, h]; bias: [v/tp]. factor: of the logits, after the soft cap.
     """
-    into = region.sum_of(weight)
+    into = region.main_grad_of(weight)
     valid = true_vocab_size - region.axis.rank * len(weight)
-    words = _Words(region.axis, valid, softcap, factor, None if into is None else into.add)
+    words = _LogitOptions(region.axis, valid, softcap, factor, None if into is None else into.add)
     whole = region.copy_to_region(x)
     return _LinearEntropy.apply(whole.flatten(0, 1), weight, bias, words).view(whole.shape[:2])
 
 
 class _LinearEntropy(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, words: _Words) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, words: _LogitOptions) -> Tensor:
         entropies, scales = [], []
         for tokens in _blocks(x):
             logits, _ = _logits(x[tokens], weight, bias, words)
@@ -80,7 +80,7 @@ class _LinearEntropy(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, entropy, log_total = context.saved_tensors
-        words: _Words = context.words
+        words: _LogitOptions = context.words
         of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=entropy.dtype)
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=entropy.dtype)
         for tokens in _blocks(x):
@@ -109,7 +109,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + _TOKENS, len(x)))
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, words: _Words) -> tuple[Tensor, Tensor | None]:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, words: _LogitOptions) -> tuple[Tensor, Tensor | None]:
     """The wide logits of a block [k, v/tp], minus infinity where no word is, and the slope of the soft cap."""
     logits = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
     logits = logits if logits.dtype == torch.float64 else logits.float()

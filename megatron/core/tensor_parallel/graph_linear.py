@@ -6,7 +6,7 @@
 
 Both are operations of torch's library: the compiler knows their shapes and what they write, and does not look inside. The main gradient is an
 input of the graph that only its backward pass writes. Several microbatches may be between their passes: each must be given an alias of
-the main gradient of its own (`MainGrad.renew`), as autograd refuses a saved tensor that was written since.
+the main gradient of its own (`MainGrad.refresh_alias`), as autograd refuses a saved tensor that was written since.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, mixed_dtype_addmm: 
 
 
 @_add_product.register_fake
-def _no_result(total: Tensor, left: Tensor, right: Tensor, mixed_dtype_addmm: bool) -> None:
+def _add_product_fake(total: Tensor, left: Tensor, right: Tensor, mixed_dtype_addmm: bool) -> None:
     """It returns nothing."""
 
 
 @torch.library.custom_op("megatron::multiply", mutates_args=())
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, mixed_dtype_addmm: bool) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, mixed_dtype_addmm: bool) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-@_multiply.register_fake
-def _empty_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, mixed_dtype_addmm: bool) -> Tensor:
+@_linear.register_fake
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, mixed_dtype_addmm: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, _, total, ctx.mixed_dtype_addmm = inputs
     ctx.save_for_backward(x, weight)
     ctx.total = total
@@ -55,10 +55,10 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return own, None, flat.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
-_multiply.register_autograd(_backward, setup_context=_save)
+_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, into: MainGrad) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, into: MainGrad) -> Tensor:
     """x W^T + b, [..., out]; the backward pass adds the weight's gradient `into` its sum. x: [..., in]; weight: [out, in]; bias: [out]."""
     into.added_in_graph = True
-    return _multiply(x, weight, bias, into.total, into.mixed_dtype_addmm)
+    return _linear(x, weight, bias, into.total, into.mixed_dtype_addmm)

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.reference import accumulation_dtype
-from megatron.core.tensor_parallel.low_precision import Scaling, Way, backward_products, form_of, forward_product
+from megatron.core.tensor_parallel.low_precision import (
+    LowLinearOptions,
+    Scaling,
+    backward_products,
+    form_of,
+    forward_product,
+)
 
 _NUMBERS = count()
 _WHOLE = -1  # an input is kept as it is
@@ -38,8 +44,8 @@ def enter_graphs(scaling: Scaling) -> None:
     _scalings()[number], scaling.handle = scaling, torch.tensor(number, device="cpu")
 
 
-def _way(handle: Tensor) -> Way:
-    return Way(_scalings()[int(handle)])
+def _way(handle: Tensor) -> LowLinearOptions:
+    return LowLinearOptions(_scalings()[int(handle)])
 
 
 # block: elements that share a scale in what is kept of x; 0: all do; `_WHOLE`: x is not rounded. dtypes: of the rounded values and their scales.

@@ -20,10 +20,19 @@ from torch.autograd import Function
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, Initial, Kind, ParamSpec, Shard, constant, parameter, quantized_of
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    Initial,
+    Kind,
+    ParamSpec,
+    Shard,
+    constant_initializer,
+    meta_parameter,
+    quantized_of,
+)
 from megatron.core.tensor_parallel import graph_linear, graph_low_linear
 from megatron.core.tensor_parallel.adapter import LinearAdapter
-from megatron.core.tensor_parallel.low_precision import Way, low_linear, scaling_of
+from megatron.core.tensor_parallel.low_precision import LowLinearOptions, low_linear, scaling_of
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
 from megatron.core.tensor_parallel.quantized import dense, frozen_linear
 from megatron.core.tensor_parallel.region import Region
@@ -39,13 +48,13 @@ def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool, into: MainGrad
     return (weight_gradient, flat.sum(0)) if bias else (weight_gradient,)
 
 
-class _EnterLinear(Function):
+class _ColumnParallelLinear(Function):
     """Enter the region, multiply; backward overlaps the input gradient's collective with the weight gradient."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.into = region, region.sum_of(weight)
+        context.region, context.into = region, region.main_grad_of(weight)
         context.bias = bias if bias is not None and bias.requires_grad else None
         matrix = dense(weight)
         if region.overlapped.gathers:
@@ -85,7 +94,7 @@ class _EnterLinear(Function):
             )
         elif learns:
             gradients = _weight_gradients(whole, gradient, bias=bias is not None, into=context.into)
-        collectives.wait_for_axis(sending, axis)
+        collectives.wait_with_overlap(sending, axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
@@ -105,13 +114,13 @@ def _delayed_weight_gradients(
     return _weight_gradients(x, gradient, bias=bias, into=into)
 
 
-class _ExitLinear(Function):
+class _RowParallelLinear(Function):
     """Multiply, and leave the region where a sequence is cut: the sum travels beside the products, and so do gradients."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.into = region, region.sum_of(weight)
+        context.region, context.into = region, region.main_grad_of(weight)
         matrix = dense(weight)
         if region.overlapped.sums:
             return matmul_reduce_scatter(x, matrix.t(), region.axis)
@@ -137,13 +146,13 @@ class _ExitLinear(Function):
         return own, gradients[0], None
 
 
-class _Multiply(Function):
+class _LocalLinear(Function):
     """x W^T + b, whose weight gradient may wait, and is added to what others have said by the matmul that makes it."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         context.save_for_backward(x, weight)
-        context.region, context.into = region, region.sum_of(weight)
+        context.region, context.into = region, region.main_grad_of(weight)
         context.bias = bias if bias is not None and bias.requires_grad else None
         return F.linear(x, weight, bias)
 
@@ -161,23 +170,23 @@ class _Multiply(Function):
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
-def enter_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
     """x W^T + b with W cut by rows. x: [s or s/tp, b, h]; weight: [out/tp, h]. Returns [s, b, out/tp]."""
     if region.axis.size == 1:
-        return multiply(x, weight, bias, region)
-    return _EnterLinear.apply(x, weight, bias, region)
+        return local_linear(x, weight, bias, region)
+    return _ColumnParallelLinear.apply(x, weight, bias, region)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
     """x W^T + b, inside a region. x: [..., in]; weight: [out, in]."""
     if quantized_of(weight) is not None:
         return frozen_linear(x, weight, bias)
-    into = region.sum_of(weight)
+    into = region.main_grad_of(weight)
     if region.wgrad_store is None and into is None:
         return F.linear(x, weight, bias)
     if into is not None and torch.compiler.is_compiling():
-        return graph_linear.multiply(x, weight, bias, into)
-    return _Multiply.apply(x, weight, bias, region)
+        return graph_linear.linear(x, weight, bias, into)
+    return _LocalLinear.apply(x, weight, bias, region)
 
 
 class AdaptedLinear(nn.Module):
@@ -200,7 +209,7 @@ class AdaptedLinear(nn.Module):
         """
         if self.adapter is None or not self.adapter.enabled:
             return multiply(x, bias)
-        if not self.adapter.has_lengths:
+        if not self.adapter.has_magnitudes:
             return self.adapter(x, multiply(x, bias), self.weight)
         result = self.adapter(x, multiply(x, None), dense(self.weight))
         return result if bias is None else result + bias
@@ -212,8 +221,8 @@ class AdaptedLinear(nn.Module):
 
     def initialize_from_other_parameters(self) -> None:
         """The lengths of rows begin as those of the weight."""
-        if self.adapter is not None and self.adapter.has_lengths:
-            self.adapter.reset_lengths(dense(self.weight))
+        if self.adapter is not None and self.adapter.has_magnitudes:
+            self.adapter.reset_magnitudes(dense(self.weight))
 
 
 class ColumnLinear(AdaptedLinear):
@@ -235,8 +244,12 @@ class ColumnLinear(AdaptedLinear):
         self.region = region
         output_size = sum(part.size for part in parts)
         shards = (Shard(0, "tp", parts),)
-        self.weight = parameter(ParamSpec((output_size, input_size), init, kind, shards), mesh, dtype)
-        self.bias = parameter(ParamSpec((output_size,), constant(0.0), "vector", shards), mesh, dtype) if bias else None
+        self.weight = meta_parameter(ParamSpec((output_size, input_size), init, kind, shards), mesh, dtype)
+        self.bias = (
+            meta_parameter(ParamSpec((output_size,), constant_initializer(0.0), "vector", shards), mesh, dtype)
+            if bias
+            else None
+        )
         self.scaling = scaling_of(region.low, mesh)
 
     def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor:
@@ -247,9 +260,11 @@ class ColumnLinear(AdaptedLinear):
         if self.scaling is not None:
             if torch.compiler.is_compiling():
                 return graph_low_linear.multiply(x, self.weight, bias, self.scaling)
-            way = Way(self.scaling, self.region.axis, self.region.sequence_parallel, self.region.wgrad_store)
+            way = LowLinearOptions(
+                self.scaling, self.region.axis, self.region.sequence_parallel, self.region.wgrad_store
+            )
             return low_linear(x, self.weight, bias, way)
-        return enter_linear(x, self.weight, bias, self.region)
+        return column_parallel_linear(x, self.weight, bias, self.region)
 
 
 class Linear(AdaptedLinear):
@@ -267,9 +282,11 @@ class Linear(AdaptedLinear):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", sum_over=sum_over), mesh, dtype)
-        spec = ParamSpec((output_size,), constant(0.0), "vector", sum_over=sum_over)
-        self.bias = parameter(spec, mesh, dtype) if bias else None
+        self.weight = meta_parameter(
+            ParamSpec((output_size, input_size), init, "matrix", sum_over=sum_over), mesh, dtype
+        )
+        spec = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=sum_over)
+        self.bias = meta_parameter(spec, mesh, dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
@@ -297,9 +314,9 @@ class RowLinear(AdaptedLinear):
         super().__init__()
         self.region = region
         shards = (Shard(1, "tp", (FusedSegment(input_size),)),)
-        self.weight = parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
-        spec = ParamSpec((output_size,), constant(0.0), "vector", sum_over=region.outside_sums)
-        self.bias = parameter(spec, mesh, dtype) if bias else None
+        self.weight = meta_parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
+        spec = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=region.gradient_sum_axes)
+        self.bias = meta_parameter(spec, mesh, dtype) if bias else None
         self.scaling = scaling_of(region.low, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -311,7 +328,7 @@ class RowLinear(AdaptedLinear):
             return self._multiply(x, bias)
         overlapped = self.region.overlapped
         total = (
-            _ExitLinear.apply(x, self.weight, self.region)
+            _RowParallelLinear.apply(x, self.weight, self.region)
             if overlapped.gathers or overlapped.sums
             else self.region.reduce_from_region(self._multiply(x, None))
         )
@@ -321,5 +338,5 @@ class RowLinear(AdaptedLinear):
         if self.scaling is not None:
             if torch.compiler.is_compiling():
                 return graph_low_linear.multiply(x, self.weight, bias, self.scaling)
-            return low_linear(x, self.weight, bias, Way(self.scaling, wgrad_store=self.region.wgrad_store))
-        return multiply(x, self.weight, bias, self.region)
+            return low_linear(x, self.weight, bias, LowLinearOptions(self.scaling, wgrad_store=self.region.wgrad_store))
+        return local_linear(x, self.weight, bias, self.region)

@@ -90,7 +90,7 @@ def linear_cross_entropy(
     """
     first = region.axis.rank * len(weight)
     words = VocabularyShard(first, true_vocab_size - first, softcap, partial(collectives.all_gather, axis=region.axis))
-    whole, into = region.copy_to_region(x), region.sum_of(weight)
+    whole, into = region.copy_to_region(x), region.main_grad_of(weight)
     losses = kernel(
         whole.flatten(0, 1), weight, bias, targets.reshape(-1), words, into=None if into is None else into.add
     )

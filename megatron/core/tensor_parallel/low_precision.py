@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.kernels.low_precision.fp4 import rotated
+from megatron.core.kernels.low_precision.fp4 import hadamard_transform
 from megatron.core.kernels.low_precision.fp8 import Quantised
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand, Recipe
 from megatron.core.parallel import collectives
@@ -108,30 +108,32 @@ class Scaling(nn.Module):
 
     def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None) -> Quantised:
         """x [m, k] for a sum over k."""
-        drawing = self.recipe.is_small and operand == "gradient"
+        drawing = self.recipe.is_4_bit and operand == "gradient"
         with self.streams.fork("cut") if drawing else nullcontext():
             return self.recipe.quantise(operand, x, largest)
 
-    def quantise_both(
+    def quantise_with_transpose(
         self, operand: Operand, x: Tensor, largest: Tensor | None, *, rows: bool = True, turned: bool = True
     ) -> tuple[Quantised | None, Quantised | None]:
         """x [m, k] for a sum over k, and its transposed for a sum over m; not of 4 bits."""
         notes = self.recipe.history and self.training and self.knows_steps
         seen = self.seen[OPERANDS.index(operand)] if notes else None
-        return self.recipe.quantise_both(operand, x, largest, rows=rows, turned=turned, seen=seen)
+        return self.recipe.quantise_with_transpose(operand, x, largest, rows=rows, turned=turned, seen=seen)
 
-    def knows_weight(self, weight: Tensor, number: int) -> bool:
+    def has_quantized_weight(self, weight: Tensor, number: int) -> bool:
         """Whether a weight (any shape) was rounded in this step already."""
         return self.caches and number in self.cached and self.cached[number][0] == weight._version
 
-    def of_step(self, weight: Tensor, number: int, largest: Tensor | None = None) -> tuple[Quantised, Quantised] | None:
+    def cached_quantized_weight(
+        self, weight: Tensor, number: int, largest: Tensor | None = None
+    ) -> tuple[Quantised, Quantised] | None:
         """A weight [out, in] rounded for sums over its inputs, and transposed for those over its outputs, once a step; None outside of one.
 
         largest: that of the weight []; None: it is asked for, and all ranks of the weight's axis call it together.
         """
         if not self.caches:
             return None
-        if not self.knows_weight(weight, number):
+        if not self.has_quantized_weight(weight, number):
             rows, turned = self.quantise_weight(
                 weight, self.largest_value("weight", weight) if largest is None else largest
             )
@@ -140,12 +142,12 @@ class Scaling(nn.Module):
 
     def quantise_weight(self, weight: Tensor, largest: Tensor | None) -> tuple[Quantised, Quantised]:
         """A weight [out, in], and its transposed, for a scale made for this value []."""
-        if self.recipe.is_small:
+        if self.recipe.is_4_bit:
             rows = self.quantise("weight", weight, largest)
             return rows, rows.t() if self.recipe.serves_transposed("weight") else self.quantise(
                 "weight", weight.t(), largest
             )
-        both = self.quantise_both("weight", weight, largest)
+        both = self.quantise_with_transpose("weight", weight, largest)
         assert both[0] is not None and both[1] is not None, "both were asked for"
         return both[0], both[1]
 
@@ -157,7 +159,7 @@ class Scaling(nn.Module):
 
     def quantise_tokens(self, operand: Operand, x: Tensor) -> Quantised:
         """x [t, k] for the weight's gradient, a sum over its tokens. Returns [k, t]."""
-        turned = rotated(x.t()) if self.recipe.is_small else x.t()
+        turned = hadamard_transform(x.t()) if self.recipe.is_4_bit else x.t()
         return self.quantise(operand, turned, self.largest_value(operand, turned))
 
     @staticmethod
@@ -178,9 +180,9 @@ class Scaling(nn.Module):
         for axis in (mesh.tp_cp, mesh.dp):
             collectives.all_reduce(result, axis, "max")
         for scaling, own in zip(delayed, result, strict=True):
-            scaling.add_step(own)
+            scaling.append_to_history(own)
 
-    def add_step(self, largest: Tensor) -> None:
+    def append_to_history(self, largest: Tensor) -> None:
         """Add a step. largest: [3]; an operand that was all zeros, or had no finite value, is as in the step before."""
         newest = torch.where(largest > 0, largest, self.history[:, 0])
         self.history = torch.cat((newest[:, None], self.history[:, :-1]), dim=1)
@@ -211,7 +213,7 @@ def histories_of(stages: Iterable[nn.Module]) -> dict[str, Scaling]:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LowLinearOptions:
     """How one layer multiplies. axis: ranks that the input is opened for, by a gather if `gathers`; its gradient is their sum.
     None: the input is of this rank alone. number: of the weight's matrices, which.
     """
@@ -235,7 +237,7 @@ class Way:
 
 class _LowLinear(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: LowLinearOptions) -> Tensor:
         form = form_of(way.scaling.recipe, gathers=way.gathers)
         output, kept, scales, theirs = forward_product(x, weight, form, way)
         context.way, context.bias, context.shape, context.form = way, bias, x.shape, form
@@ -255,9 +257,9 @@ class _LowLinear(Function):
                 kept, gathering = _start_gather(kept, way.axis)
         flat = gradient.reshape(-1, gradient.shape[-1])
         rounded, across = _rounded_gradient(scaling, flat)
-        input_gradient = recipe.product(rounded, _turned_weight(way, weight, largest), gradient.dtype)
+        input_gradient = recipe.product(rounded, _transposed_quantized_weight(way, weight, largest), gradient.dtype)
         collectives.wait(gathering)
-        own, sending = _start_sum(input_gradient, way, context.shape)
+        own, sending = _start_gradient_reduction(input_gradient, way, context.shape)
         compute = partial(_weight_gradients, scaling, context.form, scales, flat, across, bias=context.learns_bias)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
@@ -266,7 +268,7 @@ class _LowLinear(Function):
         else:
             gradients = compute(kept)
         if way.axis is not None:
-            collectives.wait_for_axis(sending, way.axis)
+            collectives.wait_with_overlap(sending, way.axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
@@ -276,25 +278,25 @@ Form = Literal["whole", "rows", "turned"]
 
 def form_of(recipe: Recipe, *, gathers: bool = False) -> Form:
     """What a layer keeps of its input: 8 bits where they serve the backward pass, turned where no other rank's tokens are missing."""
-    if not recipe.wgrad or recipe.is_small or (gathers and not recipe.one_scale):
+    if not recipe.wgrad or recipe.is_4_bit or (gathers and not recipe.one_scale):
         return "whole"
     return "rows" if gathers else "turned"
 
 
 def forward_product(
-    x: Tensor, weight: Tensor, form: Form, way: Way
+    x: Tensor, weight: Tensor, form: Form, way: LowLinearOptions
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """x W^T, [.., out], and for the backward pass what is kept of x, its scales, and the weight's largest value []. x: [.., in]; weight: [out, in]."""
     scaling, recipe = way.scaling, way.scaling.recipe
     flat = x.reshape(-1, x.shape[-1])
     matrix, theirs = way.rounded_matrix, None
-    if matrix is not None or scaling.knows_weight(weight, way.number):
+    if matrix is not None or scaling.has_quantized_weight(weight, way.number):
         largest = scaling.largest_value("input", flat)
     else:
         largest, theirs = scaling.largest_of_pair(flat, weight)
     own, turned = _rounded_input(scaling, flat, form, largest)
     whole = _gather_quantized(own, way.axis) if way.gathers and way.axis is not None else own
-    if matrix is None and (ready := scaling.of_step(weight, way.number, theirs)) is not None:
+    if matrix is None and (ready := scaling.cached_quantized_weight(weight, way.number, theirs)) is not None:
         matrix, theirs = ready[0], None
     if matrix is None:
         matrix = scaling.quantise("weight", weight, theirs)
@@ -307,7 +309,7 @@ def forward_product(
 
 
 def backward_products(
-    gradient: Tensor, weight: Tensor, kept: Tensor, scales: Tensor | None, way: Way
+    gradient: Tensor, weight: Tensor, kept: Tensor, scales: Tensor | None, way: LowLinearOptions
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, [t, in], and of the weight, for a layer of this rank alone. gradient: [.., out]; kept, scales: as `forward_product` returned them.
 
@@ -318,7 +320,7 @@ def backward_products(
     ready = way.transposed_matrix is not None or scaling.caches
     largest = None if ready else scaling.largest_value("weight", weight)
     rounded, across = _rounded_gradient(scaling, flat)
-    own = recipe.product(rounded, _turned_weight(way, weight, largest), gradient.dtype)
+    own = recipe.product(rounded, _transposed_quantized_weight(way, weight, largest), gradient.dtype)
     kept = kept if form == "turned" else kept.reshape(-1, kept.shape[-1])
     return own, _weight_gradients(scaling, form, scales, flat, across, kept, bias=False)[0]
 
@@ -327,9 +329,9 @@ def _rounded_input(
     scaling: Scaling, flat: Tensor, form: Form, largest: Tensor | None
 ) -> tuple[Quantised, Quantised | None]:
     """An input [t, in], and its transposed where that is what is kept. largest: what its scale is made for."""
-    if scaling.recipe.is_small:
+    if scaling.recipe.is_4_bit:
         return scaling.quantise("input", flat, largest), None
-    rows, turned = scaling.quantise_both("input", flat, largest, turned=form == "turned")
+    rows, turned = scaling.quantise_with_transpose("input", flat, largest, turned=form == "turned")
     assert rows is not None, "it was asked for"
     return rows, turned
 
@@ -337,19 +339,19 @@ def _rounded_input(
 def _rounded_gradient(scaling: Scaling, flat: Tensor) -> tuple[Quantised, Quantised | None]:
     """A gradient [t, out], and its transposed where the weight's gradient is a product of 8 bits."""
     recipe, largest = scaling.recipe, scaling.largest_value("gradient", flat)
-    if recipe.is_small:
+    if recipe.is_4_bit:
         return scaling.quantise("gradient", flat, largest), None
-    rows, turned = scaling.quantise_both("gradient", flat, largest, turned=recipe.wgrad)
+    rows, turned = scaling.quantise_with_transpose("gradient", flat, largest, turned=recipe.wgrad)
     assert rows is not None, "it was asked for"
     return rows, turned
 
 
-def _turned_weight(way: Way, weight: Tensor, largest: Tensor | None) -> Quantised:
+def _transposed_quantized_weight(way: LowLinearOptions, weight: Tensor, largest: Tensor | None) -> Quantised:
     """The weight rounded for sums over its outputs, [in, out]."""
     scaling, recipe = way.scaling, way.scaling.recipe
     if way.transposed_matrix is not None:
         return way.transposed_matrix
-    if (ready := scaling.of_step(weight, way.number)) is not None:
+    if (ready := scaling.cached_quantized_weight(weight, way.number)) is not None:
         return ready[1]
     if recipe.serves_transposed("weight"):
         return scaling.quantise("weight", weight, largest).t()
@@ -370,14 +372,14 @@ def _weight_gradients(
     recipe = scaling.recipe
     if not recipe.wgrad:
         result = gradient.t().matmul(kept)
-    elif recipe.is_small:
+    elif recipe.is_4_bit:
         sides = scaling.quantise_tokens("gradient", gradient), scaling.quantise_tokens("input", kept)
         result = recipe.product(*sides, gradient.dtype)
     else:
         assert across is not None, "the gradient was rounded for both sums"
         right: Quantised | None
         if form == "whole":
-            _, right = scaling.quantise_both("input", kept, None, rows=False)
+            _, right = scaling.quantise_with_transpose("input", kept, None, rows=False)
         elif recipe.one_scale:
             right = Quantised(kept if form == "turned" else kept.t(), scales)
         else:
@@ -387,7 +389,7 @@ def _weight_gradients(
     return (result, gradient.sum(0)) if bias else (result,)
 
 
-def _delayed_weight_gradients(compute: Any, kept: Tensor, way: Way) -> tuple[Tensor, ...]:
+def _delayed_weight_gradients(compute: Any, kept: Tensor, way: LowLinearOptions) -> tuple[Tensor, ...]:
     """The gradients that were left for later; the tokens of other ranks are fetched only now."""
     if way.gathers and way.axis is not None:
         kept, gathering = _start_gather(kept, way.axis)
@@ -395,7 +397,9 @@ def _delayed_weight_gradients(compute: Any, kept: Tensor, way: Way) -> tuple[Ten
     return compute(kept)
 
 
-def _start_sum(gradient: Tensor, way: Way, shape: torch.Size) -> tuple[Tensor, collectives.Work]:
+def _start_gradient_reduction(
+    gradient: Tensor, way: LowLinearOptions, shape: torch.Size
+) -> tuple[Tensor, collectives.Work]:
     """Begin to sum an input's gradient [t, in] over the ranks that it was opened for; returns what will hold it, like the input."""
     if way.axis is None:
         return gradient.view(shape), None
@@ -426,7 +430,7 @@ def _gather_quantized(x: Quantised, axis: Axis) -> Quantised:
     return replace(x, values=values, blocks=blocks)
 
 
-def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: LowLinearOptions) -> Tensor:
     """x W^T + b, of rounded operands. x: [.., in]; weight: [out, in]. Returns [.., out], of all positions where the way gathers."""
     scaling = way.scaling
     if (
@@ -443,7 +447,7 @@ def low_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
     """
     rows, matrices = x.split(counts.tolist()), weight.unbind(0)
     biases = [None] * len(matrices) if bias is None else bias.unbind(0)
-    ways = (Way(scaling, number=number) for number in range(len(matrices)))
+    ways = (LowLinearOptions(scaling, number=number) for number in range(len(matrices)))
     return torch.cat(
         [
             low_linear(own, matrix, shift, way)

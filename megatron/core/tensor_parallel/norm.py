@@ -9,7 +9,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import Kind, ParamSpec, constant, parameter
+from megatron.core.parallel.spec import Kind, ParamSpec, constant_initializer, meta_parameter
 
 
 class Norm(nn.Module):
@@ -32,27 +32,29 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon, self.one_plus, self.kernels = model.norm_epsilon, model.apply_layernorm_1p, kernels
-        scale = constant(0.0 if self.one_plus else 1.0)
-        self.weight = parameter(ParamSpec((size,), scale, kind, sum_over=sum_over), mesh, dtype)
-        shift = ParamSpec((size,), constant(0.0), kind, sum_over=sum_over)
-        self.bias = parameter(shift, mesh, dtype) if model.normalization == "LayerNorm" else None
+        scale = constant_initializer(0.0 if self.one_plus else 1.0)
+        self.weight = meta_parameter(ParamSpec((size,), scale, kind, sum_over=sum_over), mesh, dtype)
+        shift = ParamSpec((size,), constant_initializer(0.0), kind, sum_over=sum_over)
+        self.bias = meta_parameter(shift, mesh, dtype) if model.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]. Returns the same shape."""
-        scale = scale_of(self.weight, x.dtype, one_plus=self.one_plus)
+        scale = effective_norm_weight(self.weight, x.dtype, one_plus=self.one_plus)
         x = x.to(scale.dtype)
         if self.bias is None:
             return self.kernels.rms_norm(x, scale, self.epsilon).to(self.weight.dtype)
         return self.kernels.layer_norm(x, scale, self.bias.to(x.dtype), self.epsilon).to(self.weight.dtype)
 
-    def of_sum(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """x + update and its norm, by one kernel. x, update: [..., size], of the module's own format."""
         residual_norm = self.kernels.residual_norm
         assert residual_norm is not None, "layers ask for the sum only where there is a kernel for it"
-        return residual_norm(x, update, scale_of(self.weight, x.dtype, one_plus=self.one_plus), self.bias, self.epsilon)
+        return residual_norm(
+            x, update, effective_norm_weight(self.weight, x.dtype, one_plus=self.one_plus), self.bias, self.epsilon
+        )
 
 
-def scale_of(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:
+def effective_norm_weight(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:
     """Return the factor [h] of a normalized x. one_plus: the weight [h] is the factor minus one, and the sum stays in
     fp32.
 

@@ -38,7 +38,7 @@ from megatron.core.parallel.spec import LocalShard, local_shape, local_shards, q
 class QuantizedWeight:
     """The values of one frozen parameter, [out, in] or of experts [e, out, in], in a format of `weight_blocks.FORMATS`.
 
-    boxes: what of the global tensor must be given to `put`, one by one. hashes: of the values given, of each local shard.
+    boxes: what of the global tensor must be given to `quantize_box`, one by one. hashes: of the values given, of each local shard.
     """
 
     def __init__(self, param: nn.Parameter, mesh: Mesh, format: str) -> None:
@@ -61,7 +61,7 @@ class QuantizedWeight:
         self._pairs = pairs_of_values().to(mesh.device) if format == "nf4" else torch.empty(0)
         self._tensors: tuple[Tensor, ...] = ()
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return what is stored:
 
         codes, codes of scales, means, steps, and the block of each row; any shape; allocated at first use.
@@ -70,14 +70,14 @@ class QuantizedWeight:
             self._tensors = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._sizes)
         return self._tensors
 
-    def put(self, index: int, values: Tensor) -> None:
+    def quantize_box(self, index: int, values: Tensor) -> None:
         """Quantize the values of a box (any shape), given by its index, and store what this rank holds of it."""
         shard, box, values = self.shards[index], self.boxes[index], values.to(self.device)
         own = values[shard.box.shifted(tuple(-start for start in box.offset)).slices()]
         self.hashes[index] = box_hash(own, shard.box, self.spec.shape, derive_seed("base", self.spec.name))
         blocks = quantize(values, self.format)
-        (*stacked, rows, _), codes = shard.local.slices(), _of_shard(blocks, shard, box)
-        packed, scales, means, steps, means_of_row = self.tensors()
+        (*stacked, rows, _), codes = shard.local.slices(), _slice_shard_blocks(blocks, shard, box)
+        packed, scales, means, steps, means_of_row = self.stored_tensors()
         packed[(*stacked, rows)] = pack(codes.codes) if self.format == "nf4" else codes.codes
         scales[(*stacked, rows)] = codes.scales
         before = sum(self._means_of[:index])
@@ -91,7 +91,7 @@ class QuantizedWeight:
 
         [..., rows, columns] of its shard, in the parameter's dtype.
         """
-        packed, scales, means, steps, of_row = self.tensors()
+        packed, scales, means, steps, of_row = self.stored_tensors()
         levels = unpacked_values(packed, self._columns, self._pairs) if self.format == "nf4" else packed.float() / 127
         wide = torch.addcmul(means.index_select(-2, of_row), steps.index_select(-2, of_row), scales.float())
         return dequantize(levels, wide.clamp_min(0.0), first=self._first, dtype=self.dtype)
@@ -107,7 +107,7 @@ def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
     return Box(tuple(offset), tuple(size))
 
 
-def _of_shard(blocks: QuantizedBlocks, shard: LocalShard, box: Box) -> QuantizedBlocks:
+def _slice_shard_blocks(blocks: QuantizedBlocks, shard: LocalShard, box: Box) -> QuantizedBlocks:
     """Of the blocks of a box, the rows and columns of a local shard. Means and steps stay those of all rows."""
     rows, columns = shard.box.shifted(tuple(-start for start in box.offset)).slices()[-2:]
     return QuantizedBlocks(blocks.codes[..., rows, columns], blocks.scales[..., rows, :], blocks.means, blocks.steps)
@@ -124,7 +124,7 @@ def quantize_frozen(network: nn.Module, mesh: Mesh, format: str) -> None:
             weight.quantized = QuantizedWeight(weight, mesh, format)  # type: ignore[attr-defined]
 
 
-def as_quantized(read: Callable[[Box], Tensor], box: Box, shape: tuple[int, ...], format: str) -> Tensor:
+def quantize_and_dequantize(read: Callable[[Box], Tensor], box: Box, shape: tuple[int, ...], format: str) -> Tensor:
     """What a matrix would hold in a box if it were quantized, fp32. read: its values in a box; shape: [out, in]."""
     outer = _whole_blocks(box, shape)
     blocks = quantize(read(outer), format)
@@ -141,7 +141,7 @@ def dense(weight: Tensor) -> Tensor:
     return weight if quantized is None else cast(QuantizedWeight, quantized).dense()
 
 
-class _Frozen(Function):
+class _FrozenLinear(Function):
     """x W^T, of a weight that is dequantized in each direction."""
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Frozen(Function):
         return gradient.matmul(dense(context.weight)), None
 
 
-class _FrozenOfExperts(Function):
+class _FrozenGroupedLinear(Function):
     """x W^T of each row's own expert. kernel: what multiplies."""
 
     @staticmethod
@@ -171,10 +171,10 @@ class _FrozenOfExperts(Function):
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b, of which the backward pass needs neither x nor W dense. x: [.., in]; weight: [out, in], quantized. Returns [.., out]."""
-    product = _Frozen.apply(x, weight)
+    product = _FrozenLinear.apply(x, weight)
     return product if bias is None else product + bias
 
 
 def frozen_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
     """`reference.grouped_linear` of quantized experts by a kernel of it. x: [n, in]; weight: [e, out, in]; counts: [e]. Returns [n, out]."""
-    return _FrozenOfExperts.apply(x, weight, counts, kernel)
+    return _FrozenGroupedLinear.apply(x, weight, counts, kernel)

@@ -36,7 +36,7 @@ class Region:
     overlapped: OverlappedMatmuls = OverlappedMatmuls()
     sums: bool = False
 
-    def sum_of(self, weight: Tensor) -> MainGrad | None:
+    def main_grad_of(self, weight: Tensor) -> MainGrad | None:
         """Return the main gradient to which a layer adds the gradient of a weight (any shape);
 
         None if autograd is to return it.
@@ -78,7 +78,7 @@ class Region:
         """The way back from `scatter_tokens`: [s/tp, b, h] to [held, b, h], what a rank holds between regions."""
         return own if self.sequence_parallel else collectives.gather_then_split(own, self.axis)[:held]
 
-    def length(self, sequence: int) -> int:
+    def local_length(self, sequence: int) -> int:
         """Positions that a rank holds between regions."""
         return sequence // self.axis.size if self.sequence_parallel else sequence
 
@@ -93,11 +93,11 @@ class Region:
         return collectives.reduce_then_identity(x[0] * float(self.axis.is_first), self.axis)
 
     @property
-    def outside_sums(self) -> tuple[str, ...]:
+    def gradient_sum_axes(self) -> tuple[str, ...]:
         """Axes over which gradients of parameters used between regions must be summed."""
         return ("tp",) if self.sequence_parallel else ()
 
     @property
-    def outside_stream(self) -> str:
+    def dropout_stream(self) -> str:
         """Random stream for dropout between regions."""
         return "cut" if self.sequence_parallel else "default"

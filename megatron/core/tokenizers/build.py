@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, refuse, spelling
+from megatron.core.config.flags import ConfigError, flag_name, refuse
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import SpecialTokens, Tokenizer, flatten_ids, read_text, tokenize_around_special
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
@@ -228,7 +228,7 @@ def problems_of(config: TokenizerConfig) -> list[str]:
         near = difflib.get_close_matches(kind or "", KINDS, n=1)
         return [f"{problem}; choose one of {', '.join(KINDS)}" + (f"; did you mean {near[0]}?" if near else "")]
     problems = [
-        f"--tokenizer-type {kind} needs {spelling(name)}; give it"
+        f"--tokenizer-type {kind} needs {flag_name(name)}; give it"
         for name in NEEDS[kind]
         if getattr(config, name) is None
     ]
@@ -243,7 +243,7 @@ def unused_settings(config: TokenizerConfig) -> dict[str, str]:
     """Return settings that are given but not used by this kind of tokenizer: setting -> the flag as given."""
     kind = config.tokenizer_type
     return {
-        field.name: f"{spelling(field.name)} {_format_value(getattr(config, field.name))}"
+        field.name: f"{flag_name(field.name)} {_format_value(getattr(config, field.name))}"
         for field in fields(config)
         if kind is not None
         and kind in KINDS
@@ -293,17 +293,17 @@ def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
     GPT-2's.
     """
     if absent := missing_files(config):
-        return config.known_size, f"{', '.join(absent)}: not here"
+        return config.vocab_size_from_flags, f"{', '.join(absent)}: not here"
     files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
     if not files and config.tokenizer_type != "ByteTokenizer":
         return (
-            config.known_size,
+            config.vocab_size_from_flags,
             "" if config.tokenizer_type == "NullTokenizer" and config.vocab_size else "no file of a tokenizer is named",
         )
     try:
         return build_tokenizer(config).vocab_size, ""
     except (ConfigError, OSError, ValueError) as error:
-        return config.known_size, str(error)
+        return config.vocab_size_from_flags, str(error)
 
 
 def _format_value(value: object) -> str:

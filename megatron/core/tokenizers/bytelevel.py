@@ -67,7 +67,7 @@ class ByteLevelBPE:
         return choose_engine(self.source.candidates, self.source.reference, self.source.name)
 
     @cached_property
-    def identity(self) -> str:
+    def vocabulary_hash(self) -> str:
         """Hash of everything that the ids depend on; the same for every file format of a vocabulary."""
         specials = json.dumps(self.special, sort_keys=True).encode()
         ranks = self.source.ranks
@@ -85,7 +85,7 @@ class ByteLevelBPE:
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
         """The hash of bytes, ids and order of all tokens."""
-        return {"algorithm": "byte-level BPE", "content": self.identity}
+        return {"algorithm": "byte-level BPE", "content": self.vocabulary_hash}
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""

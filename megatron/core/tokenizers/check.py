@@ -53,7 +53,7 @@ def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings
         )
     if tokenizer.unique_identifiers["algorithm"] != "ids as text":  # its texts are numbers, which the samples are not
         _check_round_trips(tokenizer, findings)
-        _check_forging(tokenizer, findings)
+        _check_special_token_injection(tokenizer, findings)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _check_added_tokens(tokenizer, findings)
     return findings
@@ -121,7 +121,7 @@ def _check_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
         )
 
 
-def _check_forging(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
+def _check_special_token_injection(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
     around = set(tokenizer.tokenize(""))
     forged = [
         name

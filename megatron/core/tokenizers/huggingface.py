@@ -123,7 +123,7 @@ class HuggingFaceTokenizer(SpecialTokens):
             else {}
         )
         if self._bytes is not None:
-            return {"algorithm": "byte-level BPE", "content": self._bytes.identity, **frame}
+            return {"algorithm": "byte-level BPE", "content": self._bytes.vocabulary_hash, **frame}
         parsed = json.loads(self._text)
         content = json.dumps(
             {key: value for key, value in parsed.items() if key not in ("truncation", "padding", "version")},

@@ -18,16 +18,16 @@ from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained, linear
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter, spec_of
-from megatron.core.tensor_parallel.adapter import AdapterBuild, LinearAdapter, kaiming_uniform
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer, meta_parameter, spec_of
+from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter, kaiming_uniform
 from megatron.core.tensor_parallel.quantized import quantize_frozen
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 
 
-def add_adapters(layer: nn.Module, plan: LayerPlan, build: Build) -> None:
+def add_adapters(layer: nn.Module, plan: LayerPlan, build: BuildContext) -> None:
     """Put an adapter beside each linear layer that the plan names."""
     config = build.model.adapter
-    made = AdapterBuild(build.mesh, build.streams, build.dtype, config.lora_dropout, config.dora)
+    made = AdapterBuildContext(build.mesh, build.streams, build.dtype, config.lora_dropout, config.dora)
     shapes = linear_layers(build.model, plan)
     for path, group in groupby(plan.adapters, key=lambda one: one.linear):
         linear, names = layer.get_submodule(path), [name for name, _ in shapes[path].parts]
@@ -67,10 +67,12 @@ def without_adapters(*networks: nn.Module) -> Iterator[None]:
             one.enabled = enabled
 
 
-class GroupedPair(nn.Module):
+class GroupedLowRankPair(nn.Module):
     """The factors of all experts of this rank: A [e, r, in], B [e, out, r]."""
 
-    def __init__(self, plan: AdapterPlan, weight: ParamSpec, rows: tuple[FusedSegment, ...], build: Build) -> None:
+    def __init__(
+        self, plan: AdapterPlan, weight: ParamSpec, rows: tuple[FusedSegment, ...], build: BuildContext
+    ) -> None:
         super().__init__()
         self.scale, self.rank = plan.scale, plan.rank
         experts, _, inputs = weight.shape
@@ -87,20 +89,22 @@ class GroupedPair(nn.Module):
         )
         second = ParamSpec(
             (experts, sum(part.size for part in rows), plan.rank),
-            constant(0.0),
+            constant_initializer(0.0),
             "lora_b",
             (by_expert, Shard(1, "etp", rows)) if cut_output else (by_expert,),
             () if cut_output else ("etp",),
             reduce_over="edp",
             stacked=True,
         )
-        self.lora_A, self.lora_B = (parameter(spec, build.mesh, build.dtype) for spec in (first, second))
+        self.lora_A, self.lora_B = (meta_parameter(spec, build.mesh, build.dtype) for spec in (first, second))
 
 
 class GroupedAdapter(nn.Module):
     """The adapters of a linear layer of experts: one of the whole matrix, or one of each of some of its parts."""
 
-    def __init__(self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: Build) -> None:
+    def __init__(
+        self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: BuildContext
+    ) -> None:
         super().__init__()
         spec, self.enabled = spec_of(weight), True
         by_width = spec.shards[1]
@@ -114,12 +118,12 @@ class GroupedAdapter(nn.Module):
         )
         for plan in plans:
             rows = segments if plan.part == "" else (segments[self.names.index(plan.part)],)
-            self.pairs[plan.part or WHOLE] = GroupedPair(plan, spec, rows, build)
+            self.pairs[plan.part or WHOLE] = GroupedLowRankPair(plan, spec, rows, build)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """What the adapters add. x: [n, in], sorted by expert; counts: [e]. Returns [n, out], in the state of the layer's product."""
         products = {}
-        for name, pair in cast(list[tuple[str, GroupedPair]], list(self.pairs.items())):
+        for name, pair in cast(list[tuple[str, GroupedLowRankPair]], list(self.pairs.items())):
             low = self.multiply(x, pair.lora_A, counts, None)
             products[name] = self.multiply(low, pair.lora_B, counts, None) * pair.scale
         if WHOLE in products:

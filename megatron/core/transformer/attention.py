@@ -18,23 +18,30 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.context_parallel.attention import gather_keys
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, normal, parameter
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    ParamSpec,
+    Shard,
+    constant_initializer,
+    meta_parameter,
+    normal_initializer,
+)
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.tensor_parallel.norm import scale_of
-from megatron.core.transformer.build import Build, scaled
+from megatron.core.tensor_parallel.norm import effective_norm_weight
+from megatron.core.transformer.build import BuildContext, scaled
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.qk_clip import Peaks
+from megatron.core.transformer.qk_clip import MaxScoreTracker
 from megatron.core.transformer.rope import RotaryTable
 
 
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself."""
 
-    def __init__(self, build: Build, plan: LayerPlan) -> None:
+    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.plan = build, plan
@@ -62,7 +69,7 @@ class SelfAttention(nn.Module):
             model.query_size,
             model.hidden_size,
             bias=model.add_bias_linear,
-            init=build.initial_output(),
+            init=build.output_init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,
@@ -78,7 +85,7 @@ class SelfAttention(nn.Module):
             self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
             self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
         self.softmax_offset = attention_sinks(build) if model.softmax_type == "learnable" else None
-        self.peaks = Peaks() if model.qk_clip else None
+        self.peaks = MaxScoreTracker() if model.qk_clip else None
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
@@ -100,7 +107,7 @@ class SelfAttention(nn.Module):
             k,
             v,
             mask,
-            Scores(bias=bias, sink=self._attention_sink(q)),
+            ScoreModifiers(bias=bias, sink=self._attention_sink(q)),
             training=self.training,
             kernel=context.attention(self.build, self.plan.index),
         )
@@ -108,7 +115,7 @@ class SelfAttention(nn.Module):
             mixed = (mixed * torch.sigmoid(gate.to(accumulation_dtype(gate.dtype)))).to(mixed.dtype)
         return scaled(self.linear_proj(mixed), self.output_factor), normed
 
-    def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+    def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`."""
         model, tp = self.build.model, self.build.mesh.tp
         groups = shrink.view(model.num_query_groups, -1).amin(dim=1)
@@ -131,7 +138,7 @@ class SelfAttention(nn.Module):
         heads = scaled(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
         has_norms = self.q_layernorm is not None and self.k_layernorm is not None
         if table is not None and not has_norms:
-            pairs = self.build.model.rotates_pairs
+            pairs = self.build.model.has_interleaved_rotary
             q, *gate, k, v = self.build.kernels.rotary_qkv(heads, counts, table.cos, table.sin, pairs)
         else:
             q, *gate, k, v = heads.split(counts, dim=2)
@@ -150,7 +157,7 @@ class SelfAttention(nn.Module):
         return q.new_zeros(self.heads) if self.build.model.softmax_type == "off-by-one" else self.softmax_offset
 
     def _apply_rotary(self, x: Tensor, table: RotaryTable) -> Tensor:
-        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rotates_pairs)
+        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.has_interleaved_rotary)
 
 
 class NormAcrossHeads(nn.Module):
@@ -159,16 +166,18 @@ class NormAcrossHeads(nn.Module):
     part: those channels; a rank that holds copies of other ranks' heads sees their squares in the sum as often.
     """
 
-    def __init__(self, build: Build, part: FusedSegment) -> None:
+    def __init__(self, build: BuildContext, part: FusedSegment) -> None:
         super().__init__()
         self.build, self.part, self.one_plus = build, part, build.model.apply_layernorm_1p
-        spec = ParamSpec((part.size,), constant(0.0 if self.one_plus else 1.0), "qk_norm", (Shard(0, "tp", (part,)),))
-        self.weight = parameter(spec, build.mesh, build.dtype)
+        spec = ParamSpec(
+            (part.size,), constant_initializer(0.0 if self.one_plus else 1.0), "qk_norm", (Shard(0, "tp", (part,)),)
+        )
+        self.weight = meta_parameter(spec, build.mesh, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, heads of this rank, d]. Returns the same shape."""
         flat, tp, epsilon = x.flatten(2), self.build.mesh.tp, self.build.model.norm_epsilon
-        scale = scale_of(self.weight, x.dtype, one_plus=self.one_plus)
+        scale = effective_norm_weight(self.weight, x.dtype, one_plus=self.one_plus)
         if tp.size == 1:
             return self.build.kernels.rms_norm(flat.to(scale.dtype), scale, epsilon).to(x.dtype).view_as(x)
         own = flat.to(accumulation_dtype(x.dtype))
@@ -177,20 +186,22 @@ class NormAcrossHeads(nn.Module):
         return ((own * torch.rsqrt(mean + epsilon)).to(scale.dtype) * scale).to(x.dtype).view_as(x)
 
 
-def attention_sinks(build: Build) -> nn.Parameter:
+def attention_sinks(build: BuildContext) -> nn.Parameter:
     """A learned score for every head, cut over the tensor ranks as heads are."""
     heads = build.model.num_attention_heads
-    spec = ParamSpec((heads,), normal(build.model.init_method_std), "vector", (Shard(0, "tp", (FusedSegment(heads),)),))
-    return parameter(spec, build.mesh, build.dtype)
+    spec = ParamSpec(
+        (heads,), normal_initializer(build.model.init_method_std), "vector", (Shard(0, "tp", (FusedSegment(heads),)),)
+    )
+    return meta_parameter(spec, build.mesh, build.dtype)
 
 
 def attend(
-    build: Build,
+    build: BuildContext,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: MaskSpec,
-    scores: Scores = Scores(),
+    scores: ScoreModifiers = ScoreModifiers(),
     *,
     training: bool,
     kernel: Callable[..., Tensor] | None = None,
@@ -207,7 +218,7 @@ def attend(
     def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Tensor:
         # "default" leaves the streams alone: without dropout nothing is drawn.
         with build.streams.fork("cut" if dropout else "default"):
-            own = Scores(model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink)
+            own = ScoreModifiers(model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink)
             return kernel(q, k, v, mask, dropout, own)
 
     tensors = q, k, v, scores.bias, scores.sink

@@ -37,7 +37,7 @@ def count_choices(experts: Tensor, num_experts: int, num_groups: int = 1) -> Ten
     )  # bincount would wait for a GPU
 
 
-def balancing_share(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> Tensor:
+def local_balancing_loss(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> Tensor:
     """This rank's share of a balancing loss without its weight, a scalar.
 
     scores: [t, e] of this rank's tokens; token i belongs to group i % groups. chosen: [groups, e], all counts that f is made
@@ -49,7 +49,7 @@ def balancing_share(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> Tenso
     return num_experts / num_groups * (fractions * mean_scores).sum()
 
 
-def size_share(scores: Tensor, *, num_tokens: int) -> Tensor:
+def local_z_loss(scores: Tensor, *, num_tokens: int) -> Tensor:
     """This rank's share of the mean squared log-sum-exp of the router's scores (z-loss, Zoph et al., 2022), a scalar.
 
     scores: [t, e] before any softmax. num_tokens: on all ranks.
@@ -74,7 +74,7 @@ def sinkhorn(scores: Tensor, axis: Axis) -> Tensor:
     return collectives.local_chunk(whole * columns * rows[:, None], axis)
 
 
-def moved_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
+def updated_expert_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
     """The expert bias after a step: up for experts with less than the mean load, down for those with more (Wang et al., 2024).
 
     bias: [..., e]; load: int64 [..., e].

@@ -19,12 +19,12 @@ from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels.documents import remembered_starts
 from megatron.core.kernels.low_precision.recipes import recipe_of
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import Gating
+from megatron.core.kernels.reference import GatingOptions
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.recompute import discard_intermediate
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import Initial, Kind, normal, xavier_uniform
+from megatron.core.parallel.spec import Initial, Kind, normal_initializer, xavier_uniform
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import LowPrecision
 from megatron.core.tensor_parallel.norm import Norm
@@ -33,8 +33,8 @@ from megatron.core.tensor_parallel.region import Region
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
-    """The choices that hold for a whole network. low: those of one layer, if it multiplies in low precision (`of_layer`)."""
+class BuildContext:
+    """The choices that hold for a whole network. low: those of one layer, if it multiplies in low precision (`for_layer`)."""
 
     model: ModelConfig
     mesh: Mesh
@@ -62,10 +62,12 @@ class Build:
             self.sums,
         )
 
-    def of_layer(self, plan: LayerPlan) -> Build:
+    def for_layer(self, plan: LayerPlan) -> BuildContext:
         """The choices for one transformer layer: whether its matrices are multiplied in 8 or 4 bits."""
         recipe = recipe_of(self.low_precision, self.mesh.device, self.kernels.quantise)
-        if recipe is None or not self.low_precision.is_rounded(plan.index, self.model.num_layers_of(plan.cross)):
+        if recipe is None or not self.low_precision.is_low_precision_layer(
+            plan.index, self.model.num_layers_of(plan.cross)
+        ):
             return self
         return replace(self, low=LowPrecision(recipe, self.mesh, self.streams, self.kernels.low_linear))
 
@@ -76,11 +78,11 @@ class Build:
         return torch.float32 if wide else self.dtype
 
     @property
-    def sums_in_norms(self) -> bool:
+    def has_fused_residual_norm(self) -> bool:
         """Whether one kernel sums what attention adds, and norms the sum for the MLP."""
-        return self.kernels.residual_norm is not None and self.model.sums_before_norms
+        return self.kernels.residual_norm is not None and self.model.has_plain_pre_norm
 
-    def over_context(self, layer: int) -> Build:
+    def with_context_parallel_attention(self, layer: int) -> BuildContext:
         """Return a copy for a layer whose attention kernel takes this rank's shards of sequences that are cut over the context ranks,
         and attends to the whole sequences.
 
@@ -119,20 +121,24 @@ class Build:
 
     def init_method(self) -> Initial:
         """Initial values of an input matrix."""
-        return xavier_uniform() if self.model.init_method_xavier_uniform else normal(self.model.init_method_std)
+        return (
+            xavier_uniform()
+            if self.model.init_method_xavier_uniform
+            else normal_initializer(self.model.init_method_std)
+        )
 
-    def initial_output(self) -> Initial:
+    def output_init_method(self) -> Initial:
         """Initial values of a matrix that writes to the residual stream: smaller by the root of the number of residual sums, two a layer (GPT-2)."""
         if self.model.init_method_xavier_uniform:
             return xavier_uniform()
-        return normal(
+        return normal_initializer(
             self.model.init_method_std / math.sqrt((1.0 if self.model.hybrid.symbols else 2.0) * self.model.num_layers)
         )
 
-    def initial_embedding(self) -> Initial:
+    def embedding_init_method(self) -> Initial:
         """Initial values of the embeddings."""
         deviation = self.model.embedding_init_method_std
-        return self.init_method() if deviation is None else normal(deviation)
+        return self.init_method() if deviation is None else normal_initializer(deviation)
 
     @property
     def adds_bias_in_activation(self) -> bool:
@@ -145,7 +151,7 @@ class Build:
         bias: [f] or [2 f], where it was not added yet (`adds_bias_in_activation`).
         """
         model = self.model
-        gating = Gating(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
+        gating = GatingOptions(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
         if bias is not None:
             assert self.kernels.bias_activation is not None, "a bias waits only where there is a kernel for it"
             return self.kernels.bias_activation(x, bias, model.activation, gating)
@@ -172,7 +178,7 @@ class Build:
             mesh=self.mesh,
             dtype=self.dtype,
             kind=kind,
-            sum_over=self.region.outside_sums if sum_over is None else sum_over,
+            sum_over=self.region.gradient_sum_axes if sum_over is None else sum_over,
         )
 
 

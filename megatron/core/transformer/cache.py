@@ -22,7 +22,7 @@ Mix = Callable[
 class StatefulMixer(Protocol):
     """A mixer that knows of a text's beginning what a state of constant size holds."""
 
-    def first_state(self, batch: int) -> MixerState:
+    def initial_state(self, batch: int) -> MixerState:
         """The state before a text, of so many texts."""
 
 
@@ -41,11 +41,11 @@ class Cache(Protocol):
         parts: each [t, 1, ...], what `mix` takes. Returns [t, 1, ...].
         """
 
-    def memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+    def cross_attention_memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """Return what a cross-attention layer computes from the encoder's output, [s, b, ...];
 
         made in the first pass and kept.
         """
 
-    def for_logits(self, x: Tensor) -> Tensor:
+    def select_logit_states(self, x: Tensor) -> Tensor:
         """The hidden states whose logits are asked for. x: [t, 1, h]; returns [w, 1, h]."""

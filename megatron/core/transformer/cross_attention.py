@@ -14,14 +14,14 @@ from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.cache import Cache
 
 
 class CrossAttention(nn.Module):
     """Attention of a sequence to a memory, without positions."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.head_size = build, model.kv_channels
@@ -33,7 +33,7 @@ class CrossAttention(nn.Module):
         )
         self.linear_kv = ColumnLinear(model.hidden_size, (key, key), bias=bias, init=build.init_method(), **shared)
         self.linear_proj = RowLinear(
-            model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.initial_output(), **shared
+            model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.output_init_method(), **shared
         )
 
     def forward(
@@ -48,6 +48,6 @@ class CrossAttention(nn.Module):
         def pairs() -> Tensor:
             return self.linear_kv(memory.to(self.linear_kv.weight.dtype))
 
-        k, v = (pairs() if cache is None else cache.memory(self, pairs)).chunk(2, dim=-1)
+        k, v = (pairs() if cache is None else cache.cross_attention_memory(self, pairs)).chunk(2, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         return self.linear_proj(attend(self.build, q, k, v, mask, training=self.training)), normed

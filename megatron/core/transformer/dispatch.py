@@ -229,14 +229,14 @@ class AllGatherDispatcher:
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """See `Dispatcher.combine`."""
         shares = unpermute_tokens(outputs, dispatched.permutation)
-        summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch)
+        summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch_microbatch)
         return collectives.scatter_then_gather(summed, self.etp)
 
     def _gather_tokens(self, values: Tensor) -> Tensor:
         if not values.dtype.is_floating_point:
             return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep)
         gathered = collectives.gather_then_scatter(values, self.etp)
-        return collectives.gather_then_scatter(gathered, self.ep, self.ep.overlap.switch)
+        return collectives.gather_then_scatter(gathered, self.ep, self.ep.overlap.switch_microbatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,19 +270,19 @@ class AllToAllDispatcher:
         arriving = table[:, :, self.ep.rank]
         send = table[self.etp.rank, self.ep.rank].sum(-1).tolist()
         handle = _ExchangeHandle(
-            AsyncAllToAll(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch),
+            AsyncAllToAll(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch_microbatch),
             arriving.sum((1, 2)).tolist(),
-            *(index.to(tokens.device) for index in _by_expert(arriving.reshape(-1, here))),
+            *(index.to(tokens.device) for index in _sender_to_expert_order(arriving.reshape(-1, here))),
         )
         beside = AsyncAllToAll(send, handle.exchange.receive, self.ep)  # its waits follow those of the tokens
-        weights = collectives.start_async(permute_weights(routing.weights, permutation)[:, None], beside)
-        coming = collectives.start_async(permute_tokens(tokens, permutation), handle.exchange)
+        weights = collectives.begin_all_to_all(permute_weights(routing.weights, permutation)[:, None], beside)
+        coming = collectives.begin_all_to_all(permute_tokens(tokens, permutation), handle.exchange)
         counts = arriving.sum((0, 1)).to(tokens.device)
 
         def wait() -> ExpertInputs:
-            arrived = self._sort_by_expert(collectives.finish_async(coming, handle.exchange), handle)
+            arrived = self._sort_by_expert(collectives.finish_all_to_all(coming, handle.exchange), handle)
             return ExpertInputs(
-                arrived, self._sort_by_expert(collectives.finish_async(weights, beside), handle).squeeze(1), counts
+                arrived, self._sort_by_expert(collectives.finish_all_to_all(weights, beside), handle).squeeze(1), counts
             )
 
         return Dispatched(wait, permutation, handle)
@@ -292,7 +292,7 @@ class AllToAllDispatcher:
         handle: _ExchangeHandle = dispatched.handle
         shares = reorder_rows(outputs, handle.back, handle.index, self.permute)
         own = collectives.uneven_scatter_then_gather(shares, handle.gathered, self.etp)
-        forth, switch = handle.exchange, self.ep.overlap.switch
+        forth, switch = handle.exchange, self.ep.overlap.switch_microbatch
         return unpermute_tokens(
             collectives.all_to_all(own, forth.receive, forth.send, self.ep, switch), dispatched.permutation
         )
@@ -307,7 +307,7 @@ class AllToAllDispatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryDispatcher:
+class FlexDispatcher:
     """Tokens travel as a library sends them (kernels/external/deep_ep.py). Experts are whole."""
 
     num_experts: int
@@ -333,7 +333,7 @@ class LibraryDispatcher:
         return self.library.combine(unpermute_tokens(outputs, dispatched.permutation), dispatched.handle)
 
 
-def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
+def _sender_to_expert_order(counts: Tensor) -> tuple[Tensor, Tensor]:
     """(index, back) that bring blocks by sender and then expert into the order by expert and then sender.
 
     counts: [senders, experts], rows of each block.
@@ -349,5 +349,5 @@ def dispatcher_of(kind: str, num_experts: int, mesh: Mesh, kernels: Kernels = Ke
     if mesh.ep.group is None and mesh.etp.group is None:
         return LocalDispatcher(num_experts, permute)
     if kind == "flex" and library is not None and mesh.ep.group is not None:
-        return LibraryDispatcher(num_experts, mesh.ep, library(mesh.ep.group), permute)
+        return FlexDispatcher(num_experts, mesh.ep, library(mesh.ep.group), permute)
     return (AllGatherDispatcher if kind == "allgather" else AllToAllDispatcher)(num_experts, mesh.ep, mesh.etp, permute)

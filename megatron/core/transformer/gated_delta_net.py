@@ -19,15 +19,15 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.state_space import (
     CausalConv,
     MixerState,
-    copies_of,
     document_segments,
+    group_repeats,
     head_vector,
     log_uniform,
 )
@@ -64,7 +64,7 @@ class DeltaNetSizes:
 class GatedDeltaNet(nn.Module):
     """The gated delta rule as the mixer of a layer."""
 
-    def __init__(self, build: Build, sizes: DeltaNetSizes) -> None:
+    def __init__(self, build: BuildContext, sizes: DeltaNetSizes) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.sizes = build, sizes
@@ -82,14 +82,14 @@ class GatedDeltaNet(nn.Module):
             kind="in_proj",
         )
         self.conv1d = CausalConv((keys, keys, values), sizes.conv_width, build, bias=False)
-        self.dt_bias = head_vector(build, sizes.value_heads, constant(1.0))
+        self.dt_bias = head_vector(build, sizes.value_heads, constant_initializer(1.0))
         self.A_log = head_vector(build, sizes.value_heads, log_uniform(1.0, 16.0))
         self.out_norm = HeadNorm(build, sizes.value_size)
         self.out_proj = RowLinear(
             values.size,
             model.hidden_size,
             bias=False,
-            init=build.initial_output(),
+            init=build.output_init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,
@@ -110,7 +110,7 @@ class GatedDeltaNet(nn.Module):
             mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
         return self.out_proj(self.out_norm(exchange.to_positions(mixed), z).flatten(2)), normed
 
-    def first_state(self, batch: int) -> MixerState:
+    def initial_state(self, batch: int) -> MixerState:
         """The state before a text."""
         sizes, weight = self.sizes, self.conv1d.weight
         scan = weight.new_zeros(
@@ -141,12 +141,12 @@ class GatedDeltaNet(nn.Module):
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
         """Convolution and scan. parts: q, k, v, b, a as split. Returns [s, b, nv/tp/cp, dv] of all positions, and the state behind them."""
-        copies, format_ = copies_of(self.key_heads, exchange), accumulation_dtype(self.build.dtype)
+        copies, format_ = group_repeats(self.key_heads, exchange), accumulation_dtype(self.build.dtype)
         q, k, v, b, a = parts
         if copies > 1:
             q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
         q, k, v, b, a = exchange.to_heads(q, k, v, b, a)
-        kernels = exchange.around(self.build.kernels)
+        kernels = exchange.wrap_kernels(self.build.kernels)
         joined = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
         before = None if state is None else state.conv
         made = kernels.causal_conv(joined, self._conv_of(exchange, copies), None, segments, before)
@@ -180,12 +180,14 @@ class GatedDeltaNet(nn.Module):
 class HeadNorm(nn.Module):
     """RMSNorm of every head, with one weight for all heads, times SiLU of a gate."""
 
-    def __init__(self, build: Build, size: int) -> None:
+    def __init__(self, build: BuildContext, size: int) -> None:
         super().__init__()
         epsilon = build.model.hybrid.linear_norm_epsilon
         self.epsilon = build.model.norm_epsilon if epsilon is None else epsilon
         # A rank sees its own heads only, so the gradient is a share of a sum, with and without sequence parallelism.
-        self.weight = parameter(ParamSpec((size,), constant(1.0), "vector", sum_over=("tp",)), build.mesh, build.dtype)
+        self.weight = meta_parameter(
+            ParamSpec((size,), constant_initializer(1.0), "vector", sum_over=("tp",)), build.mesh, build.dtype
+        )
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
         """o, z: [s, b, n/tp, dv]. Returns the same shape."""

@@ -13,7 +13,7 @@ from megatron.core.parallel.recompute import recompute
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.transformer.adapters import add_adapters
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
@@ -24,7 +24,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.passing import ForwardContext
 
-MIXERS: dict[str, Callable[[Build, LayerPlan], nn.Module]] = {
+MIXERS: dict[str, Callable[[BuildContext, LayerPlan], nn.Module]] = {
     "attention": SelfAttention,
     "mla": MultiLatentAttention,
     "mamba": lambda build, plan: MambaMixer(build, MambaSizes.from_model(build.model)),
@@ -32,7 +32,7 @@ MIXERS: dict[str, Callable[[Build, LayerPlan], nn.Module]] = {
 }
 
 
-def _mlp_of(plan: LayerPlan, build: Build) -> MoELayer | MLP | None:
+def _mlp_of(plan: LayerPlan, build: BuildContext) -> MoELayer | MLP | None:
     if plan.mlp == "none":
         return None
     return MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)
@@ -47,9 +47,9 @@ class Layer(nn.Module):
     hybrid has one of the two halves only; Mamba-2 may stand beside attention, on the same norm.
     """
 
-    def __init__(self, plan: LayerPlan, build: Build) -> None:
+    def __init__(self, plan: LayerPlan, build: BuildContext) -> None:
         super().__init__()
-        build, model = build.of_layer(plan), build.model
+        build, model = build.for_layer(plan), build.model
         self.build, self.plan = build, plan
         self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
         after_sublayer = model.norms_after_sublayer(plan.mixer)
@@ -57,8 +57,12 @@ class Layer(nn.Module):
         before, behind = not (after_sum or after_sublayer), after_sum or self.norms_updates
         mixes, has_mlp = plan.mixer != "none", plan.mlp != "none"
         self.input_layernorm = self._norm_if(before and mixes)
-        mixer = MIXERS[plan.mixer](build.over_context(plan.index), plan) if mixes else None
-        beside = MIXERS[plan.beside](build.over_context(plan.index), plan) if plan.beside != "none" else None
+        mixer = MIXERS[plan.mixer](build.with_context_parallel_attention(plan.index), plan) if mixes else None
+        beside = (
+            MIXERS[plan.beside](build.with_context_parallel_attention(plan.index), plan)
+            if plan.beside != "none"
+            else None
+        )
         self.mixer = mixer if plan.mixer == "mamba" else beside  # Megatron's names
         self.self_attention = None if plan.mixer == "mamba" else mixer
         self.post_attention_layernorm = self._norm_if(behind and mixes)
@@ -69,7 +73,7 @@ class Layer(nn.Module):
         self.post_mlp_layernorm = self._norm_if(behind and has_mlp)
         self.attention_scale = self._scale_if(mixes)
         self.mlp_scale = self._scale_if(has_mlp)
-        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.outside_stream)
+        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.dropout_stream)
         add_adapters(self, plan, build)
 
     def _norm_if(self, requested: bool) -> Norm | None:
@@ -88,13 +92,13 @@ class Layer(nn.Module):
         """
         mixer = self.token_mixer
         if (
-            self.build.sums_in_norms
+            self.build.has_fused_residual_norm
             and self.pre_mlp_layernorm is not None
             and self.mlp is not None
             and mixer is not None
         ):
             update, _ = mixer(x, self.input_layernorm, context, bias)
-            x, normed = self.pre_mlp_layernorm.of_sum(x, self.dropout(update))
+            x, normed = self.pre_mlp_layernorm.add_and_norm(x, self.dropout(update))
             return x + self.dropout(self.mlp(normed, None, context)[0])
         if mixer is not None:
             x = self.attention_block(x, context, bias)

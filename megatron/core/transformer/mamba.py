@@ -19,15 +19,15 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant, parameter
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import Build, scaled
+from megatron.core.transformer.build import BuildContext, scaled
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.state_space import (
     CausalConv,
     MixerState,
-    copies_of,
     document_segments,
+    group_repeats,
     head_vector,
     log_uniform,
 )
@@ -69,7 +69,7 @@ class MambaSizes:
 class MambaMixer(nn.Module):
     """Mamba-2's selective state space as the mixer of a layer."""
 
-    def __init__(self, build: Build, sizes: MambaSizes) -> None:
+    def __init__(self, build: BuildContext, sizes: MambaSizes) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.sizes = build, sizes
@@ -86,16 +86,16 @@ class MambaMixer(nn.Module):
             kind="in_proj",
         )
         self.conv1d = CausalConv((inner, shared, shared), sizes.conv_width, build, bias=True)
-        self.dt_bias = head_vector(build, sizes.heads, _initial_steps)
+        self.dt_bias = head_vector(build, sizes.heads, _initial_dt_bias)
         self.A_log = head_vector(build, sizes.heads, log_uniform(1.0, 16.0))
-        self.D = head_vector(build, sizes.heads, constant(1.0))
+        self.D = head_vector(build, sizes.heads, constant_initializer(1.0))
         self.norm = GatedNorm(build, sizes.inner_size, self.groups, place=model.hybrid.mamba_output_norm)
         self.factors, self.output_factor = model.multipliers.mixer, model.multipliers.ssm_out_multiplier
         self.out_proj = RowLinear(
             sizes.inner_size,
             model.hidden_size,
             bias=False,
-            init=build.initial_output(),
+            init=build.output_init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,
@@ -116,7 +116,7 @@ class MambaMixer(nn.Module):
             mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
         return self._project_out(exchange.to_positions(mixed).flatten(2), z), normed
 
-    def first_state(self, batch: int) -> MixerState:
+    def initial_state(self, batch: int) -> MixerState:
         """The state before a text."""
         sizes, weight = self.sizes, self.conv1d.weight
         scan = weight.new_zeros((batch, self.heads, sizes.head, sizes.state), dtype=accumulation_dtype(weight.dtype))
@@ -149,12 +149,12 @@ class MambaMixer(nn.Module):
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
         """Convolution and scan. parts: x, B, C, dt as split. Returns [s, b, n/tp/cp, p] of all positions, and the state behind them."""
-        copies, format_ = copies_of(self.groups, exchange), accumulation_dtype(self.build.dtype)
+        copies, format_ = group_repeats(self.groups, exchange), accumulation_dtype(self.build.dtype)
         x, b, c, dt = parts
         if copies > 1:
             b, c = b.repeat_interleave(copies, dim=2), c.repeat_interleave(copies, dim=2)
         x, b, c, dt = exchange.to_heads(x, b, c, dt)
-        kernels = exchange.around(self.build.kernels)
+        kernels = exchange.wrap_kernels(self.build.kernels)
         joined = torch.cat([part.flatten(2) for part in (x, b, c)], dim=-1)
         before = None if state is None else state.conv
         made = kernels.causal_conv(joined, *self._conv_of(exchange, copies), segments, before)
@@ -205,12 +205,12 @@ class GatedNorm(nn.Module):
     place: after_gate; before_gate, RMSNorm(y) * SiLU(z); or none, y * SiLU(z).
     """
 
-    def __init__(self, build: Build, size: int, groups: int, *, place: str = "after_gate") -> None:
+    def __init__(self, build: BuildContext, size: int, groups: int, *, place: str = "after_gate") -> None:
         super().__init__()
         self.place = place
         self.groups, self.epsilon = groups, build.model.hybrid.mamba_norm_epsilon
-        spec = ParamSpec((size,), constant(1.0), "vector", (Shard(0, "tp", (FusedSegment(size),)),))
-        self.weight = None if place == "none" else parameter(spec, build.mesh, build.dtype)
+        spec = ParamSpec((size,), constant_initializer(1.0), "vector", (Shard(0, "tp", (FusedSegment(size),)),))
+        self.weight = None if place == "none" else meta_parameter(spec, build.mesh, build.dtype)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z: [s, b, d/tp]. Returns the same shape."""
@@ -229,7 +229,7 @@ class GatedNorm(nn.Module):
         return normed.flatten(-2) * self.weight.to(x.dtype)
 
 
-def _initial_steps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _initial_dt_bias(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Biases whose softplus is a time step drawn between 0.001 and 0.1, evenly by its logarithm."""
     logs = torch.empty(shape, device=generator.device).uniform_(math.log(1e-3), math.log(0.1), generator=generator)
     steps = logs.exp().clamp(min=1e-4)

@@ -26,21 +26,21 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.attention import gather_keys
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.parallel.recompute import discard_intermediates
 from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.qk_clip import Peaks
-from megatron.core.transformer.rope import RotaryTable, yarn_growth
+from megatron.core.transformer.qk_clip import MaxScoreTracker
+from megatron.core.transformer.rope import RotaryTable, yarn_mscale
 
 
 class MultiLatentAttention(nn.Module):
     """Attention of a sequence to itself, by latents."""
 
-    def __init__(self, build: Build, plan: LayerPlan) -> None:
+    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
         super().__init__()
         model, mla, region = build.model, build.model.mla, build.region
         self.plan, self.mla = plan, mla
@@ -49,7 +49,10 @@ class MultiLatentAttention(nn.Module):
         query = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
         pair = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
         made: dict[str, Any] = {"init": build.init_method(), "mesh": build.mesh, "dtype": build.dtype}
-        cut, whole = {**made, "region": region, "bias": False}, {**made, "sum_over": region.outside_sums, "bias": False}
+        cut, whole = (
+            {**made, "region": region, "bias": False},
+            {**made, "sum_over": region.gradient_sum_axes, "bias": False},
+        )
         rank, normed = mla.q_lora_rank, model.qk_layernorm
         self.linear_q_proj = ColumnLinear(model.hidden_size, (query,), **cut) if rank is None else None
         self.linear_q_down_proj = None if rank is None else Linear(model.hidden_size, rank, **whole)
@@ -62,12 +65,12 @@ class MultiLatentAttention(nn.Module):
             model.num_attention_heads * mla.v_head_dim,
             model.hidden_size,
             bias=model.add_bias_linear,
-            init=build.initial_output(),
+            init=build.output_init_method(),
             region=region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        self.peaks = Peaks() if model.qk_clip else None
+        self.peaks = MaxScoreTracker() if model.qk_clip else None
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
@@ -94,7 +97,7 @@ class MultiLatentAttention(nn.Module):
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.peaks is not None and self.training:
                 self.peaks.update(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
-            return attend(self.build, q, k, v, mask, Scores(bias=bias), training=self.training)
+            return attend(self.build, q, k, v, mask, ScoreModifiers(bias=bias), training=self.training)
 
         if self.build.recomputes("mla_up_proj"):
             return self.linear_proj(discard_intermediates(up, core, query, latent, shared)), normed
@@ -122,7 +125,7 @@ class MultiLatentAttention(nn.Module):
         )
         return torch.einsum("sbnr,nvr->sbnv", result.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
 
-    def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+    def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`.
 
         The rotated key serves all heads, so a head's rotated query shrinks by the whole factor.
@@ -170,7 +173,7 @@ class MultiLatentAttention(nn.Module):
     def _apply_rotary(self, x: Tensor, table: RotaryTable | None) -> Tensor:
         if table is None:
             return x
-        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.rotates_pairs)
+        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.has_interleaved_rotary)
 
 
 def score_scale(model: ModelConfig) -> float:
@@ -180,6 +183,6 @@ def score_scale(model: ModelConfig) -> float:
     """
     if model.softmax_scale is not None:
         return model.softmax_scale
-    return yarn_growth(model.rope, model.rope.mscale_all_dim) ** 2 / math.sqrt(
+    return yarn_mscale(model.rope, model.rope.mscale_all_dim) ** 2 / math.sqrt(
         model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
     )

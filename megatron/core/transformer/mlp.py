@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, parameter
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, meta_parameter
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import Build, scaled
+from megatron.core.transformer.build import BuildContext, scaled
 from megatron.core.transformer.passing import ForwardContext
 
 
 class MLP(nn.Module):
     """linear_fc2(activation(linear_fc1(x))); gated: linear_fc1 is [gate | up]."""
 
-    def __init__(self, build: Build, *, width: int | None = None, weighs: bool = False) -> None:
+    def __init__(self, build: BuildContext, *, width: int | None = None, weighs: bool = False) -> None:
         """width: left out, that of the network's MLPs. weighs: the output is multiplied by a sigmoid of the token."""
         super().__init__()
         model = build.model
@@ -36,13 +36,13 @@ class MLP(nn.Module):
             part.size,
             model.hidden_size,
             bias=model.add_bias_linear,
-            init=build.initial_output(),
+            init=build.output_init_method(),
             region=build.region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        gate = ParamSpec((1, model.hidden_size), build.init_method(), "matrix", sum_over=build.region.outside_sums)
-        self.gate_weight = parameter(gate, build.mesh, build.dtype) if weighs else None
+        gate = ParamSpec((1, model.hidden_size), build.init_method(), "matrix", sum_over=build.region.gradient_sum_axes)
+        self.gate_weight = meta_parameter(gate, build.mesh, build.dtype) if weighs else None
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """x: [s or s/tp, b, h], before its norm. Returns the MLP's output and the normed input, both like x."""

@@ -21,19 +21,27 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import reference
 from megatron.core.kernels.grouped import weighed_bias
 from megatron.core.parallel.recompute import discard_intermediate, recompute
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant, parameter, quantized_of
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    Initial,
+    ParamSpec,
+    Shard,
+    constant_initializer,
+    meta_parameter,
+    quantized_of,
+)
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
 from megatron.core.tensor_parallel.quantized import frozen_grouped_linear
 from megatron.core.transformer.adapters import GroupedAdapter
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.dispatch import ExpertInputs, dispatcher_of
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.router import Router
 
 
-class _LaterWeights(Function):
+class _DelayedWgradGroupedLinear(Function):
     """x W^T of each row's own expert, whose weight gradients may wait. kernel: what multiplies."""
 
     @staticmethod
@@ -73,7 +81,9 @@ class GroupedLinear(nn.Module):
     An input that is cut gives partial sums, to be added up over etp; the bias is in the first rank's.
     """
 
-    def __init__(self, build: Build, sizes: tuple[int, tuple[FusedSegment, ...]], *, cut: int, init: Initial) -> None:
+    def __init__(
+        self, build: BuildContext, sizes: tuple[int, tuple[FusedSegment, ...]], *, cut: int, init: Initial
+    ) -> None:
         """sizes: of the whole dimension that is not cut, and the parts of the one that is."""
         super().__init__()
         experts, width = build.model.moe.experts, sum(part.size for part in sizes[1])
@@ -84,7 +94,7 @@ class GroupedLinear(nn.Module):
         if self.scaling is not None:
             self.grouped_linear = partial(low_grouped_linear, scaling=self.scaling)
         self.bias_share = 1.0 if cut == 1 else float(build.mesh.etp.is_first)
-        self.weight = parameter(
+        self.weight = meta_parameter(
             ParamSpec(
                 (experts, outputs, inputs), init, "matrix", (by_expert, by_width), reduce_over="edp", stacked=True
             ),
@@ -93,14 +103,14 @@ class GroupedLinear(nn.Module):
         )
         spec = ParamSpec(
             (experts, outputs),
-            constant(0.0),
+            constant_initializer(0.0),
             "vector",
             (by_expert, by_width) if cut == 1 else (by_expert,),
             sum_over=() if cut == 1 else ("etp",),
             reduce_over="edp",
             stacked=True,
         )
-        self.bias = parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
+        self.bias = meta_parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
         self.adapter: GroupedAdapter | None = None
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -119,20 +129,20 @@ class GroupedLinear(nn.Module):
             return frozen_grouped_linear(x, self.weight, counts, self.grouped_linear)
         if self.wgrad_store is None or self.scaling is not None:
             return self.grouped_linear(x, self.weight, counts, None)
-        return _LaterWeights.apply(x, self.weight, counts, self.grouped_linear, self.wgrad_store)
+        return _DelayedWgradGroupedLinear.apply(x, self.weight, counts, self.grouped_linear, self.wgrad_store)
 
 
 class Experts(nn.Module):
     """weight * (linear_fc2(activation(linear_fc1(x)))) of each row's own expert; gated: linear_fc1 is [gate | up]."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         model, part = build.model, FusedSegment(build.model.moe.expert_width)
         self.build = build
         self.linear_fc1 = GroupedLinear(
             build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1, init=build.init_method()
         )
-        self.linear_fc2 = GroupedLinear(build, (model.hidden_size, (part,)), cut=2, init=build.initial_output())
+        self.linear_fc2 = GroupedLinear(build, (model.hidden_size, (part,)), cut=2, init=build.output_init_method())
 
     def forward(self, rows: ExpertInputs) -> Tensor:
         """Returns [n, h], of which the sum over etp is what the experts say."""
@@ -152,7 +162,7 @@ class Experts(nn.Module):
 class MoELayer(nn.Module):
     """The experts that the router chooses, weighed, and those that every token uses."""
 
-    def __init__(self, build: Build, plan: LayerPlan) -> None:
+    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
         super().__init__()
         moe = build.model.moe
         self.build = build

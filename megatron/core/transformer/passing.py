@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.cache import Cache
 from megatron.core.transformer.rope import RotaryTable
 
@@ -53,7 +53,7 @@ class MicrobatchContext:
         return self._retained[key]
 
     @property
-    def retained(self) -> tuple[Any, ...]:
+    def cached_results(self) -> tuple[Any, ...]:
         """What recomputed passes would find again."""
         return tuple(self._retained.values())
 
@@ -86,7 +86,7 @@ class ForwardContext:
     cache: Cache | None = None
     depth: int = 0
 
-    def attention(self, build: Build, layer: int) -> Callable[..., Tensor]:
+    def attention(self, build: BuildContext, layer: int) -> Callable[..., Tensor]:
         """Return the attention kernel ([s, b, n, d] in, [s, b, n * d] out), which also sees the keys of the cache, if
         there is one.
         """

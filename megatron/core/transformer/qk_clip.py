@@ -20,7 +20,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import spec_of
 
 
-class Peaks:
+class MaxScoreTracker:
     """The largest score of each head that this rank computes, since last asked."""
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Peaks:
 
 
 @runtime_checkable
-class Clipped(Protocol):
+class ClippableAttention(Protocol):
     """An attention that can be clipped."""
 
-    peaks: Peaks | None
+    peaks: MaxScoreTracker | None
     heads: int
 
-    def clip_rows(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+    def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """The factor of every row of its parameters that shrink, [rows]. shrink: t / S of all heads of the network, at most 1."""
 
 
@@ -58,7 +58,11 @@ def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, 
 
     The scores of a step are those of all its microbatches, over all ranks that share a layer.
     """
-    clipped = [(module, module.peaks) for module in modules if isinstance(module, Clipped) and module.peaks is not None]
+    clipped = [
+        (module, module.peaks)
+        for module in modules
+        if isinstance(module, ClippableAttention) and module.peaks is not None
+    ]
     if not clipped:
         return {}
     own = torch.stack([peaks.pop(layer.heads, mesh.device).to(torch.float64) for layer, peaks in clipped], dim=1)
@@ -66,5 +70,5 @@ def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, 
     largest = collectives.all_gather(collectives.all_reduce(own, mesh.dp_cp, "max"), mesh.tp)
     factors: dict[str, Tensor] = {}
     for (layer, _), shrink in zip(clipped, (threshold / largest.clamp(min=threshold)).unbind(1), strict=True):
-        factors |= {spec_of(param).name: rows for param, rows in layer.clip_rows(shrink, alpha).items()}
+        factors |= {spec_of(param).name: rows for param, rows in layer.qk_clip_factors(shrink, alpha).items()}
     return factors

@@ -16,27 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.settings.model import RopeConfig
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, parameter
-from megatron.core.transformer.build import Build
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, meta_parameter
+from megatron.core.transformer.build import BuildContext
 
 
 class RelativeBias(nn.Module):
     """A table of one number a bucket and head. Heads are cut over the tensor ranks."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         model = build.model
         cut = Shard(1, "tp", (FusedSegment(model.num_attention_heads),))
         spec = ParamSpec(
             (model.rope.relative_attention_num_buckets, model.num_attention_heads), build.init_method(), "table", (cut,)
         )
-        self.weight = parameter(spec, build.mesh, build.dtype)
+        self.weight = meta_parameter(spec, build.mesh, build.dtype)
 
 
 class RelativePositions(nn.Module):
     """The table of an encoder or a decoder, under the name that it has in Megatron."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         self.relative_attention_bias = RelativeBias(build)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import RopeConfig
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _yarn_scaling(frequencies: Tensor, config: RopeConfig) -> Tensor:
     return slowed * frequencies / config.rotary_scaling_factor + (1 - slowed) * frequencies
 
 
-def yarn_growth(config: RopeConfig, share: float) -> float:
+def yarn_mscale(config: RopeConfig, share: float) -> float:
     """How much larger YaRN makes what has this share (`mscale` or `mscale_all_dim`) in the logarithm of its factor."""
     if not config.is_yarn or config.rotary_scaling_factor <= 1.0:
         return 1.0
@@ -85,11 +85,11 @@ def rotary_table(
     angles = places * turns
     doubled = angles.repeat_interleave(2, dim=-1) if pairs else torch.cat((angles, angles), dim=-1)
     # What scores as a whole grow by is no business of the rotation: latent attention takes it back with its scale.
-    growth = yarn_growth(config, config.mscale) / yarn_growth(config, config.mscale_all_dim)
+    growth = yarn_mscale(config, config.mscale) / yarn_mscale(config, config.mscale_all_dim)
     return RotaryTable(doubled.cos() * growth, doubled.sin() * growth)
 
 
-def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> RotaryTable | None:
+def rotary_table_for(build: BuildContext, hidden: Tensor, positions: Tensor | None = None) -> RotaryTable | None:
     """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s] or
     [3, b or 1, s] when they do not simply count. Latent attention rotates a part of its heads only.
     """
@@ -98,4 +98,6 @@ def rotary_of(build: Build, hidden: Tensor, positions: Tensor | None = None) -> 
     length = build.region.whole_length(hidden.shape[0])
     places = build.positions(length)[None] if positions is None else positions
     wide = torch.float64 if build.dtype == torch.float64 else torch.float32
-    return rotary_table(places, build.model.rope, build.model.rotary_size, dtype=wide, pairs=build.model.rotates_pairs)
+    return rotary_table(
+        places, build.model.rope, build.model.rotary_size, dtype=wide, pairs=build.model.has_interleaved_rotary
+    )

@@ -26,9 +26,15 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import ParamSpec, constant, parameter, spec_of
-from megatron.core.transformer.balance import balancing_share, count_choices, moved_bias, sinkhorn, size_share
-from megatron.core.transformer.build import Build
+from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, spec_of
+from megatron.core.transformer.balance import (
+    count_choices,
+    local_balancing_loss,
+    local_z_loss,
+    sinkhorn,
+    updated_expert_bias,
+)
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 
 _TINY = 1e-20
@@ -62,21 +68,21 @@ class Router(nn.Module):
 
     tally: Tensor
 
-    def __init__(self, build: Build, plan: LayerPlan) -> None:
+    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
         super().__init__()
         model, self.moe = build.model, build.model.moe
         self.build, self.layer, self.num_experts = build, plan.index, self.moe.experts
         requested = self.moe.moe_router_dtype or ("fp64" if build.dtype == torch.float64 else "fp32")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[requested]
         shape = (self.num_experts, model.hidden_size)
-        self.weight = parameter(
+        self.weight = meta_parameter(
             ParamSpec(shape, build.init_method(), "matrix", sum_over=("tp",)), build.mesh, build.dtype
         )
-        each = ParamSpec((self.num_experts,), constant(0.0), "vector", sum_over=("tp",))
-        self.bias = parameter(each, build.mesh, build.dtype) if model.add_bias_linear else None
+        each = ParamSpec((self.num_experts,), constant_initializer(0.0), "vector", sum_over=("tp",))
+        self.bias = meta_parameter(each, build.mesh, build.dtype) if model.add_bias_linear else None
         self.expert_bias: nn.Parameter | None = None
         if self.moe.moe_router_enable_expert_bias:
-            self.expert_bias = parameter(each, build.mesh, torch.float32)
+            self.expert_bias = meta_parameter(each, build.mesh, torch.float32)
             self.expert_bias.requires_grad_(False)
         repeated = model.mtp.mtp_use_repeated_layer and plan.index >= model.num_layers
         depths = (model.mtp.mtp_num_layers or 1) if repeated else 1
@@ -110,7 +116,7 @@ class Router(nn.Module):
         routing = Routing(weights, experts)
         if self.moe.moe_expert_capacity_factor is not None:
             limit = capacity(experts.shape[0], self.moe)
-            routing = drop(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
+            routing = drop_over_capacity(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
         if microbatch_context is not None:
             microbatch_context.compute_once(
                 (self, context.depth, "tally"), lambda: self._count_routing(routing, context)
@@ -146,7 +152,7 @@ class Router(nn.Module):
             for axis in (mesh.tp_cp, mesh.dp):
                 collectives.all_reduce(loads, axis)
             for (router, bias), load in zip(biased, loads, strict=True):
-                bias.data.copy_(moved_bias(bias.data, load, router.moe.moe_router_bias_update_rate))
+                bias.data.copy_(updated_expert_bias(bias.data, load, router.moe.moe_router_bias_update_rate))
         for router in routers:
             router.tally = torch.zeros_like(router.tally)
             router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
@@ -194,10 +200,10 @@ class Router(nn.Module):
                     chosen = microbatch_context.compute_once(
                         (self, context.depth, "so far"), lambda: self._so_far(by_sequence.sum(0))
                     )[None]
-                loss = balancing_share(shares, chosen, num_tokens=num_tokens // len(chosen))
+                loss = local_balancing_loss(shares, chosen, num_tokens=num_tokens // len(chosen))
                 weights = self._with_loss(weights, loss, coefficient, _NAMES[kind], context)
         if moe.moe_z_loss_coeff:
-            loss = size_share(scores, num_tokens=num_tokens)
+            loss = local_z_loss(scores, num_tokens=num_tokens)
             weights = self._with_loss(weights, loss, moe.moe_z_loss_coeff, "z_loss", context)
         return weights
 
@@ -294,7 +300,7 @@ def capacity(num_tokens: int, moe: MoEConfig) -> int:
     return math.ceil(num_tokens * moe.moe_router_topk / moe.experts * moe.moe_expert_capacity_factor)
 
 
-def drop(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing:
+def drop_over_capacity(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing:
     """The routing in which no expert takes more than `limit` tokens.
 
     policy: probs keeps those of most weight, the earlier of equal ones; position keeps the earliest.
@@ -316,11 +322,11 @@ def drop(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing
 
 
 def recorded_choices(stages: Iterable[nn.Module]) -> Choices:
-    """The choices of the last step of training, for `replay` (--moe-enable-routing-replay)."""
+    """The choices of the last step of training, for `set_replayed_choices` (--moe-enable-routing-replay)."""
     return {spec_of(router.weight).name: dict(router.recorded) for router in routers_of(stages)}
 
 
-def replay(stages: Iterable[nn.Module], choices: Choices | None) -> None:
+def set_replayed_choices(stages: Iterable[nn.Module], choices: Choices | None) -> None:
     """Let training passes take these choices from now on, until it is called with None. Weights are computed as ever."""
     for router in routers_of(stages):
         router.replayed = None if choices is None else choices[spec_of(router.weight).name]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import ForwardContext
 
@@ -21,7 +21,7 @@ from megatron.core.transformer.passing import ForwardContext
 class Stack(nn.Module):
     """Layers in order, then the final norm where the network ends."""
 
-    def __init__(self, plans: Sequence[LayerPlan], build: Build, *, final_norm: bool) -> None:
+    def __init__(self, plans: Sequence[LayerPlan], build: BuildContext, *, final_norm: bool) -> None:
         super().__init__()
         self.build = build
         self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
@@ -39,7 +39,7 @@ class Stack(nn.Module):
         looks at.
         """
         for group, drop in self._recompute_groups():
-            run = _Run(group, context)
+            run = _LayerSpan(group, context)
             if drop and self.training:
                 with self.offloading(group):
                     x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
@@ -61,7 +61,7 @@ class Stack(nn.Module):
         return self.build.mesh.tp if self.build.recompute.distribute_saved_activations else None
 
 
-class _Run:
+class _LayerSpan:
     """Some layers one after the other, as a function of what has a gradient."""
 
     def __init__(self, layers: list[Layer], context: ForwardContext) -> None:

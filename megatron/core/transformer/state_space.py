@@ -12,8 +12,8 @@ from megatron.core.context_parallel.heads import HeadExchange
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.kernels.scans import segments_of
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, parameter
-from megatron.core.transformer.build import Build
+from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, meta_parameter
+from megatron.core.transformer.build import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class MixerState:
 class CausalConv(nn.Module):
     """The parameters of a depthwise causal convolution. parts: the segments of its channels, each cut by itself over the tensor ranks."""
 
-    def __init__(self, parts: tuple[FusedSegment, ...], width: int, build: Build, *, bias: bool) -> None:
+    def __init__(self, parts: tuple[FusedSegment, ...], width: int, build: BuildContext, *, bias: bool) -> None:
         super().__init__()
         channels, shards = sum(part.size for part in parts), (Shard(0, "tp", parts),)
         bound = 1.0 / math.sqrt(width)  # Kaiming's uniform rule with a = sqrt(5), as torch draws convolutions
         spec = ParamSpec((channels, 1, width), uniform(-bound, bound), "conv", shards)
-        self.weight = parameter(spec, build.mesh, build.dtype)
+        self.weight = meta_parameter(spec, build.mesh, build.dtype)
         shift = ParamSpec((channels,), uniform(-bound, bound), "vector", shards)
-        self.bias = parameter(shift, build.mesh, build.dtype) if bias else None
+        self.bias = meta_parameter(shift, build.mesh, build.dtype) if bias else None
 
 
 def uniform(low: float, high: float) -> Initial:
@@ -47,10 +47,10 @@ def log_uniform(low: float, high: float) -> Initial:
     return lambda shape, generator: uniform(low, high)(shape, generator).log()
 
 
-def head_vector(build: Build, heads: int, initial: Initial) -> nn.Parameter:
+def head_vector(build: BuildContext, heads: int, initial: Initial) -> nn.Parameter:
     """One number for each head, cut as heads are, in fp32 whatever the format of the weights is: half precision would lose decays."""
     spec = ParamSpec((heads,), initial, "vector", (Shard(0, "tp", (FusedSegment(heads),)),))
-    return parameter(spec, build.mesh, accumulation_dtype(build.dtype))
+    return meta_parameter(spec, build.mesh, accumulation_dtype(build.dtype))
 
 
 def document_segments(mask: MaskSpec) -> Tensor | None:
@@ -58,6 +58,6 @@ def document_segments(mask: MaskSpec) -> Tensor | None:
     return None if mask.documents is None else segments_of(mask.documents)
 
 
-def copies_of(groups: int, exchange: HeadExchange) -> int:
+def group_repeats(groups: int, exchange: HeadExchange) -> int:
     """How often each group is repeated so that every context rank has groups beside its heads."""
     return exchange.axis.size // math.gcd(exchange.axis.size, groups)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.inference.server.fields import Field, Refused, read, text
+from megatron.inference.server.fields import Field, Refused, check_text, read
 from megatron.inference.server.request_handling import error_response
 from megatron.inference.server.serving import Serving
 from megatron.inference.service import Stopped
 
-LOAD = (Field("lora_name", text, needed=True), Field("lora_path", text, needed=True))
-UNLOAD = (Field("lora_name", text, needed=True),)
+LOAD = (Field("lora_name", check_text, needed=True), Field("lora_path", check_text, needed=True))
+UNLOAD = (Field("lora_name", check_text, needed=True),)
 
 
 def load(body: bytes, serving: Serving) -> str:

@@ -165,8 +165,8 @@ def add_health(app: FastAPI, service: ServedThread) -> None:
         if failure := service.failure:
             return json_answer({"status": "failed", "reason": failure}, 503)
         return (
-            json_answer({"status": "draining", "reason": service.closing}, 503)
-            if service.closing
+            json_answer({"status": "draining", "reason": service.closing_reason}, 503)
+            if service.closing_reason
             else json_answer({"status": "ok"})
         )
 
@@ -214,12 +214,12 @@ def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return await answer(request, await asyncio.to_thread(openai.completion, body, serving))
+        return await answer(request, await asyncio.to_thread(openai.parse_completion, body, serving))
 
     @app.post("/v1/chat/completions")
     async def conversations(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return await answer(request, await asyncio.to_thread(openai.conversation, body, serving, chat))
+        return await answer(request, await asyncio.to_thread(openai.parse_chat_completion, body, serving, chat))
 
 
 def _add_adapters(app: FastAPI, serving: Serving) -> None:
@@ -314,5 +314,5 @@ def _model_entry(serving: Serving, begun: int, adapter: str) -> dict[str, Any]:
         "object": "model",
         "created": begun,
         "owned_by": "megatron",
-        "max_model_len": serving.positions,
+        "max_model_len": serving.max_length,
     }

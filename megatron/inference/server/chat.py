@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.images import ImageError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import IMAGE
@@ -30,13 +30,13 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, template: str = "tokenizer") -> None:
         if template == "tokenizer" and tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; start the server with --chat-format")
-        self._encoder = Encoder(tokenizer, template)
+        self._encoder = ConversationEncoder(tokenizer, template)
         self.stop_ids, self.stop_words = self._encoder.answer_end()
 
-    def ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The conversation and what stands before an answer; `Refused` if the template does not take it."""
         try:
-            return self._encoder.prompt(messages)
+            return self._encoder.encode_prompt(messages)
         except (DataError, ValueError) as error:
             raise Refused(f"messages: {error}") from None
 
@@ -47,7 +47,7 @@ class Chat:
         if prompts is None:
             if files:
                 raise Refused("the network reads no images; send text alone")
-            return tuple(self.ids(messages)), None
+            return tuple(self.encode(messages)), None
         if len(files) > most:
             raise Refused(f"messages hold {len(files)} images; this server takes {most} in a call", 413)
         try:

@@ -56,11 +56,11 @@ def read(fields: Sequence[Field], body: bytes, retired: Mapping[str, str] | None
             values[field.name] = value
             problem = field.check(value)
             wrong += [f"{field.name} {problem}"] if problem else []
-    refuse(wrong)
+    raise_problems(wrong)
     return values
 
 
-def refuse(problems: Iterable[str]) -> None:
+def raise_problems(problems: Iterable[str]) -> None:
     """Raise one `Refused` that lists all problems, if there are any."""
     stated = [problem for problem in problems if problem]
     if stated:
@@ -98,22 +98,22 @@ def is_number(value: Any) -> bool:
     return is_integer(value) and abs(value) < 2**1000 or isinstance(value, float) and math.isfinite(value)
 
 
-def boolean(value: Any) -> str:
+def check_boolean(value: Any) -> str:
     """A check."""
     return "" if isinstance(value, bool) else "must be a boolean value"
 
 
-def text(value: Any) -> str:
+def check_text(value: Any) -> str:
     """A check."""
     return "" if isinstance(value, str) else "must be a string"
 
 
-def any_value(_: Any) -> str:
+def accept_any_value(_: Any) -> str:
     """The check of fields that say nothing to the network, or are checked where they are used."""
     return ""
 
 
-def only_value(*values: Any) -> Check:
+def one_of_check(*values: Any) -> Check:
     """A check for fields of which one value can be served."""
     return lambda value: (
         ""
@@ -122,7 +122,7 @@ def only_value(*values: Any) -> Check:
     )
 
 
-def integer(low: int | None = None, high: int | None = None, *, rule: str = "") -> Check:
+def integer_check(low: int | None = None, high: int | None = None, *, rule: str = "") -> Check:
     """A check for whole numbers. said: in words."""
     rule = rule or "must be an integer" + _range_text(low, high)
     return lambda value: (
@@ -130,7 +130,7 @@ def integer(low: int | None = None, high: int | None = None, *, rule: str = "") 
     )
 
 
-def number(low: float, high: float, *, above: bool = False, rule: str = "") -> Check:
+def number_check(low: float, high: float, *, above: bool = False, rule: str = "") -> Check:
     """A check for numbers from low, or from above it, to high."""
     rule = rule or "must be a number" + _range_text(low, high)
     return lambda value: "" if is_number(value) and (low < value if above else low <= value) and value <= high else rule

@@ -21,17 +21,17 @@ from megatron.inference.server.chat import Chat, messages_of
 from megatron.inference.server.fields import (
     Field,
     Refused,
-    any_value,
-    boolean,
-    integer,
+    accept_any_value,
+    check_boolean,
+    check_text,
+    integer_check,
     is_integer,
-    number,
-    only_value,
+    number_check,
+    one_of_check,
     read,
-    text,
 )
 from megatron.inference.server.request_handling import PendingRequests
-from megatron.inference.server.serving import LEAST_LOGPROB, Serving, TokenTexts, effective_temperature, raw_logprob
+from megatron.inference.server.serving import LEAST_LOGPROB, Serving, TokenTexts, effective_temperature, json_logprob
 
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
 
@@ -73,45 +73,45 @@ def _stream_options_problem(value: Any) -> str:
 
 
 _COMMON = (
-    Field("model", text),
-    Field("temperature", number(0.0, 2.0), 1.0),
-    Field("top_p", number(0.0, 1.0), 1.0),
-    Field("top_k", integer(0, 10**6), 0),
-    Field("min_p", number(0.0, 1.0), 0.0),
-    Field("repetition_penalty", number(0.01, 100.0), 1.0),
-    Field("n", integer(1, _MOST_CHOICES), 1),
-    Field("seed", integer(-(2**63), 2**64 - 1)),
+    Field("model", check_text),
+    Field("temperature", number_check(0.0, 2.0), 1.0),
+    Field("top_p", number_check(0.0, 1.0), 1.0),
+    Field("top_k", integer_check(0, 10**6), 0),
+    Field("min_p", number_check(0.0, 1.0), 0.0),
+    Field("repetition_penalty", number_check(0.01, 100.0), 1.0),
+    Field("n", integer_check(1, _MOST_CHOICES), 1),
+    Field("seed", integer_check(-(2**63), 2**64 - 1)),
     Field("stop", _stop_problem, []),
-    Field("ignore_eos", boolean, False),
-    Field("stream", boolean, False),
+    Field("ignore_eos", check_boolean, False),
+    Field("stream", check_boolean, False),
     Field("stream_options", _stream_options_problem),
-    Field("frequency_penalty", only_value(0, 0.0)),
-    Field("presence_penalty", only_value(0, 0.0)),
-    Field("logit_bias", only_value({})),
-    Field("user", text),
-    Field("metadata", any_value),
-    Field("store", only_value(False)),
+    Field("frequency_penalty", one_of_check(0, 0.0)),
+    Field("presence_penalty", one_of_check(0, 0.0)),
+    Field("logit_bias", one_of_check({})),
+    Field("user", check_text),
+    Field("metadata", accept_any_value),
+    Field("store", one_of_check(False)),
 )
 COMPLETION = (
     *_COMMON,
     Field("prompt", _prompt_problem, needed=True),
-    Field("max_tokens", integer(0), 16),
-    Field("logprobs", integer(0, _MOST_TOP)),
-    Field("echo", boolean, False),
-    Field("best_of", integer(1, _MOST_CHOICES)),
-    Field("suffix", only_value("")),
+    Field("max_tokens", integer_check(0), 16),
+    Field("logprobs", integer_check(0, _MOST_TOP)),
+    Field("echo", check_boolean, False),
+    Field("best_of", integer_check(1, _MOST_CHOICES)),
+    Field("suffix", one_of_check("")),
 )
 CHAT = (
     *_COMMON,
-    Field("messages", any_value, needed=True),
-    Field("max_tokens", integer(1)),
-    Field("max_completion_tokens", integer(1)),
-    Field("logprobs", boolean, False),
-    Field("top_logprobs", integer(0, _MOST_TOP)),
-    Field("tools", only_value([])),
-    Field("tool_choice", only_value("none")),
-    Field("response_format", only_value({"type": "text"})),
-    Field("modalities", only_value(["text"])),
+    Field("messages", accept_any_value, needed=True),
+    Field("max_tokens", integer_check(1)),
+    Field("max_completion_tokens", integer_check(1)),
+    Field("logprobs", check_boolean, False),
+    Field("top_logprobs", integer_check(0, _MOST_TOP)),
+    Field("tools", one_of_check([])),
+    Field("tool_choice", one_of_check("none")),
+    Field("response_format", one_of_check({"type": "text"})),
+    Field("modalities", one_of_check(["text"])),
 )
 
 
@@ -125,7 +125,7 @@ class CompletionRequest:
     echo: tuple[str, ...] = ()
 
     @property
-    def scored(self) -> bool:
+    def has_logprobs(self) -> bool:
         """Whether log-probabilities are told."""
         return self.requests[0].logprobs or self.requests[0].prompt_logprobs
 
@@ -139,7 +139,7 @@ class CompletionRequest:
         return self.echo[place // self.fields["n"]] if self.echo else ""
 
 
-def completion(body: bytes, serving: Serving) -> CompletionRequest:
+def parse_completion(body: bytes, serving: Serving) -> CompletionRequest:
     """What a body of /v1/completions asks for. Raises `Refused`."""
     fields = read(COMPLETION, body)
     _demand_stream(fields)
@@ -150,7 +150,9 @@ def completion(body: bytes, serving: Serving) -> CompletionRequest:
         raise Refused(
             f"{len(several)} prompts with n={fields['n']} are more than the {serving.limits.prompts} texts of one call"
         )
-    ids = [tuple(part if isinstance(part, list) else serving.read(part) or [serving.tokenizer.eod]) for part in several]
+    ids = [
+        tuple(part if isinstance(part, list) else serving.tokenize(part) or [serving.tokenizer.eod]) for part in several
+    ]
     texts = (
         part if isinstance(part, str) else serving.tokenizer.detokenize(_require_known_ids(part, serving))
         for part in several
@@ -172,7 +174,7 @@ def _demand_known_combination(fields: dict[str, Any]) -> None:
         raise Refused("echo with logprobs is not streamed; leave one of the three out")
 
 
-def conversation(body: bytes, serving: Serving, chat: Chat | None) -> CompletionRequest:
+def parse_chat_completion(body: bytes, serving: Serving, chat: Chat | None) -> CompletionRequest:
     """What a body of /v1/chat/completions asks for. Raises `Refused`."""
     fields = read(CHAT, body)
     _demand_stream(fields)
@@ -188,7 +190,7 @@ def conversation(body: bytes, serving: Serving, chat: Chat | None) -> Completion
         raise Refused(f"n={fields['n']} is more than the {serving.limits.prompts} texts of one call")
     messages, files = messages_of(fields["messages"])
     ids, images = chat.prompt(messages, files, serving.service.engine.image_prompts, serving.limits.images)
-    room = serving.positions - len(ids) + 1
+    room = serving.max_length - len(ids) + 1
     count = (
         fields["max_completion_tokens"] or fields["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
     )
@@ -210,8 +212,8 @@ def _demand_stream(fields: dict[str, Any]) -> None:
 
 
 def _require_known_ids(ids: Sequence[int], serving: Serving) -> Sequence[int]:
-    if not all(0 <= token < serving.ids for token in ids):
-        raise Refused(f"the ids of prompt must be from 0 to {serving.ids - 1}")
+    if not all(0 <= token < serving.vocab_size for token in ids):
+        raise Refused(f"the ids of prompt must be from 0 to {serving.vocab_size - 1}")
     return ids
 
 
@@ -265,7 +267,7 @@ async def whole(completion: CompletionRequest, call: PendingRequests, serving: S
     for place, reply in enumerate(replies):
         tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
         spelling = TokenTexts(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
-        scores = _Scores(serving, completion.chat, spelling)
+        scores = _LogprobFormatter(serving, completion.chat, spelling)
         content = completion.prefix(place) + reply.text
         choice: dict[str, Any] = (
             {"message": {"role": "assistant", "content": content, "refusal": None}}
@@ -276,7 +278,7 @@ async def whole(completion: CompletionRequest, call: PendingRequests, serving: S
             {
                 "index": place,
                 **choice,
-                "logprobs": scores.of(tokens) if completion.scored else None,
+                "logprobs": scores.format_tokens(tokens) if completion.has_logprobs else None,
                 "finish_reason": reply.reason,
             }
         )
@@ -293,7 +295,7 @@ async def chunks(completion: CompletionRequest, call: PendingRequests, serving: 
     head = _response_header(completion, serving, "chat.completion.chunk" if completion.chat else "text_completion")
     usage = {"usage": None} if (completion.fields["stream_options"] or {}).get("include_usage") else {}
     scores = [
-        _Scores(serving, completion.chat, TokenTexts(serving.tokenizer, request.prompt))
+        _LogprobFormatter(serving, completion.chat, TokenTexts(serving.tokenizer, request.prompt))
         for request in completion.requests
     ]
     replies: dict[int, Reply] = {}
@@ -337,11 +339,15 @@ def _opening_event(completion: CompletionRequest) -> list[dict[str, Any]]:
     ]
 
 
-def _delta_event(completion: CompletionRequest, place: int, event: Event, scores: _Scores) -> dict[str, Any]:
+def _delta_event(completion: CompletionRequest, place: int, event: Event, scores: _LogprobFormatter) -> dict[str, Any]:
     delta: dict[str, Any] = (
         {"delta": {"content": event.text} if event.text else {}} if completion.chat else {"text": event.text}
     )
-    told_scores = scores.of(event.tokens, last=event.reply is not None) if completion.scored and event.tokens else None
+    told_scores = (
+        scores.format_tokens(event.tokens, last=event.reply is not None)
+        if completion.has_logprobs and event.tokens
+        else None
+    )
     return {
         "index": place,
         **delta,
@@ -350,20 +356,20 @@ def _delta_event(completion: CompletionRequest, place: int, event: Event, scores
     }
 
 
-class _Scores:
+class _LogprobFormatter:
     """Tokens with their log-probabilities, as the two kinds of answers tell them."""
 
     def __init__(self, serving: Serving, chat: bool, spelling: TokenTexts) -> None:
         self._serving, self._chat, self._spelling, self._offset = serving, chat, spelling, 0
 
-    def of(self, tokens: Sequence[Token], *, last: bool = True) -> dict[str, Any]:
+    def format_tokens(self, tokens: Sequence[Token], *, last: bool = True) -> dict[str, Any]:
         """What is told of the next tokens."""
         texts = self._spelling.add([token.id for token in tokens], last=last)
         if self._chat:
             return {
                 "content": [
                     {
-                        **_logprob_entry(piece, raw_logprob(token)),
+                        **_logprob_entry(piece, json_logprob(token)),
                         "top_logprobs": [
                             _logprob_entry(self._token_name(number), max(score, LEAST_LOGPROB))
                             for number, score in token.top
@@ -385,7 +391,7 @@ class _Scores:
         ]
         return {
             "tokens": texts,
-            "token_logprobs": [raw_logprob(token) for token in tokens],
+            "token_logprobs": [json_logprob(token) for token in tokens],
             "top_logprobs": top,
             "text_offset": offsets,
         }

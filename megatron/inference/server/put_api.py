@@ -15,12 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
-from megatron.inference.generate import decode_following, segments
+from megatron.inference.generate import decode_following, split_by_token
 from megatron.inference.requests import Reply, Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.fields import Field, Refused, boolean, integer, number, read, refuse
+from megatron.inference.server.fields import (
+    Field,
+    Refused,
+    check_boolean,
+    integer_check,
+    number_check,
+    raise_problems,
+    read,
+)
 from megatron.inference.server.request_handling import BeamSearchPool, PendingRequests
-from megatron.inference.server.serving import Serving, effective_temperature, raw_logprob
+from megatron.inference.server.serving import Serving, effective_temperature, json_logprob
 
 _WIDEST = 64
 _SWITCHES = ("add_BOS", "stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon", "no_log")
@@ -38,26 +46,30 @@ def _prompts_problem(value: Any) -> str:
 
 FIELDS = (
     Field("prompts", _prompts_problem, needed=True),
-    Field("tokens_to_generate", integer(0, rule="must be an integer greater than or equal to 0"), 64),
-    Field("logprobs", boolean, False),
+    Field("tokens_to_generate", integer_check(0, rule="must be an integer greater than or equal to 0"), 64),
+    Field("logprobs", check_boolean, False),
     Field(
-        "temperature", number(0.0, 100.0, above=True, rule="must be a positive number less than or equal to 100.0"), 1.0
+        "temperature",
+        number_check(0.0, 100.0, above=True, rule="must be a positive number less than or equal to 100.0"),
+        1.0,
     ),
     Field(
         "top_k",
-        integer(0, 1000, rule="must be an integer equal to or greater than 0 and less than or equal to 1000"),
+        integer_check(0, 1000, rule="must be an integer equal to or greater than 0 and less than or equal to 1000"),
         0,
     ),
-    Field("top_p", number(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
-    Field("top_p_decay", number(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
+    Field("top_p", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
+    Field("top_p_decay", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
     Field(
-        "top_p_bound", number(0.0, 1.0, above=True, rule="must be a positive float less than or equal to top_p"), 0.0
+        "top_p_bound",
+        number_check(0.0, 1.0, above=True, rule="must be a positive float less than or equal to top_p"),
+        0.0,
     ),
-    *(Field(name, boolean, False) for name in _SWITCHES),
-    Field("random_seed", integer(0, rule="must be a positive integer")),
-    Field("beam_width", integer(1, _WIDEST, rule=f"must be an integer from 1 to {_WIDEST}")),
-    Field("stop_token", integer(0, rule="must be an integer, an id of the vocabulary")),
-    Field("length_penalty", number(-10.0, 10.0, rule="must be a float from -10 to 10"), 1.0),
+    *(Field(name, check_boolean, False) for name in _SWITCHES),
+    Field("random_seed", integer_check(0, rule="must be a positive integer")),
+    Field("beam_width", integer_check(1, _WIDEST, rule=f"must be an integer from 1 to {_WIDEST}")),
+    Field("stop_token", integer_check(0, rule="must be an integer, an id of the vocabulary")),
+    Field("length_penalty", number_check(-10.0, 10.0, rule="must be a float from -10 to 10"), 1.0),
 )
 
 
@@ -83,12 +95,12 @@ def _field_conflicts(fields: dict[str, Any], serving: Serving) -> list[str]:
             (width is not None and len(fields["prompts"]) > 1, "When doing beam_search, batch size must be 1"),
             (width is not None and fields["tokens_to_generate"] == 0, "beam_width needs tokens_to_generate above 0"),
             (
-                width is not None and 2 * width > serving.ids,
-                f"beam_width must be at most half of the {serving.ids} ids",
+                width is not None and 2 * width > serving.vocab_size,
+                f"beam_width must be at most half of the {serving.vocab_size} ids",
             ),
             (
-                fields["stop_token"] is not None and fields["stop_token"] >= serving.ids,
-                f"stop_token must be below {serving.ids}",
+                fields["stop_token"] is not None and fields["stop_token"] >= serving.vocab_size,
+                f"stop_token must be below {serving.vocab_size}",
             ),
         )
         if broken
@@ -98,7 +110,7 @@ def _field_conflicts(fields: dict[str, Any], serving: Serving) -> list[str]:
 def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Request]]:
     """The fields of a body and what is asked of the engine; `Refused` says all that is wrong."""
     fields = read(FIELDS, body, _RETIRED)
-    refuse(_field_conflicts(fields, serving))
+    raise_problems(_field_conflicts(fields, serving))
     tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]
     begin = [] if not fields["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     sampling = Sampling(
@@ -111,7 +123,7 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
     stops = ["\n"] * fields["stop_on_eol"] + ["\n\n"] * fields["stop_on_double_eol"]
     requests = []
     for place, prompt in enumerate(fields["prompts"]):
-        ids = begin + serving.read(prompt)
+        ids = begin + serving.tokenize(prompt)
         if not ids:
             raise Refused("a prompt has no tokens; give some text, or add_BOS=true")
         serving.check_limits(ids, count)
@@ -177,9 +189,9 @@ def _beam_search_of(fields: dict[str, Any], request: Request, serving: Serving) 
 
 
 def _reply_segments(serving: Serving, request: Request, ids: Sequence[int]) -> list[str]:
-    return segments(serving.tokenizer, [*request.prompt, *ids])
+    return split_by_token(serving.tokenizer, [*request.prompt, *ids])
 
 
 def _reply_logprobs(reply: Reply) -> list[float | None]:
     """Of every token but the first, which stands after nothing."""
-    return [raw_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)]
+    return [json_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)]

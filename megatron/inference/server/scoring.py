@@ -27,7 +27,15 @@ from megatron.inference.requests import Busy, Ids
 from megatron.inference.score_service import ScoreService
 from megatron.inference.server.app import RequestFilter, add_health, json_answer, new_app, read_body
 from megatron.inference.server.chat import messages_of
-from megatron.inference.server.fields import Field, Refused, any_value, boolean, only_value, read, text
+from megatron.inference.server.fields import (
+    Field,
+    Refused,
+    accept_any_value,
+    check_boolean,
+    check_text,
+    one_of_check,
+    read,
+)
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
 from megatron.inference.server.request_handling import error_response, until_disconnected
 from megatron.inference.server.serving import Limits
@@ -42,12 +50,12 @@ def _texts_problem(value: Any) -> str:
     return "" if good else "must be a string, or a list of strings"
 
 
-_COMMON = (Field("model", text), Field("use_activation", boolean, False), Field("user", text))
+_COMMON = (Field("model", check_text), Field("use_activation", check_boolean, False), Field("user", check_text))
 POOLING = (
     *_COMMON,
     Field("input", _texts_problem),
-    Field("messages", any_value),
-    Field("encoding_format", only_value("float"), "float"),
+    Field("messages", accept_any_value),
+    Field("encoding_format", one_of_check("float"), "float"),
 )
 SCORE = (*_COMMON, Field("text_1", _texts_problem, needed=True), Field("text_2", _texts_problem, needed=True))
 
@@ -65,7 +73,7 @@ class ScoringServing:
     writes_chat: bool
     limits: Limits = field(default_factory=Limits)
 
-    def encoded(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
+    def encode_texts(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
         """The ids of each; `Refused` for what has none, or is beyond the limits."""
         if len(texts) > self.limits.prompts:
             raise Refused(f"{len(texts)} texts are asked for; this server takes {self.limits.prompts} in a call", 413)
@@ -83,7 +91,7 @@ class ScoringServing:
         return inputs
 
 
-def pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
+def parse_pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
     """What /pooling asks for: texts, and whether the sigmoid of their scores is wanted."""
     fields = read(POOLING, body)
     _demand_model(fields["model"], serving)
@@ -97,11 +105,11 @@ def pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
         if files:
             raise Refused("the network reads no images; send text alone")
         texts = [messages]
-    return serving.encoded(texts), fields["use_activation"]
+    return serving.encode_texts(texts), fields["use_activation"]
 
 
-def score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
-    """What /v1/score asks for, as `pooling`: a prompt with each answer, or as many prompts as answers."""
+def parse_score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
+    """What /v1/score asks for, as `parse_pooling`: a prompt with each answer, or as many prompts as answers."""
     fields = read(SCORE, body)
     _demand_model(fields["model"], serving)
     prompts, answers = ([value] if isinstance(value, str) else value for value in (fields["text_1"], fields["text_2"]))
@@ -111,11 +119,11 @@ def score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
         raise Refused(f"text_1 has {len(prompts)} texts and text_2 has {len(answers)}; give one for all, or as many")
     pairs = list(zip(prompts, answers, strict=True))
     if not serving.writes_chat:
-        return serving.encoded([prompt + answer for prompt, answer in pairs]), fields["use_activation"]
+        return serving.encode_texts([prompt + answer for prompt, answer in pairs]), fields["use_activation"]
     talks = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}] for prompt, answer in pairs
     ]
-    return serving.encoded(talks), fields["use_activation"]
+    return serving.encode_texts(talks), fields["use_activation"]
 
 
 def build_scoring_app(serving: ScoringServing, *, token: str = "", hosts: Collection[str] = ()) -> RequestFilter:
@@ -166,12 +174,12 @@ def _add_scores(app: FastAPI, serving: ScoringServing) -> None:
 
     @app.post("/pooling")
     async def of_texts(request: Request) -> Response:
-        return await answer(request, "pooling", pooling)
+        return await answer(request, "pooling", parse_pooling)
 
     @app.post("/v1/score")
     @app.post("/score")
     async def of_answers(request: Request) -> Response:
-        return await answer(request, "score", score)
+        return await answer(request, "score", parse_score)
 
 
 def _demand_model(model: str | None, serving: ScoringServing) -> None:

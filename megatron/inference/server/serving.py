@@ -26,7 +26,7 @@ class ServedThread(Protocol):
         """Why it failed; empty while it works."""
 
     @property
-    def closing(self) -> str:
+    def closing_reason(self) -> str:
         """Why no more is taken; empty while it is."""
 
     def drain(self, seconds: float | None = None) -> bool:
@@ -73,12 +73,12 @@ class Serving:
         return self.service.engine.tokenizer
 
     @property
-    def positions(self) -> int:
+    def max_length(self) -> int:
         """The longest text."""
         return self.service.engine.max_length
 
     @property
-    def ids(self) -> int:
+    def vocab_size(self) -> int:
         """How many ids the network knows."""
         return self.service.engine.model.true_vocab_size
 
@@ -105,7 +105,7 @@ class Serving:
             raise Refused(f"there is no model {str(model)[:100]!r} here; this server has {here}", 404)
         return str(model)
 
-    def read(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """The ids of a text; `Refused` if it has none of its own, as half of a surrogate pair."""
         try:
             return self.tokenizer.tokenize(text)
@@ -119,9 +119,9 @@ class Serving:
             raise Refused(f"the prompt has {len(prompt)} tokens; this server takes {longest}", 413)
         if most is not None and num_tokens > most:
             raise Refused(f"{num_tokens} new tokens are asked for; this server gives {most}")
-        if len(prompt) + max(0, num_tokens - 1) > self.positions:
+        if len(prompt) + max(0, num_tokens - 1) > self.max_length:
             raise Refused(
-                f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.positions} positions of the "
+                f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.max_length} positions of the "
                 "network; shorten the prompt or ask for fewer"
             )
 
@@ -151,7 +151,7 @@ class TokenTexts:
         return pieces
 
 
-def raw_logprob(token: Token) -> float | None:
+def json_logprob(token: Token) -> float | None:
     """A token's log-probability as JSON can say it."""
     return None if token.logprob is None else max(token.logprob, LEAST_LOGPROB)
 

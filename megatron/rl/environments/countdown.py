@@ -55,7 +55,7 @@ class Countdown(Environment):
 
     def reward(self, problem: Problem, answer: str) -> float:
         """1 for an expression of all the numbers that gives the target, `format_reward` for another valid expression, 0 otherwise."""
-        parsed = value_of(answer)
+        parsed = evaluate_expression(answer)
         if parsed is None:
             return 0.0
         value, used = parsed
@@ -63,7 +63,7 @@ class Countdown(Environment):
         return 1.0 if right else self._format_reward
 
 
-def value_of(text: str) -> tuple[Fraction, list[int]] | None:
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """Return (exact value, numbers used) of an expression of whole numbers, + - * / and brackets; None if it is none, or divides by 0."""
     text = text.strip()
     tokens = _TOKEN.findall(text) if len(text) <= _LONGEST else []

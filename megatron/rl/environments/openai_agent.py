@@ -99,7 +99,7 @@ def prompt_of(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(texts) + "<|im_start|>assistant\n"
 
 
-def _answered(rollout: _Rollout, path: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def _answer_request(rollout: _Rollout, path: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The reply to a request of OpenAI's API. Raises `_Refused`."""
     chat = path == "chat/completions"
     if not chat and path != "completions":
@@ -150,7 +150,7 @@ def _handler(rollouts: Mapping[str, _Rollout], seconds: float) -> type[BaseHTTPR
                 return
             try:
                 request = json.loads(self.rfile.read(length))
-                self._reply(200, _answered(rollout, path, dict(request), seconds))
+                self._reply(200, _answer_request(rollout, path, dict(request), seconds))
             except (_Refused, ValueError, TypeError) as error:
                 self._reply(400, {"error": {"message": str(error)}})
             except BaseException as error:  # noqa: BLE001 - the rollout failed, ended or is paused, which the agent has to know

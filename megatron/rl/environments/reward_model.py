@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.config.flags import ConfigError
 from megatron.evaluation.reward import RewardModel
 from megatron.rl.environments.base import EVALUATION, Conversation, Environment, Problem
-from megatron.training.checkpoint.inference_model import REWARD, open_kind
+from megatron.training.checkpoint.inference_model import REWARD, open_checkpoint_of_kind
 
 
 class RewardModelEnvironment(Environment):
@@ -37,7 +37,7 @@ class RewardModelEnvironment(Environment):
         cut_off: float = 0.0,
         tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
-        open_kind(model, REWARD)  # every rank says at once what is wrong with it
+        open_checkpoint_of_kind(model, REWARD)  # every rank says at once what is wrong with it
         try:
             lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
             prompts = [str(json.loads(line)["prompt"]) for line in lines]

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import peft
 from megatron.core.families.adapter_set import BASE, AdapterSet, AdapterSource, Merged, read_adapters
-from megatron.core.families.hf import is_folder
+from megatron.core.families.hf import is_hf_checkpoint
 from megatron.core.families.registry import model_of
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.tools.checkpoint.export import DTYPES
@@ -32,7 +32,7 @@ from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.adapters import demand_same_base, open_adapters, source_hash
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 OWN, PUBLISHED = "own", "hf"
 
@@ -72,15 +72,15 @@ def merge_adapters(args: argparse.Namespace) -> str:
     adapters = open_adapters(args.adapter, model_of(base.settings)) if taken_out else adapters_for(base, args.adapter)
     source: Source = Merged(base, adapters, sign=-1.0 if taken_out else 1.0)
     source = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
-    if (args.saver or (PUBLISHED if is_folder(base.where) else OWN)) == PUBLISHED:
-        export(source, args.save, like=base.where if is_folder(base.where) else None)
-        return _summary(adapters, f"{args.save} (Hugging Face)") + _trained_on(adapters)
+    if (args.saver or (PUBLISHED if is_hf_checkpoint(base.where) else OWN)) == PUBLISHED:
+        export(source, args.save, like=base.where if is_hf_checkpoint(base.where) else None)
+        return _summary(adapters, f"{args.save} (Hugging Face)") + _quantized_base_note(adapters)
     iteration = base.values.get("run.progress", {}).get("iteration", 0)
     path = rewrite(source, args.save, iteration=iteration, settings=_source_settings(source))
-    return _summary(adapters, str(path)) + _trained_on(adapters)
+    return _summary(adapters, str(path)) + _quantized_base_note(adapters)
 
 
-def _trained_on(adapters: AdapterSet) -> str:
+def _quantized_base_note(adapters: AdapterSet) -> str:
     """What to say of adapters that were trained on another base than they are merged into."""
     format = adapters.model.adapter.lora_base_quantization
     if format == "none":
@@ -92,10 +92,10 @@ def _source_settings(source: Source) -> dict[str, Any]:
     """Settings of a run for what a source holds: what its format leaves out has its default."""
     network = (
         {}
-        if "architecture" in source.settings and not is_folder(source.where)
+        if "architecture" in source.settings and not is_hf_checkpoint(source.where)
         else to_values(model_of(source.settings))
     )
-    tokenizer = folder_tokenizer(Path(source.where)) if is_folder(source.where) else {}
+    tokenizer = folder_tokenizer(Path(source.where)) if is_hf_checkpoint(source.where) else {}
     return {**source.settings, **network, **tokenizer}
 
 
@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     made = parser()
     args = made.parse_args(arguments)
     if args.base is None and args.command != "export":

@@ -26,7 +26,7 @@ from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.rewrite import rewrite
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.hf import is_folder
+from megatron.core.families.hf import is_hf_checkpoint
 from megatron.core.families.registry import model_of
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.models.describe import parameter_shapes
@@ -34,7 +34,7 @@ from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import architecture_of
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 _PROJECTOR, _ENCODER = "model.vision_projection.", "model.vision_model."
 
@@ -46,7 +46,7 @@ class Combined:
         self._language, self._vision = language, vision
         self.where = f"{language.where} and {vision.where}"
         model = _combined_network(language, vision, given)
-        tokenizer = folder_tokenizer(Path(language.where)) if is_folder(language.where) else {}
+        tokenizer = folder_tokenizer(Path(language.where)) if is_hf_checkpoint(language.where) else {}
         self.settings = {**language.settings, **to_values(model), **tokenizer}
         self.values = {name: value for name, value in language.values.items() if name == "run.tokenizer"}
         expected = {f"model.{name}" for name in parameter_shapes(model)}
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     args = parser().parse_args(arguments)
     try:
         print(combine(args.language_model, args.vision_model, args.save, from_namespace(VisionConfig, args)))

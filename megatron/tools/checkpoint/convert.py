@@ -39,7 +39,7 @@ from megatron.core.parallel.boxes import Box, whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_settings, open_checkpoint
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"
@@ -116,7 +116,7 @@ def write(source: Source, args: argparse.Namespace, *, checkpoint_format: str) -
     settings = dict(source.settings)
     if checkpoint_format != OWN:  # what it leaves out has its default
         settings = {**settings, **to_values(model_of(settings))}
-        settings |= folder_tokenizer(Path(source.where)) if checkpoint_format == PUBLISHED else settings_beside(args)
+        settings |= folder_tokenizer(Path(source.where)) if checkpoint_format == PUBLISHED else non_model_settings(args)
     num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, SavedCheckpoint) else 1
     return rewrite(
@@ -124,7 +124,7 @@ def write(source: Source, args: argparse.Namespace, *, checkpoint_format: str) -
     ), remarks
 
 
-def settings_beside(args: argparse.Namespace) -> dict[str, Any]:
+def non_model_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What a run goes on with that a checkpoint of Megatron's says beside its network: tokenizer, sequence length, kind of mean."""
     network, tokenizer = foreign_settings(args.load, args.ckpt_step) or ({}, {})
     if ids := network.get("null_tokenizer_ids"):
@@ -217,7 +217,7 @@ def convert(args: argparse.Namespace) -> str:
     return f"{source.where} ({CHECKPOINT_FORMATS[checkpoint_format].name}): {words} -> {path} ({CHECKPOINT_FORMATS[args.saver].name}){', verified' if args.verify else ''}"
 
 
-def shard_size(word: str) -> int:
+def parse_shard_size(word: str) -> int:
     """A number of bytes, as `5GB` or `500MB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", word.strip(), re.IGNORECASE)
     if not match or float(match[1]) <= 0:
@@ -258,7 +258,11 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     group.add_argument(
-        "--max-shard-size", type=shard_size, default=hf.SHARD_BYTES, metavar="SIZE", help="of one file (default: 5GB)"
+        "--max-shard-size",
+        type=parse_shard_size,
+        default=hf.SHARD_BYTES,
+        metavar="SIZE",
+        help="of one file (default: 5GB)",
     )
     group.add_argument(
         "--iteration",
@@ -305,7 +309,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     args = parser().parse_args(arguments)
     given: dict[str, Any] = vars(args)
     for flag, reason in NEEDLESS.items():

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.checkpoints import Difference, Tolerance, compare_sources, settings_differences
 from megatron.trust.compare.contents import count_with_unit, matches_pattern
 
@@ -107,7 +107,7 @@ def _difference_lines(differences: Sequence[Difference], settings: Sequence[str]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("a", metavar="A", help="a checkpoint's folder, or a --save folder")
     parser.add_argument("b", metavar="B", help="the other; values and norms are relative to it")

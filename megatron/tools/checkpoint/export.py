@@ -29,7 +29,7 @@ from megatron.core.models.names import WORD_EMBEDDING
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint import export as exporting
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.compare.contents import size_words
 
@@ -59,7 +59,7 @@ def tokenizer_folder(source: Source) -> Path | None:
     return next((place for place in places if any((place / name).is_file() for name in KNOWN)), None)
 
 
-def copied_files(settings: Mapping[str, Any], folder: Path) -> list[str]:
+def copy_tokenizer_files(settings: Mapping[str, Any], folder: Path) -> list[str]:
     """Copy the single files of a tokenizer that the settings name and that are here. Returns their names in the folder."""
     copied = []
     for name, target in FILES.get(settings.get("tokenizer_type") or "", {}).items():
@@ -76,7 +76,7 @@ def export(args: argparse.Namespace) -> str:
     source: Source = CastSource(opened, DTYPES[args.dtype]) if args.dtype else opened
     like = args.tokenizer or tokenizer_folder(opened)
     family = exporting.export(source, args.save, family=args.family, like=like)
-    copied = [] if like else copied_files(source.settings, args.save)
+    copied = [] if like else copy_tokenizer_files(source.settings, args.save)
     weights = [name for name in source.formats if name.startswith("model.")]
     again = hf.open_folder(args.save, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
     unlike = [str(one) for one in compare_sources(again, source, patterns=("model.*",))]
@@ -98,7 +98,7 @@ def export(args: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.store import CheckpointError, scan_folder
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.contents import (
     OWN,
     Contents,
@@ -26,8 +26,8 @@ from megatron.trust.compare.contents import (
     as_json,
     count_with_unit,
     matches_pattern,
-    own_contents,
-    own_step,
+    native_checkpoint_folder,
+    native_contents,
     size_words,
 )
 
@@ -132,12 +132,12 @@ def short_json(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-def shown_without_torch(args: argparse.Namespace) -> bool:
+def show_without_torch(args: argparse.Namespace) -> bool:
     """Show a checkpoint of our own. Returns whether it is one."""
     try:
-        folder = own_step(args.path, args.ckpt_step)
+        folder = native_checkpoint_folder(args.path, args.ckpt_step)
         if folder is not None:
-            print_contents(own_contents(folder), args)
+            print_contents(native_contents(folder), args)
     except (CheckpointError, OSError) as error:
         sys.exit(f"inspect.py: {error}")
     return folder is not None
@@ -145,9 +145,9 @@ def shown_without_torch(args: argparse.Namespace) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     args = parse_arguments(arguments)
-    if shown_without_torch(args):
+    if show_without_torch(args):
         return
     from megatron.trust.compare.foreign_contents import foreign_contents  # imports torch
 

@@ -28,7 +28,7 @@ from megatron.core.families.registry import model_of
 from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.compare.contents import count_with_unit, size_words
 
@@ -90,7 +90,7 @@ def reshard(args: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
 from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, scan_folder
 from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.contents import matches_pattern
 from megatron.trust.state_inventory import Comparison, compare_checkpoints
 
@@ -135,7 +135,7 @@ class RankProcesses:
             raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in excerpt)]))
 
 
-class CheckpointWithout:
+class CheckpointWithoutNames:
     """A checkpoint that lacks some names."""
 
     def __init__(self, saved: SavedCheckpoint, patterns: Sequence[str]) -> None:
@@ -184,11 +184,11 @@ def run_resumed(plan: Plan, load: Path) -> Path:
     return load
 
 
-def folder_without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
+def write_checkpoint_without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
     """A folder whose checkpoint of iteration N lacks some names."""
     saved = open_saved(iteration_folder(folder, plan.steps))
     rewrite(
-        CheckpointWithout(saved, patterns),
+        CheckpointWithoutNames(saved, patterns),
         plan.work / "without",
         iteration=plan.steps,
         settings=saved.settings,
@@ -232,7 +232,7 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
     print(f"{plan.steps} steps, then kill -9 ...", flush=True)
     killed = run_and_kill(plan)
     if lost:
-        killed = folder_without(killed, plan, lost)
+        killed = write_checkpoint_without(killed, plan, lost)
     columns = {f"iteration {plan.steps}": compare_folders(straight, killed, plan.steps)}
     print(f"{plan.steps} steps from the checkpoint ...", flush=True)
     failure = ""
@@ -296,7 +296,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     args, flags = parse_arguments(arguments)
     work = (args.workdir or Path(tempfile.mkdtemp(prefix="resume_check"))).resolve()
     work.mkdir(parents=True, exist_ok=True)

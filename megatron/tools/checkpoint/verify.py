@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, scan
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolParser
 from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted
+from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.contents import count_with_unit, size_words
 
 PART = 1 << 28  # bytes between two signs of life
@@ -105,7 +105,7 @@ def report(finding: Finding, seconds: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the tool."""
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder, or a --save folder")
     parser.add_argument(

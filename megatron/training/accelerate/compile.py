@@ -30,7 +30,7 @@ from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel import graph_low_linear
 from megatron.core.tensor_parallel.low_precision import Scaling
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.mamba import MambaMixer
@@ -47,8 +47,8 @@ _PLAIN: dict[str, tuple[Callable, ...]] = {
 }
 # Scans, of which eight chunks are a graph: a graph of all would grow with the length.
 _SCANS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "selective_scan": (scans.selective_scan, scans.selective_scan_of, scans.selective_span),
-    "delta_rule_scan": (scans.delta_rule_scan, scans.delta_rule_scan_of, scans.delta_rule_span),
+    "selective_scan": (scans.selective_scan, scans.make_selective_scan, scans.selective_chunk_scan),
+    "delta_rule_scan": (scans.delta_rule_scan, scans.make_delta_rule_scan, scans.delta_rule_chunk_scan),
 }
 _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
@@ -99,7 +99,7 @@ class Compiler:
 
     def __init__(self, trainer: Trainer) -> None:
         self._say, config = trainer.run.print_rank_0, trainer.run.config.compilation
-        compile_, kinds = compile_as(config), Counter[tuple[tuple[str, str], ...]]()
+        compile_, kinds = configured_torch_compile(config), Counter[tuple[tuple[str, str], ...]]()
         ops: dict[str, dict[Callable, Callable]] = {
             op: {call: compile_(call) for call in calls} for op, calls in _PLAIN.items()
         }
@@ -126,7 +126,7 @@ class Compiler:
                 f"{time.time() - began:.1f} s, of it {seconds:.1f} s in the compiler"
             )
             for reason, count in breaks.items():
-                self._say(f"  {count} x {_in_short(reason)}")
+                self._say(f"  {count} x {_shorten_reason(reason)}")
         elif graphs and not self.again:
             reasons = {one.recompile_reason.strip() for one in _compiled_since(began) if one.recompile_reason}
             self._say(
@@ -137,7 +137,7 @@ class Compiler:
         self._first = False
 
 
-def compile_as(config: CompileConfig) -> Callable[[Callable], Callable]:
+def configured_torch_compile(config: CompileConfig) -> Callable[[Callable], Callable]:
     """torch.compile as the flags want it. Dropout draws the numbers that it draws without a compiler."""
     # torch 2.13 takes the limit by call; what is older has a limit of 8, after which a function is no longer compiled.
     known = {"recompile_limit": _LIMIT} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
@@ -163,22 +163,22 @@ def _compile_layer(
             graph_low_linear.enter_graphs(part)
     if any(why.values()):
         for part in layer.modules():
-            if isinstance(build := getattr(part, "build", None), Build):
+            if isinstance(build := getattr(part, "build", None), BuildContext):
                 vars(part)["build"] = replace(build, kernels=_compiled_kernels(build.kernels, ops))
             if isinstance(part, Norm):
                 part.kernels = _compiled_kernels(part.kernels, ops)
     for name in whole:
-        setattr(layer, name, _with_own_sums(layer, compile_(getattr(layer, name))))
+        setattr(layer, name, _with_fresh_main_grads(layer, compile_(getattr(layer, name))))
     return tuple(why.items())
 
 
-def _with_own_sums(layer: Layer, compiled: Callable) -> Callable:
+def _with_fresh_main_grads(layer: Layer, compiled: Callable) -> Callable:
     """The compiled function, given aliases of the layer's main gradients that are this call's alone."""
     sums: list[MainGrad] = [param.main_grad for param in layer.parameters() if hasattr(param, "main_grad")]
 
     def call(*given: Any, **named: Any) -> Any:
         for one in sums:
-            one.renew()
+            one.refresh_alias()
         return compiled(*given, **named)
 
     return call
@@ -214,7 +214,7 @@ def _compiled_since(seconds: float) -> list[Any]:
     return [one for one in torch._dynamo.utils.get_compilation_metrics() if (one.start_time_us or 0) >= seconds * 1e6]
 
 
-def _in_short(reason: str) -> str:
+def _shorten_reason(reason: str) -> str:
     """The first line of a reason, and where it was."""
     first, *others = reason.strip().splitlines()
     where = next((line.partition(":")[2].strip() for line in others if "debug context" in line), "")

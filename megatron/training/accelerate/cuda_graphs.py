@@ -149,7 +149,7 @@ class _Part:
             self.recordings.count += 1
         return _Replay.apply(self, free, free.pop(), *tensors)
 
-    def close(self, free: list[_CapturedLayer], recording: _CapturedLayer) -> None:
+    def finish_microbatch(self, free: list[_CapturedLayer], recording: _CapturedLayer) -> None:
         """A microbatch is through, and its gradients have been added."""
         free.append(recording)
         for weight in recording.weights:
@@ -167,7 +167,7 @@ class _Replay(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradients = context.recording.backward(gradient)
-        context.part.close(context.free, context.recording)
+        context.part.finish_microbatch(context.free, context.recording)
         return None, None, None, *gradients
 
 
@@ -186,7 +186,7 @@ class CapturedGraphs:
         for stage, parallel in zip(trainer.stages, trainer.parallels, strict=True):
             assert isinstance(parallel, DataParallel), "a rule refuses what gathers weights layer by layer"
             for layer in (part for part in stage.modules() if isinstance(part, Layer)):
-                methods = _methods_of(layer, self._config.modules)
+                methods = _capturable_methods(layer, self._config.modules)
                 kinds[methods] += 1
                 for method in methods:
                     setattr(layer, method, _Part(layer, method, self, parallel))
@@ -209,7 +209,7 @@ class CapturedGraphs:
             )
 
 
-def _methods_of(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
+def _capturable_methods(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
     """What of a layer is recorded. Which rows experts get is known only as they are computed, so these never are."""
     whole = layer.cross_attention is not None  # its halves have something between them
     methods = {

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.adapters import WHOLE, is_adapter, is_trained, layer_name, linear_layers
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.source import Source, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree
 from megatron.core.families import peft
-from megatron.core.families.adapter_set import BASE, OUTPUT_LAYER, AdapterSet, demand_fit, read_adapters
+from megatron.core.families.adapter_set import BASE, OUTPUT_LAYER, AdapterSet, read_adapters, require_matching_network
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, quantized_of, spec_of, tensor_axis
-from megatron.core.tensor_parallel.quantized import as_quantized
+from megatron.core.tensor_parallel.quantized import quantize_and_dequantize
 from megatron.training.checkpoint.formats import open_checkpoint
 
 _LENGTHS = ".magnitude"
@@ -45,7 +45,7 @@ def open_adapters(path: str | Path, model: ModelConfig) -> AdapterSet:
     if peft.is_peft(path):
         return peft.read(path, model)
     adapters = read_adapters(open_checkpoint(path))
-    demand_fit(adapters, model)
+    require_matching_network(adapters, model)
     return adapters
 
 
@@ -69,7 +69,7 @@ def base_weights(tree: Tree) -> Tree:
     return {name: value for name, value in tree.items() if not is_adapter(name) or name.endswith(_LENGTHS)}
 
 
-class WithLengths:
+class SourceWithRowNorms:
     """A network's source with the lengths of the rows of its matrices, by the names that adapters have for them (DoRA).
 
     Of matrices that are quantized when they are loaded, the lengths are those of what is multiplied.
@@ -80,7 +80,7 @@ class WithLengths:
         self.where, self.values, self.settings, self._source = source.where, source.values, source.settings, source
         self._config, self._format = model.adapter, model.adapter.lora_base_quantization
         self._rows: dict[str, tuple[str, int, int]] = {}
-        for plan in layer_rows(model) if model.adapter.dora else ():
+        for plan in network_layer_plans(model) if model.adapter.dora else ():
             shapes = linear_layers(model, plan)
             for adapter in plan.adapters:
                 matrix = f"model.{layer_name(model, plan)}.{adapter.linear}"
@@ -91,9 +91,9 @@ class WithLengths:
                     size,
                 )
         lengths = {
-            name: Format((size,), source.formats[matrix].dtype) for name, (matrix, _, size) in self._rows.items()
+            name: TensorFormat((size,), source.formats[matrix].dtype) for name, (matrix, _, size) in self._rows.items()
         }
-        self.formats: Mapping[str, Format] = {**source.formats, **lengths}
+        self.formats: Mapping[str, TensorFormat] = {**source.formats, **lengths}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, [*box.shape]; DoRA's magnitudes are computed as row norms of the weight."""
@@ -105,7 +105,9 @@ class WithLengths:
         values = (
             self._source.read(matrix, rows)
             if format == "none"
-            else as_quantized(partial(self._source.read, matrix), rows, self._source.formats[matrix].shape, format)
+            else quantize_and_dequantize(
+                partial(self._source.read, matrix), rows, self._source.formats[matrix].shape, format
+            )
         )
         return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron.core.config.figures import figure_named
+from megatron.core.config.figures import find_metric
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import CheckpointConfig
 from megatron.core.parallel import collectives
@@ -16,9 +16,9 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.run import Progress
 
 
-def demand_figure(word: str, names: Sequence[str]) -> str:
-    """`figure_named`; raises ConfigError where there is none."""
-    figure = figure_named(word, names)
+def require_metric(word: str, names: Sequence[str]) -> str:
+    """`find_metric`; raises ConfigError where there is none."""
+    figure = find_metric(word, names)
     if figure is None:
         raise ConfigError(
             f"--save-best {word}: evaluations of this run give no such figure; choose of: {', '.join(names)}"
@@ -32,7 +32,7 @@ def note_if_best(progress: Progress, losses: Mapping[str, float], options: Check
     A value that is not a number is never better; with another figure or another direction than before the search begins anew.
     """
     assert options.save_best is not None, "only runs with --save-best look for the best evaluation"
-    figure = demand_figure(options.save_best, list(losses))
+    figure = require_metric(options.save_best, list(losses))
     mode = options.save_best_mode or ("min" if figure.endswith("loss") else "max")
     value, described = collectives.broadcast_object(losses[figure], world), f"{mode} {figure}"
     if not math.isfinite(value):

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.adapters import is_adapter
-from megatron.core.config.flags import spelling, to_values
+from megatron.core.config.flags import flag_name, to_values
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.load import OPTIONAL, load
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules
-from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.source import Source, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
 from megatron.core.distributed.buffers import Segment
@@ -42,7 +42,7 @@ from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.core.tokenizers.base import fingerprint
 from megatron.training.checkpoint.adapters import (
     BASE,
-    WithLengths,
+    SourceWithRowNorms,
     base_hash,
     base_in_words,
     base_weights,
@@ -57,29 +57,29 @@ from megatron.training.checkpoint.resuming import (
     ResumeRequest,
     decide_on_first_rank,
     demand_same_tokenizer,
-    find_wanted,
-    open_wanted,
+    find_requested_checkpoint,
+    open_requested_checkpoint,
     same_folder,
 )
 from megatron.training.hooks import StepHooks
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
 
-Formats = Mapping[str, Format]
+Formats = Mapping[str, TensorFormat]
 Slot = tuple[str, Segment, Tensor]
 
 _PROJECTOR = "model.vision_projection."
 
 
 @contextmanager
-def own_save_folder(run: Run) -> Iterator[FolderLock | None]:
+def lock_save_folder(run: Run) -> Iterator[FolderLock | None]:
     """Own the `--save` folder of a run that trains. Raises `CheckpointError` on all ranks when another job writes there."""
     options = run.config.checkpoint
     if not options.save or run.config.train.skip_train:
         yield None
         return
-    lock = FolderLock(options.save, job=launcher_place().launch)
+    lock = FolderLock(options.save, job=read_launch_info().launch)
     if note := decide_on_first_rank(run.mesh.world, lock.acquire):
         run.print_rank_0(f"WARNING: {note}")
     try:
@@ -89,7 +89,7 @@ def own_save_folder(run: Run) -> Iterator[FolderLock | None]:
             lock.release()
 
 
-class _Staging(StepHooks):
+class _StagingHook(StepHooks):
     """Holds back an update until a save on its way has copied the weights."""
 
     saver: Saver | None = None  # made by the first save
@@ -107,13 +107,13 @@ class Checkpoint:
     """
 
     def __init__(self, trainer: Trainer, config: RunConfig | None = None, *, lock: FolderLock | None = None) -> None:
-        """config: what says where to save and what to load; left out, the run's. lock: of `own_save_folder`, by which `--save` is this job's."""
+        """config: what says where to save and what to load; left out, the run's. lock: of `lock_save_folder`, by which `--save` is this job's."""
         self._lock = lock
         self.trainer, self.config, self.mesh = trainer, config or trainer.run.config, trainer.run.mesh
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
         self._saver: Saver | None = None
-        self._staging = _Staging()
+        self._staging = _StagingHook()
         trainer.add_hook(self._staging)
         self._fingerprint: dict[str, Any] = {}
         self._adapter = self.config.model.adapter
@@ -178,13 +178,13 @@ class Checkpoint:
     def resume(self) -> bool:
         """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
         started = time.perf_counter()
-        request = decide_on_first_rank(self.mesh.world, lambda: find_wanted(self.config))
+        request = decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(self.config))
         options = self.config.checkpoint
         apart = self._adapter.has_adapters and request is not None and request.path != options.pretrained_checkpoint
         if apart and options.pretrained_checkpoint and not self._base:
             only = dataclasses.replace(options, load=None, ckpt_step=None, require_iteration=None)
             config = dataclasses.replace(self.config, checkpoint=only)
-            self._resume_from(decide_on_first_rank(self.mesh.world, lambda: find_wanted(config)), started)
+            self._resume_from(decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(config)), started)
         source = self._resume_from(request, started)
         if options.adapter and source is not None and not holds_adapters(source):
             self._load_adapters(options.adapter)
@@ -198,7 +198,7 @@ class Checkpoint:
             return None
         for note in request.notes:
             self._log_warning(note)
-        opened = open_wanted(request, self.config, self.mesh.world)
+        opened = open_requested_checkpoint(request, self.config, self.mesh.world)
         if opened.refused and opened.step is not None:
             self._log_warning(
                 "\n".join(
@@ -245,7 +245,7 @@ class Checkpoint:
         schedule = self._restore_schedule(values.get("run.schedule"), source)
         if continues:
             self._say_formats(opened.source.settings)
-        slots, streams = tuple(self.trainer.optimizer.slots()), self._fitting_streams(opened)
+        slots, streams = tuple(self.trainer.optimizer.checkpoint_state()), self._fitting_streams(opened)
         state = self._part_of(source, self._load_targets(formats, slots, optimizer=continues))
         if options.allow_missing_vision_projection_checkpoint:
             state = self._without_missing_projector(state, formats)
@@ -314,7 +314,7 @@ class Checkpoint:
         """
         started, formats = time.perf_counter(), source.formats
         self._check_tokenizer(source)
-        slots = tuple(self.trainer.optimizer.slots())
+        slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
             for name, value in self._load_targets(formats, slots, optimizer=False).items()
@@ -338,7 +338,7 @@ class Checkpoint:
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer_record() if self.mesh.world.is_first else None
         if options.save_optim:
-            for slot, segment, tensor in trainer.optimizer.slots():
+            for slot, segment, tensor in trainer.optimizer.checkpoint_state():
                 add_to_tree(
                     state, f"optimizer.{slot}.{segment.name}", sharded_optimizer_state(segment, tensor, self.mesh)
                 )
@@ -365,7 +365,7 @@ class Checkpoint:
     def _with_adapters(self, source: Source) -> Source:
         """What a run with adapters loads: adapters of its own base, or a base with the lengths of its rows; of others the source."""
         if not holds_adapters(source):
-            return WithLengths(source, self.config.model) if self._adapter.has_adapters else source
+            return SourceWithRowNorms(source, self.config.model) if self._adapter.has_adapters else source
         if not self._adapter.has_adapters:
             raise CheckpointError(
                 f"{source.where} holds adapters without their network; give its flags (--use-checkpoint-args), and the network with "
@@ -381,7 +381,7 @@ class Checkpoint:
         source = AdapterSource(adapters)
         if adapters.base.get("hash") is not None:
             demand_same_base(adapters.base, self._base, source.where)
-        slots = tuple(self.trainer.optimizer.slots())
+        slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
             for name, value in self._load_targets(source.formats, slots, optimizer=False).items()
@@ -450,9 +450,9 @@ class Checkpoint:
 
     def _mark_written(self, slots: Sequence[Slot]) -> None:
         """Let everybody know that weights and slots were written."""
-        self.trainer.optimizer.load_slots(slots)
+        self.trainer.optimizer.apply_loaded_state(slots)
         for parallel in self.trainer.parallels:
-            parallel.refresh()
+            parallel.refresh_params()
 
     def _fitting_streams(self, opened: OpenedCheckpoint) -> Tree:
         """Tensors to load this rank's dropout streams into; none if the checkpoint's do not belong to this layout."""
@@ -489,7 +489,7 @@ class Checkpoint:
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if name in saved and saved[name] != mine[name]:
                 self._log_info(
-                    f"the optimizer's state is converted: {spelling(name)} was {saved[name]} and is {mine[name]}"
+                    f"the optimizer's state is converted: {flag_name(name)} was {saved[name]} and is {mine[name]}"
                 )
 
     def _restore_schedule(self, saved: Mapping[str, Any] | None, source: Source) -> Schedule | None:
@@ -499,7 +499,7 @@ class Checkpoint:
             return mine
         then = {name: source.settings.get(name) for name in ("train_iters", "train_samples")}
         longer = [
-            f"{spelling(name)} was {then[name]} and is {now}"
+            f"{flag_name(name)} was {then[name]} and is {now}"
             for name in then
             if (now := getattr(train, name)) is not None and then[name] not in (None, now)
         ]

@@ -38,11 +38,13 @@ def export(
         family=family,
         like=like,
         shard_bytes=shard_bytes,
-        ids=token_ids(source.settings, like, rows=rows),
+        ids=special_token_ids(source.settings, like, rows=rows),
     )
 
 
-def token_ids(settings: Mapping[str, Any], like: str | Path | None, *, rows: int) -> dict[str, int | list[int] | None]:
+def special_token_ids(
+    settings: Mapping[str, Any], like: str | Path | None, *, rows: int
+) -> dict[str, int | list[int] | None]:
     """The keys of config.json that say which ids begin and end a text, for a network that was trained with this tokenizer.
 
     settings: of a run. like: folder whose tokenizer is taken instead. rows: of the embedding. None is a value too, since what is left

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.store import (
     read_commit,
     scan_folder,
 )
-from megatron.core.families.hf import is_folder, model_settings, open_folder
+from megatron.core.families.hf import is_hf_checkpoint, model_settings, open_folder
 from megatron.core.families.megatron.open import find_megatron, open_megatron
 from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.tokenizers.build import READS
@@ -46,7 +46,7 @@ class CheckpointFormat:
     complete: bool = True
 
 
-def find_own(path: Path, step: int | None) -> Path | None:
+def find_native_checkpoint(path: Path, step: int | None) -> Path | None:
     """A folder with a commit, or the newest such folder in a folder of checkpoints."""
     if (path / COMMIT).is_file():
         return path
@@ -54,13 +54,13 @@ def find_own(path: Path, step: int | None) -> Path | None:
     return steps[0].folder if steps else None
 
 
-def _find_published(path: Path, step: int | None) -> Path | None:
-    return path if step is None and is_folder(path) else None
+def _find_hugging_face(path: Path, step: int | None) -> Path | None:
+    return path if step is None and is_hf_checkpoint(path) else None
 
 
-OURS = CheckpointFormat("this project", find_own, lambda path, given: open_saved(path))
+OURS = CheckpointFormat("this project", find_native_checkpoint, lambda path, given: open_saved(path))
 FOREIGN = (
-    CheckpointFormat("Hugging Face", _find_published, open_folder),
+    CheckpointFormat("Hugging Face", _find_hugging_face, open_folder),
     CheckpointFormat("Megatron", find_megatron, open_megatron, complete=False),
 )
 CHECKPOINT_FORMATS = (OURS, *FOREIGN)
@@ -98,7 +98,7 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
     )
 
 
-def own_steps(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[SavedStep]:
+def native_checkpoints(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[SavedStep]:
     """Our checkpoints that a path means, in the order in which they are tried: one folder, or those of `--save`."""
     path = Path(path)
     if (path / COMMIT).is_file():

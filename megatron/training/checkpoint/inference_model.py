@@ -32,10 +32,10 @@ from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
-from megatron.core.families.hf import is_folder, model_settings
+from megatron.core.families.hf import is_hf_checkpoint, model_settings
 from megatron.core.families.registry import model_of
-from megatron.core.kernels.startup_check import choose
-from megatron.core.kernels.table import Need
+from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.table import KernelRequirements
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
@@ -46,10 +46,10 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
 from megatron.core.tokenizers.base import Tokenizer, fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.training.checkpoint.adapters import holds_adapters
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import launcher_place, world_size
+from megatron.training.launch.launch_info import read_launch_info, world_size
 from megatron.training.launch.rendezvous import join_ranks
 
 Stage = GPTModel | BERTModel | T5Model
@@ -68,7 +68,7 @@ class ModelKind(Generic[AnyStage]):
     """
 
     architecture: str
-    model: Callable[[StageSpec, Build], AnyStage]
+    model: Callable[[StageSpec, BuildContext], AnyStage]
     parts: tuple[str, ...] = ("model.",)
     scores: bool = False
 
@@ -105,11 +105,11 @@ def load_network(
     of `TokenizerConfig` that win over the checkpoint's; with a `tokenizer_type`, they are all. Raises `ConfigError` and
     `CheckpointError`, before any rank waits for another, for what does not fit together.
     """
-    source = open_kind(path, kind, step)
+    source = open_checkpoint_of_kind(path, kind, step)
     settings = tokenizer_settings(source, tokenizer or {})
     made = build_tokenizer(settings)
     _demand_same_tokenizer(source, made)
-    if not (source.settings.get("tokenizer_type") or is_folder(source.where)):
+    if not (source.settings.get("tokenizer_type") or is_hf_checkpoint(source.where)):
         # Megatron's own files count the rows that pad the vocabulary, unless they are told.
         source = open_checkpoint(path, step, {"true_vocab_size": made.vocab_size})
     config = _resolve_config(source, settings, parallel, dtype, 1 if alone else world_size())
@@ -125,7 +125,7 @@ def load_network(
     return InferenceModel(config, mesh, _build_stages(source, kind, config, mesh), made, source)
 
 
-def open_kind(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> Source:
+def open_checkpoint_of_kind(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> Source:
     """Open a checkpoint; `CheckpointError` if its network is of another kind."""
     source = open_checkpoint(path, step)
     if holds_adapters(source):
@@ -161,7 +161,7 @@ def architecture_of(source: Source) -> str:
 
 def tokenizer_settings(source: Source, given: Mapping[str, Any]) -> TokenizerConfig:
     """The tokenizer of a checkpoint with the settings given in the place of its own; of a published folder, the one in it."""
-    available = model_settings(source.where) if is_folder(source.where) else source.settings
+    available = model_settings(source.where) if is_hf_checkpoint(source.where) else source.settings
     saved = (
         {}
         if "tokenizer_type" in given
@@ -226,7 +226,7 @@ def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
     if not dist.is_initialized():
         join_ranks(
             backend_of(device, config.parallel.distributed_backend),
-            launcher_place(),
+            read_launch_info(),
             timedelta(minutes=config.parallel.distributed_timeout_minutes),
             device if device.type == "cuda" else None,
         )
@@ -236,8 +236,8 @@ def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
 def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, mesh: Mesh) -> tuple[AnyStage, ...]:
     """This rank's stages, filled from the checkpoint."""
     dtype = getattr(torch, config.precision.dtype)
-    need = Need(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
-    chosen = choose(
+    need = KernelRequirements(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
+    chosen = choose_kernels(
         config,
         need,
         mesh.device,
@@ -247,7 +247,7 @@ def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, 
     if mesh.world.is_first:
         for line in chosen.failures:
             logging.getLogger("megatron").warning(line)
-    build = Build(
+    build = BuildContext(
         model=config.model, mesh=mesh, kernels=chosen.kernels, dtype=dtype, streams=RandomStreams.build(mesh, _SEED)
     )
     stages = tuple(

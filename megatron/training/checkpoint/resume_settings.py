@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from megatron.core.config.flags import from_values, roles_of, spelling, to_values
+from megatron.core.config.flags import flag_name, from_values, roles_of, to_values
 from megatron.core.config.settings.model import RequestedModel
 from megatron.core.config.settings.network import network_differences, network_fields
 from megatron.core.config.settings.optim import ScheduleConfig
@@ -122,7 +122,7 @@ def _setting_remark(name: str, config: RunConfig) -> str:
 
 
 def _difference_line(name: str, saved: Any, mine: Any) -> str:
-    return f"{_LABELS.get(name) or spelling(name)}: {_value_text(saved)} in the checkpoint, {_value_text(mine)} in this run"
+    return f"{_LABELS.get(name) or flag_name(name)}: {_value_text(saved)} in the checkpoint, {_value_text(mine)} in this run"
 
 
 def _value_text(value: Any) -> str:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign, own_steps
+from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign, native_checkpoints
 from megatron.training.checkpoint.resume_settings import compare_settings
 from megatron.training.checkpoint.upcycling import Upcycled, is_dense
 
@@ -59,7 +59,7 @@ class OpenedCheckpoint:
     notes: tuple[str, ...] = ()
 
 
-def find_wanted(config: RunConfig) -> ResumeRequest | None:
+def find_requested_checkpoint(config: RunConfig) -> ResumeRequest | None:
     """Look for what a run loads, without opening it; None for a fresh start."""
     options = config.checkpoint
     request = _resolve_path(options.load, options, weights_only=options.finetune, chosen=True) if options.load else None
@@ -86,10 +86,10 @@ def find_wanted(config: RunConfig) -> ResumeRequest | None:
     return None
 
 
-def open_wanted(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
+def open_requested_checkpoint(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
     """Open and verify it, on all ranks; `CheckpointError` on all when nothing sound is there, or it is another network's."""
     if request.steps:
-        opened = _open_ours(request, config, axis)
+        opened = _open_native(request, config, axis)
     else:
         source = _on_all_ranks(lambda: _open_foreign(request, config), axis)
         opened = OpenedCheckpoint(
@@ -149,7 +149,7 @@ def _resolve_path(path: str, options: CheckpointConfig, *, weights_only: bool, c
     foreign = find_foreign(path, step) if not store.scan_folder(path).steps else None
     if foreign is not None:
         return ResumeRequest(path, weights_only, checkpoint_format=foreign[0].name, place=foreign[1])
-    steps = own_steps(path, step, required=options.require_iteration if chosen else None)
+    steps = native_checkpoints(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
     newer = (
@@ -170,7 +170,7 @@ def _resolve_path(path: str, options: CheckpointConfig, *, weights_only: bool, c
     return ResumeRequest(path, weights_only, tuple(steps), notes=tuple(newer))
 
 
-def _open_ours(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
+def _open_native(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
     options = config.checkpoint
     try:
         saved, refused = open_valid(request.steps, axis, verified=options.verify_integrity)

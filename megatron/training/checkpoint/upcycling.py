@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import to_values
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.dist_checkpointing.source import Format, Source
+from megatron.core.dist_checkpointing.source import Source, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import normal, xavier_uniform
+from megatron.core.parallel.spec import normal_initializer, xavier_uniform
 
 _MLP = re.compile(r"(model\.decoder\.layers\.(\d+)\.mlp\.)(linear_fc[12])\.(weight|bias)")
 
@@ -55,9 +55,9 @@ class Upcycled:
         self.values: Mapping[str, Any] = {
             name: value for name, value in dense.values.items() if name == "run.tokenizer"
         }
-        self.formats: dict[str, Format] = {}
+        self.formats: dict[str, TensorFormat] = {}
         self._made: dict[str, tuple[str, str]] = {}  # name of an expert's parameter -> the dense one's, and which it is
-        layers = {row.index for row in layer_rows(config.model) if row.mlp == "moe"}
+        layers = {row.index for row in network_layer_plans(config.model) if row.mlp == "moe"}
         for name, format in dense.formats.items():
             if name.startswith("model."):
                 match = _MLP.fullmatch(name)
@@ -84,18 +84,18 @@ class Upcycled:
             ]
         )
 
-    def _add_experts(self, name: str, match: re.Match[str], format: Format) -> None:
+    def _add_experts(self, name: str, match: re.Match[str], format: TensorFormat) -> None:
         prefix, which, shape = match[1], f"{match[3]}.{match[4]}", list(format.shape)
         if which.startswith("linear_fc1"):
             shape[0] //= self.moe.moe_upcycling_granularity
         elif which == "linear_fc2.weight":
             shape[1] //= self.moe.moe_upcycling_granularity
         expert = f"{prefix}experts.{which}"
-        self.formats[expert] = Format((self.moe.experts, *shape), format.dtype)
+        self.formats[expert] = TensorFormat((self.moe.experts, *shape), format.dtype)
         self._made[expert] = name, which
         if which == "linear_fc1.weight":
-            self.formats[f"{prefix}router.weight"] = Format((self.moe.experts, shape[1]), torch.float32)
-            each = Format((self.moe.experts,), torch.float32)
+            self.formats[f"{prefix}router.weight"] = TensorFormat((self.moe.experts, shape[1]), torch.float32)
+            each = TensorFormat((self.moe.experts,), torch.float32)
             if self.config.model.add_bias_linear:
                 self.formats[f"{prefix}router.bias"] = each
             if self.moe.moe_router_enable_expert_bias:
@@ -129,7 +129,7 @@ class Upcycled:
     def _router_rows(self, name: str) -> Tensor:
         """[e, h]: the rows that a fresh router begins with, each for all slices of a copy."""
         model = self.config.model
-        init = xavier_uniform() if model.init_method_xavier_uniform else normal(model.init_method_std)
+        init = xavier_uniform() if model.init_method_xavier_uniform else normal_initializer(model.init_method_std)
         generator = torch.Generator().manual_seed(
             derive_seed("initial", self.config.train.seed, name.removeprefix("model."))
         )

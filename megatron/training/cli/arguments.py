@@ -23,13 +23,13 @@ from megatron.core.config.flags import (
     ConfigError,
     add_arguments,
     flag_fields,
+    flag_name,
     from_namespace,
     refuse,
     roles_of,
-    spelling,
     to_values,
 )
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig, null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -37,7 +37,7 @@ from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest_iteration, saved_values
 from megatron.training.cli.help import Help
 from megatron.training.cli.legacy_flags import similar_flags, translate
-from megatron.training.launch.launch_info import end_in_a_line_when_interrupted, launcher_place
+from megatron.training.launch.launch_info import install_interrupt_handler, read_launch_info
 
 # What a checkpoint says of images that speaks of how its run trained, not of its network.
 _OF_THE_RUN = {"recompute_vision", *(name for name, role in roles_of(VisionConfig).items() if role == "training")}
@@ -88,7 +88,7 @@ def parse_args(
     one that says it; of files and of the machine one rank of each machine does. reads_data: see `preflight`.
     own_problems: of a namespace and a number of ranks, what is wrong with the script's own flags, a line each.
     """
-    end_in_a_line_when_interrupted()
+    install_interrupt_handler()
     try:
         args = read_flags(
             sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider
@@ -96,7 +96,7 @@ def parse_args(
         from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
 
         checked = preflight(from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
-        place = launcher_place()
+        place = read_launch_info()
         speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in checked.problems)
         own = () if args.problems else own_problems(args, world_size)
         refuse([*args.problems, *(line for _, line in checked.problems), *own])
@@ -152,9 +152,9 @@ def read_flags(
             _take_from_checkpoint(args)
         problems += _take_from_adapter(args)
         if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
-            messages += _as_many_ids(args)
+            messages += _keep_null_vocab_size(args)
         if args.load and not args.finetune and "calculate_per_token_loss" not in args.origins:
-            _keep_the_mean(args)
+            _keep_loss_averaging(args)
     except CheckpointError as error:
         problems.append(str(error))
     args.messages, args.problems = messages, problems
@@ -294,7 +294,7 @@ def _read_yaml(path: str) -> list[str]:
         raise ConfigError(
             f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values"
         )
-    return [word for name, value in _flatten_mapping(content) for word in _words_of(str(name), value)]
+    return [word for name, value in _flatten_mapping(content) for word in _setting_to_words(str(name), value)]
 
 
 def _flatten_mapping(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -305,8 +305,8 @@ def _flatten_mapping(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return values
 
 
-def _words_of(name: str, value: Any) -> list[str]:
-    word = spelling(name.lstrip("-"))
+def _setting_to_words(name: str, value: Any) -> list[str]:
+    word = flag_name(name.lstrip("-"))
     if value is None:
         return []
     if isinstance(value, bool):
@@ -356,10 +356,12 @@ def _take_from_adapter(args: argparse.Namespace) -> list[str]:
         else:
             setattr(args, name, value)
             args.origins[name] = "checkpoint"
-    plans, both = (layer_rows(replace(model, adapter=adapter)) for adapter in (theirs, replace(theirs, **given)))
+    plans, both = (
+        network_layer_plans(replace(model, adapter=adapter)) for adapter in (theirs, replace(theirs, **given))
+    )
     if plans == both and given.get("dora", theirs.dora) == theirs.dora:
         return []
-    contradicts = [spelling(name) for name in given if name not in ("lora_dropout", "lora_modules_to_save", "freeze")]
+    contradicts = [flag_name(name) for name in given if name not in ("lora_dropout", "lora_modules_to_save", "freeze")]
     return [f"{', '.join(contradicts)}: --adapter {args.adapter} says otherwise; leave out what it says"]
 
 
@@ -381,7 +383,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
     return (checkpoint_values(missing), {}) if missing else None  # raises, and says what is missing
 
 
-def _keep_the_mean(args: argparse.Namespace) -> None:
+def _keep_loss_averaging(args: argparse.Namespace) -> None:
     """Let a run go on with the mean over tokens that its loss was when the checkpoint was saved, unless it is told another."""
     try:
         if newest_iteration(args.load) is not None:
@@ -396,7 +398,7 @@ def _keep_the_mean(args: argparse.Namespace) -> None:
         args.calculate_per_token_loss, args.origins["calculate_per_token_loss"] = mean, "checkpoint"
 
 
-def _as_many_ids(args: argparse.Namespace) -> list[str]:
+def _keep_null_vocab_size(args: argparse.Namespace) -> list[str]:
     """Let a NullTokenizer go on with the ids that it had when the checkpoint was saved. Returns what to tell the user."""
     path, step = (args.load, args.ckpt_step) if args.load else (args.pretrained_checkpoint, None)
     try:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.low_precision import recipes
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.device import missing_compiler, pick_device
 
 # Kernels of torch itself, of which is known on any machine what they can do on a GPU.
@@ -40,11 +40,11 @@ def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str
 def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> list[str]:
     """Kernels that are asked for by name and cannot compute what the run needs."""
     problems = []
-    for op, name in config.model.kernel_wishes.items():
+    for op, name in config.model.kernel_requests.items():
         if name in ("", "auto") or not (here or name in _TORCH.get(op, ())):
             continue
         try:
-            select(kernel_need(config, device), {op: name})
+            select_kernels(kernel_requirements(config, device), {op: name})
         except ConfigError as error:
             problems.append(str(error))
     return problems
@@ -64,20 +64,20 @@ def _missing_on_device(config: RunConfig, device: torch.device) -> list[str]:
     return [*problems, *filter(None, [recipes.unsupported_reason(config.precision.low, device)])]
 
 
-def kernel_need(config: RunConfig, device: torch.device) -> Need:
+def kernel_requirements(config: RunConfig, device: torch.device) -> KernelRequirements:
     """What the run asks of its kernels on this device."""
-    return Need(
+    return KernelRequirements(
         device=device.type,
         dtype=getattr(torch, config.precision.dtype),
         documents=config.data.separates_documents,
         padding=config.model.architecture != "gpt",
-        window=any(plan.window for plan in layer_rows(config.model)),
+        window=any(plan.window for plan in network_layer_plans(config.model)),
         softcap=config.model.attention_logit_softcap is not None,
         sinks=config.model.softmax_type != "vanilla",
         biased_scores=config.model.rope.position_embedding_type == "relative",
         attention_dropout=config.model.attention_dropout,
         head_sizes=config.model.head_sizes,
-        uneven_heads=config.model.uneven_heads,
+        uneven_heads=config.model.has_uneven_head_sizes,
         experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
         overlapped_experts=config.model.moe.moe_shared_expert_overlap
         or config.parallel.overlap_moe_expert_parallel_comm,
@@ -87,7 +87,7 @@ def kernel_need(config: RunConfig, device: torch.device) -> Need:
         * config.parallel.context_parallel_size
         * (config.parallel.expert_tensor_parallel_size or 1)
         == 1,
-        delays_wgrad=config.parallel.defers_weights,
+        delays_wgrad=config.parallel.defers_weight_gradients,
         preferred=config.model.kernels.preferred_library,
         compiled=config.compilation.compile,
         recorded=config.graphs.cuda_graph_impl != "none",

@@ -96,7 +96,7 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
             result.words += _known_flag(token, name, given, glued, result.messages, result.errors)
         else:
             result.add(row, name, given)
-    result.messages += [_gives_way(formatted, row, result.words) for formatted, row in result.yielding]
+    result.messages += [_old_switch_message(formatted, row, result.words) for formatted, row in result.yielding]
     return result.front + result.words, list(dict.fromkeys(result.messages)), list(dict.fromkeys(result.errors))
 
 
@@ -151,7 +151,7 @@ def _known_flag(
     return [name, *filter(None, (REPLACED_VALUES.get((name, word), (word,))[0] for word in given))]
 
 
-def _gives_way(formatted: str, row: LegacyFlag, words: Sequence[str]) -> str:
+def _old_switch_message(formatted: str, row: LegacyFlag, words: Sequence[str]) -> str:
     """How an old switch is understood, and which explicit settings win over it."""
     flags = [word for word in row.becomes if _is_flag(word)]
     winners = [" ".join([word, *_values_at(words, place + 1)]) for place, word in enumerate(words) if word in flags]

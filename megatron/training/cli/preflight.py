@@ -141,7 +141,7 @@ def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig,
         try:
             config = _with_last_batch_size(config, world_size)
         except ConfigError as error:
-            problems += [("batch-over-time", message) for message in lines_of(error)]
+            problems += [("batch-over-time", message) for message in problem_lines(error)]
     problems += broken_rules(config, world_size)
     if not problems:  # what these two work out needs sizes that are known to be sound
         problems += [
@@ -182,11 +182,11 @@ def _problems_of_attempt(attempt: Callable[[], object]) -> list[str]:
     try:
         attempt()
     except ConfigError as error:
-        return lines_of(error)
+        return problem_lines(error)
     return []
 
 
-def lines_of(error: ConfigError) -> list[str]:
+def problem_lines(error: ConfigError) -> list[str]:
     """Every problem that an error lists."""
     lines = str(error).splitlines()
     return [line.strip() for line in lines[1:]] or lines
@@ -214,12 +214,12 @@ def _read_tokenizer(config: TokenizerConfig, times: tuple[float, ...]) -> tuple[
     try:
         return build_tokenizer(config), []
     except ConfigError as error:
-        return None, lines_of(error)
+        return None, problem_lines(error)
 
 
 def _depends_on_the_machine(config: RunConfig) -> bool:
     """Whether something is asked for that not every machine can do."""
-    wishes = config.model.kernel_wishes
+    wishes = config.model.kernel_requests
     return (
         any(name not in ("", "auto") and (op, name) != ("grouped_linear", "loop") for op, name in wishes.items())
         or config.graphs.cuda_graph_impl != "none"

@@ -30,7 +30,7 @@ class Batch:
 
     hidden: the first tensor of the message of the stage before; message: all of it. documents: which document each position
     belongs to, and stay those of whole sequences where the others are cut. extras: what else a kind of sample holds, by its
-    name there, and what `looking_ahead` adds. microbatch_context: where layers note their own losses.
+    name there, and what `with_future_tokens` adds. microbatch_context: where layers note their own losses.
     samples: the numbers of its samples, where they have some. images: [n, channels, height, width], of all its samples; where
     their rows stand is in the extra `image_slots`, [b, s] (see `models/vision.py`).
     """
@@ -72,7 +72,7 @@ class Batch:
             extras=on,
         )
 
-    def looking_ahead(self, depths: int, *, per_token: bool = True) -> Batch:
+    def with_future_tokens(self, depths: int, *, per_token: bool = True) -> Batch:
         """The batch with what multi-token prediction reads, of whole sequences: before anything of them is cut.
 
         Depth k of a token reads the id k places further, and predicts the one after that: its label is the main label k
@@ -102,7 +102,7 @@ class Batch:
             }
         return replace(self, extras=extras)
 
-    def over_context(self, axis: Axis) -> Batch:
+    def shard_over_context(self, axis: Axis) -> Batch:
         """The batch with this rank's piece of every row. Documents stay whole: attention compares its queries' with all."""
         if axis.group is None or self.tokens is None:
             return self
@@ -151,7 +151,7 @@ class Batch:
 class PlannedBatches(Protocol):
     """Microbatches of which each step has a number of its own."""
 
-    def begin(self, num_microbatches: int) -> int:
+    def prepare_step(self, num_microbatches: int) -> int:
         """Prepare the next global batch; return this rank's number of microbatches. num_microbatches: what --global-batch-size gives."""
 
     def __next__(self) -> Batch: ...
@@ -172,7 +172,7 @@ def language_loss(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -
     """Return the loss of the next tokens, plus --mtp-loss-scaling-factor times the mean loss of the depths of
     multi-token prediction.
 
-    output: losses [b, s] of each token, also of each depth, which have the weights that `looking_ahead` gave them.
+    output: losses [b, s] of each token, also of each depth, which have the weights that `with_future_tokens` gave them.
     Reported are means over each depth's own tokens.
     """
     if not isinstance(output, MTPLosses):

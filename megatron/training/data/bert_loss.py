@@ -9,7 +9,7 @@ from megatron.core.models.bert import BERTOutput
 from megatron.training.data.batch import Batch, Loss, masked_loss
 
 
-def pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> Loss:
+def mlm_and_pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> Loss:
     """The loss of hidden words, and of each sample's pair where there is a head for it.
 
     per_token: a sample's pair weighs as much as its hidden words, so that the loss of a step does not depend on its cut into

@@ -26,7 +26,12 @@ from megatron.core.datasets.paths import SPLITS
 from megatron.core.datasets.samplers import FILL, digest
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.data.sample_order import in_turn, read, samples_needed, single_pass_samples
+from megatron.training.data.sample_order import (
+    microbatch_sample_indices,
+    read_microbatch,
+    samples_needed,
+    single_pass_samples,
+)
 
 WHOLE_TEXTS = (
     "text",
@@ -36,7 +41,7 @@ WHOLE_TEXTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartCounters:
     """The counters that a run begins with, or resumed from."""
 
     iteration: int = 0
@@ -58,7 +63,7 @@ class SampleSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class SpanText:
+class SampleDescription:
     """One sample of a microbatch; `sample` None fills up the end of a full validation and has no loss.
 
     dataset, dataset_sample: which source of a blend, and its number there. texts: what a masked sample reads as, by key.
@@ -85,7 +90,7 @@ class Microbatch:
     microbatch: int
     data_rank: int
     hash: str
-    samples: tuple[SpanText, ...]
+    samples: tuple[SampleDescription, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,17 @@ class SampleUse:
     sample: int
 
 
-class Explanation:
+class RunDataInspector:
     """The data of a run over `world_size` ranks. Datasets are opened when they are asked about."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: Tokenizer, *, world_size: int, entry: str, start: Start = Start()
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        *,
+        world_size: int,
+        entry: str,
+        start: StartCounters = StartCounters(),
     ) -> None:
         if config.data.dataloader_type == "external":
             raise ConfigError(
@@ -158,13 +169,13 @@ class Explanation:
         taken: list[list[list[int]]] = [[] for _ in ranks]
         for consumed, count in self._sample_ranges(split, step):
             for rank in ranks:
-                order = in_turn(
+                order = microbatch_sample_indices(
                     self.config, len(dataset), consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
                 )
                 taken[rank] += islice(order, count)
         return taken
 
-    def step(self, split: str, step: int, ranks: Sequence[int] | None = None) -> Iterator[Microbatch]:
+    def microbatches_of_step(self, split: str, step: int, ranks: Sequence[int] | None = None) -> Iterator[Microbatch]:
         """What a step reads, microbatch by microbatch; for training its number is the iteration of the log line, for
         validation that of the iteration after which it is done, and the test has the last.
         """
@@ -215,7 +226,9 @@ class Explanation:
         size, begin = len(self.dataset("train")), self.start
         for first, last, consumed in ((0, begin.iteration, 0), (begin.iteration, self.steps, begin.train_samples)):
             orders = [
-                in_turn(self.config, size, consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks)
+                microbatch_sample_indices(
+                    self.config, size, consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
+                )
                 for rank in range(self.num_ranks)
             ]
             for step in range(first, last):
@@ -235,7 +248,7 @@ class Explanation:
         return [iteration for iteration in between if iteration > self.start.iteration] + [self.steps]
 
     def _evaluations_at(self, split: str, step: int) -> list[int]:
-        """Which evaluations of a split, counted from the start, are done after iteration `step`."""
+        """Which evaluations of a split, counted from the start, are done after iteration `microbatches_of_step`."""
         at = self._evaluation_iterations(split)
         numbers = [number for number, iteration in enumerate(at) if iteration == step]
         if not numbers:
@@ -256,8 +269,8 @@ class Explanation:
             ]
         if not 1 <= step <= self.steps:
             raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.steps}")
-        late = self.start if step > self.start.iteration else Start()
-        before = late.train_samples + self.schedule.samples_of(step - 1 - late.iteration, late.train_samples)
+        late = self.start if step > self.start.iteration else StartCounters()
+        before = late.train_samples + self.schedule.num_samples(step - 1 - late.iteration, late.train_samples)
         return [(before, self.schedule.step_after(before).num_microbatches)]
 
     def _steps_with(self, split: str, samples: Sequence[int]) -> list[int]:
@@ -267,20 +280,20 @@ class Explanation:
         begin = self.start
         steps = []
         for sample in samples:
-            late = begin if sample >= begin.train_samples else Start()
+            late = begin if sample >= begin.train_samples else StartCounters()
             steps.append(late.iteration + self.schedule.num_whole_steps(sample, late.train_samples) + 1)
         return sorted({step for step in steps if step <= self.steps})
 
     def _explain_microbatch(self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]) -> Microbatch:
         dataset = self.dataset(split)
-        arrays = read(dataset, numbers)
+        arrays = read_microbatch(dataset, numbers)
         samples = tuple(
             self._span_text(dataset, number, {key: array[row] for key, array in arrays.items()})
             for row, number in enumerate(numbers)
         )
         return Microbatch(split, step, place, rank, digest(arrays), samples)
 
-    def _span_text(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SpanText:
+    def _span_text(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SampleDescription:
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
         spans, ids = dataset.token_sources(real), sample.get("tokens", np.empty(0, np.int64))
@@ -301,7 +314,7 @@ class Explanation:
             for span in spans
         )
         positions, documents = sample.get("position_ids"), sample.get("document_ids")
-        return SpanText(
+        return SampleDescription(
             sample=None if number == FILL else number,
             dataset=int(dataset.dataset_index[real]) if blended else 0,
             dataset_sample=int(dataset.dataset_sample_index[real]) if blended else real,

@@ -107,7 +107,7 @@ class BatchSchedule:
             )
         return ""
 
-    def samples_of(self, steps: int, consumed: int = 0) -> int:
+    def num_samples(self, steps: int, consumed: int = 0) -> int:
         """How many samples the next `steps` steps take in, when `consumed` samples came before."""
         begin = consumed
         for end in [start for start, _ in self.steps[1:]]:

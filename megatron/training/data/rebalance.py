@@ -57,7 +57,7 @@ class RebalancedBatches:
         if isinstance(self.rows, Generator):
             self.rows.close()
 
-    def begin(self, num_microbatches: int) -> int:
+    def prepare_step(self, num_microbatches: int) -> int:
         """Read the next global batch, of so many microbatches a rank before it was regrouped; the number of this rank's."""
         axis = self.mesh.dp
         documents = [
@@ -88,7 +88,7 @@ class RebalancedBatches:
         rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
         lengths = [*map(len, numbers), fill]
         remember_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
-        return _batch_of_rows(rows).over_context(self.mesh.sequence_axis(share.size))
+        return _batch_of_rows(rows).shard_over_context(self.mesh.sequence_axis(share.size))
 
     def _empty_batch(self) -> Batch:
         length = lcm(2, self.mesh.tp.size)

@@ -64,7 +64,7 @@ def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
     )
 
 
-def in_turn(
+def microbatch_sample_indices(
     config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
     """The samples of one data-parallel rank's microbatches, from the sample after `consumed_samples` on."""
@@ -93,7 +93,7 @@ def single_pass_samples(
     )
 
 
-def read(dataset: Dataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+def read_microbatch(dataset: Dataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     """Return one microbatch:
 
     the samples of these numbers, stacked [b, ...]. Where `FILL` stands, a sample without loss.

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import refuse
-from megatron.core.config.plan import LayerPlan, layer_rows
+from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 from megatron.training.run import Run
 
 _SHORTEST = 256  # tokens, or the run's own length if that is less
@@ -54,12 +54,12 @@ def demand_no_leak(run: Run) -> None:
     """Do nothing where neither documents, windows nor context ranks hide a token; else try, and refuse to train on a leak."""
     model, mesh, separate = run.config.model, run.mesh, run.config.data.separates_documents
     if model.architecture == "t5" or not (
-        separate or mesh.cp.size > 1 or any(plan.window for plan in layer_rows(model))
+        separate or mesh.cp.size > 1 or any(plan.window for plan in network_layer_plans(model))
     ):
         return
     started = time.perf_counter()
     kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
-    layer_kinds = distinct_layers(run.build, layer_rows(model))
+    layer_kinds = distinct_layers(run.build, network_layer_plans(model))
     leaks = [
         leak for kind in layer_kinds if (leak := find_leak(run.build, kind, probe_length(run, kind), separate=separate))
     ]
@@ -75,7 +75,7 @@ def demand_no_leak(run: Run) -> None:
     )
 
 
-def distinct_layers(build: Build, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
+def distinct_layers(build: BuildContext, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
     """The kinds of layers of a network, each once."""
     types = build.cp_comm_type
     rows: dict[tuple, AttentionKind] = {}
@@ -97,7 +97,7 @@ def probe_length(run: Run, kind: AttentionKind) -> int:
 
 
 @torch.no_grad()
-def find_leak(build: Build, kind: AttentionKind, length: int, *, separate: bool) -> str:
+def find_leak(build: BuildContext, kind: AttentionKind, length: int, *, separate: bool) -> str:
     """What leaks in layers of this kind, seen from this rank; nothing if all is well."""
     documents = (torch.arange(length) // max(1, length * 3 // 10))[
         None
@@ -135,7 +135,7 @@ def find_leak(build: Build, kind: AttentionKind, length: int, *, separate: bool)
     return problem
 
 
-def _random_inputs(build: Build, length: int) -> list[Tensor]:
+def _random_inputs(build: BuildContext, length: int) -> list[Tensor]:
     """Queries, keys and values of a whole sequence, as many heads as a rank of this run has."""
     model, tp = build.model, build.mesh.tp.size
     size = model.rotary_size + (model.mla.qk_head_dim if model.mla.multi_latent_attention else 0)
@@ -146,7 +146,9 @@ def _random_inputs(build: Build, length: int) -> list[Tensor]:
     return [torch.randn(length, 1, *shape, generator=generator).to(build.mesh.device, build.dtype) for shape in shapes]
 
 
-def _attention_outputs(build: Build, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None) -> Tensor:
+def _attention_outputs(
+    build: BuildContext, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None
+) -> Tensor:
     """This rank's outputs, [s/cp, 1, n/tp * dv]."""
     cp, length = build.mesh.cp, len(inputs[0])
     pieces = [Zigzag(length, cp.size).shard(x, cp.rank) for x in inputs]
@@ -155,7 +157,7 @@ def _attention_outputs(build: Build, kind: AttentionKind, inputs: list[Tensor], 
         mask = MaskSpec(
             causal=kind.causal, documents=mask.documents, query_places=build.positions(len(pieces[0])), length=length
         )
-    layer = build.over_context(kind.layer)
+    layer = build.with_context_parallel_attention(kind.layer)
     sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
     q, k, v = pieces
-    return attend(layer, q, k, v, mask.with_window(kind.window), Scores(sink=sink), training=False)
+    return attend(layer, q, k, v, mask.with_window(kind.window), ScoreModifiers(sink=sink), training=False)

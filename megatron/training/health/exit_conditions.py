@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity
 from megatron.core.config.settings.run import LogConfig, TrainConfig
 from megatron.training.health.interrupts import Interrupts
 from megatron.training.report.metrics import ResolvedStep
-from megatron.training.run import RunOutcome
+from megatron.training.run import TerminationSignal
 
 
 class NotFinite(Exception):
@@ -62,7 +62,7 @@ class ExitConditions:
         agree: Callable[[bool], bool] = _single_process_vote,
         poll: Callable[[bool], bool] = _single_process_vote,
         started: float | None = None,
-        ending: RunOutcome | None = None,
+        ending: TerminationSignal | None = None,
         tolerates_overflow: bool = False,
         profile: Profile | None = None,
         interrupts: Interrupts | None = None,
@@ -74,7 +74,7 @@ class ExitConditions:
         self._started = time.monotonic() if started is None else started
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
         self._profile = profile
-        self._ending = RunOutcome() if ending is None else ending
+        self._ending = TerminationSignal() if ending is None else ending
         self._handlers_before: dict[int, Any] = {}
         self._collected_before = True
         self._open = ExitStack()

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.core.config.flags import to_values
 from megatron.core.dist_checkpointing.saver import Saver, SaveRules
 from megatron.core.dist_checkpointing.store import Description, scan_folder
-from megatron.core.optimizer.clip import counted_ranges, without_tied_duplicates
+from megatron.core.optimizer.clip import ranges_counted_once, without_tied_duplicates
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch
@@ -95,11 +95,11 @@ def write_failure_dump(
 def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     """Of each parameter of the network, the same on all ranks: norms, and elements that are not finite; and the worst in words."""
     trainer, mesh = work.trainer, work.trainer.run.mesh
-    factor = float(work.missing_factor()) / trainer.optimizer.scaler.scale
+    factor = float(work.remaining_gradient_scale()) / trainer.optimizer.scaler.scale
     measures: dict[str, list[float]] = {}
     for segment in without_tied_duplicates(trainer.optimizer.segments):
         row = measures.setdefault(segment.name, [0.0, 0, 0.0, 0])
-        for low, high in counted_ranges(segment, mesh, sharded=trainer.optimizer.sharded):
+        for low, high in ranges_counted_once(segment, mesh, sharded=trainer.optimizer.sharded):
             for place, values in ((0, segment.grad[low:high].double() * factor), (2, segment.data[low:high].double())):
                 row[place] += float(values.square().nansum())
                 row[place + 1] += int((~values.isfinite()).sum())

@@ -90,7 +90,9 @@ def with_location(run: Run) -> Iterator[None]:
     except Exception as error:
         rank, flight_recorder = run.mesh.world.rank, run.mesh.flight_recorder
         place = error_origin(error)
-        error.add_note(f"on {name_of_rank(rank)}, in {flight_recorder.where()}{f', at {place}' if place else ''}")
+        error.add_note(
+            f"on {name_of_rank(rank)}, in {flight_recorder.current_position()}{f', at {place}' if place else ''}"
+        )
         append_failure_file(
             failure_folder(run.config),
             rank,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron.training.run import RunOutcome
+from megatron.training.run import TerminationSignal
 
 # Seconds in which a second SIGINT is the first again: a terminal sends it to all processes, and a launcher passes it on.
 _ONCE = 1.0
@@ -26,7 +26,7 @@ class Interrupts:
     first: what to say of it. last: called before the process ends because of the second.
     """
 
-    def __init__(self, ending: RunOutcome, *, first: Callable[[], None], last: Callable[[], None]) -> None:
+    def __init__(self, ending: TerminationSignal, *, first: Callable[[], None], last: Callable[[], None]) -> None:
         self._ending, self._first, self._last = ending, first, last
         self._noticed = 0.0
         self._ours, self._systems = socket.socketpair()

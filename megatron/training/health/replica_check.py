@@ -59,12 +59,12 @@ class ReplicatedState:
     again: tuple[Tensor, ...] = ()
 
     @property
-    def slots(self) -> int:
+    def num_replica_groups(self) -> int:
         """Groups of ranks on the axis, each with a value of its own."""
         return self.axis.size // self.copies if self.copies else 1
 
     @property
-    def slot(self) -> int:
+    def replica_group(self) -> int:
         """The group that this rank belongs to."""
         return self.axis.rank // self.copies if self.copies else 0
 
@@ -85,7 +85,7 @@ class ReplicaCheck:
     @torch.no_grad()
     def check(self) -> None:
         """Raise `ReplicasDiffer`, on all ranks alike, that names what differs and the rank that holds another value."""
-        self.mesh.flight_recorder.enter("comparison of replicas")
+        self.mesh.flight_recorder.enter_phase("comparison of replicas")
         for parallel in self.trainer.parallels:
             parallel.finish_gather()
         hashed: dict[int, Tensor] = {}  # a parameter may be an item of several axes
@@ -160,7 +160,7 @@ class ReplicaCheck:
         """State of the optimizer that all data-parallel ranks hold; none where each of them owns a part."""
         if self.trainer.optimizer.sharded:
             return
-        for slot, segment, tensor in self.trainer.optimizer.slots():
+        for slot, segment, tensor in self.trainer.optimizer.checkpoint_state():
             axis = self.mesh.axis(segment.spec.reduce_over)
             yield ReplicatedState(f"{slot} of {segment.name}", axis, tensor.to(self.mesh.device))
 
@@ -207,7 +207,7 @@ class ReplicaCheck:
             for item, number in group
             if any(int(self.hash(other)) != int(number) for other in item.again)
         ]
-        rows = [(item.name, item.slot, int(number)) for item, number in group]
+        rows = [(item.name, item.replica_group, int(number)) for item, number in group]
         for (name, _, _), held in zip(rows, zip(*collectives.gather_objects(rows, axis), strict=True), strict=True):
             for slot in sorted({slot for _, slot, _ in held}):
                 ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
@@ -229,11 +229,11 @@ def _differs_flag(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     """1 if the ranks of an axis disagree about one of these items, else 0, as an int64 scalar on the device."""
     starts = [0]
     for item, _ in items:
-        starts.append(starts[-1] + item.slots)
+        starts.append(starts[-1] + item.num_replica_groups)
     numbers = torch.stack([number for _, number in items])
     table = numbers.new_full((2, starts[-1]), _NONE)
     places = torch.tensor(
-        [start + item.slot for start, (item, _) in zip(starts, items, strict=False)], device=numbers.device
+        [start + item.replica_group for start, (item, _) in zip(starts, items, strict=False)], device=numbers.device
     )
     table[0, places], table[1, places] = numbers, ~numbers
     collectives.all_reduce(table, items[0][0].axis, "max")

@@ -36,7 +36,7 @@ from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStep, StepValidator, mean_losses
 from megatron.training.hooks import StepHooks
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.report.metrics import Step
 from megatron.training.step import StepWork, train_step
 from megatron.training.trainer import Trainer
@@ -58,7 +58,7 @@ class ResultRejected(BadStep):
 
 
 @dataclass(slots=True)
-class Witness:
+class RankEvidence:
     """A rank's part in a bad step. suspicious: its own numbers were bad, before those of others came to them."""
 
     rank: int
@@ -68,7 +68,7 @@ class Witness:
     results: dict[str, float]
 
     @property
-    def place(self) -> str:
+    def device_label(self) -> str:
         """The device, wherever its rank number goes."""
         return f"{self.host} {self.device}"
 
@@ -87,7 +87,7 @@ class Diagnosis:
     results: dict[str, float]
     layout: list[int]
     injected: str
-    witnesses: list[Witness] = field(default_factory=list)
+    witnesses: list[RankEvidence] = field(default_factory=list)
 
     @staticmethod
     def read(path: Path) -> Diagnosis | None:
@@ -95,7 +95,7 @@ class Diagnosis:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             known = {name.name: stored[name.name] for name in fields(Diagnosis)}
-            return Diagnosis(**{**known, "witnesses": [Witness(**one) for one in stored["witnesses"]]})
+            return Diagnosis(**{**known, "witnesses": [RankEvidence(**one) for one in stored["witnesses"]]})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -270,11 +270,11 @@ class StepRerun(StepHooks):
         mine, same_layout = self._device_result(), diagnosis.layout == self._layout()
         now = collectives.gather_objects(mine, self.mesh.world)
         suspects = [one for one in diagnosis.witnesses if one.suspicious] or diagnosis.witnesses
-        devices = {one.place for one in now}
+        devices = {one.device_label for one in now}
         if same_layout:
-            moved = all(one.place != now[one.rank].place for one in suspects)
+            moved = all(one.device_label != now[one.rank].place for one in suspects)
         else:
-            moved = not any(one.place in devices for one in suspects)
+            moved = not any(one.device_label in devices for one in suspects)
         if not moved:
             self._say_and_record(
                 diagnosis,
@@ -358,9 +358,9 @@ class StepRerun(StepHooks):
         largest = max(collectives.gather_objects(mine, self.mesh.world))
         return largest[1] if largest[0] > TOLERANCE else ""
 
-    def _device_result(self) -> Witness:
+    def _device_result(self) -> RankEvidence:
         host, device = device_identity(str(self.mesh.device))
-        return Witness(self.mesh.world.rank, host, device, self._suspicious, self._own)
+        return RankEvidence(self.mesh.world.rank, host, device, self._suspicious, self._own)
 
     def _layout(self) -> list[int]:
         mesh = self.mesh
@@ -391,7 +391,7 @@ class StepRerun(StepHooks):
         work.reports[0] = {name: pair * math.nan for name, pair in work.reports[0].items()}
         return {name: pair * math.nan if name in work.reports[0] else pair for name, pair in losses.items()}
 
-    def _append_rejected(self, witness: Witness, iteration: int, status: str, reason: str) -> None:
+    def _append_rejected(self, witness: RankEvidence, iteration: int, status: str, reason: str) -> None:
         """Append to --result-rejected-tracker-filename, in Megatron's format; a file that cannot be written ends no run."""
         path = self.config.faults.result_rejected_tracker_filename
         if path is None or not (witness.suspicious or self.mesh.world.is_first):
@@ -403,7 +403,7 @@ class StepRerun(StepHooks):
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(
-                    f"ts={datetime.now()} node={witness.host} device={witness.device} jobID={launcher_place().job or 'N/A'} "
+                    f"ts={datetime.now()} node={witness.host} device={witness.device} jobID={read_launch_info().job or 'N/A'} "
                     f"rank={witness.rank} iteration={iteration} status={status} result={result} message='{reason.splitlines()[0]}'\n"
                 )
         except OSError as error:
@@ -450,7 +450,7 @@ def rejected_iterations(path: str) -> set[int]:
     return twice - {iteration for (_, iteration), sightings in ranks.items() if len(sightings) > 1}
 
 
-def _device_names(witnesses: Iterable[Witness]) -> str:
+def _device_names(witnesses: Iterable[RankEvidence]) -> str:
     """The devices of the suspicious ranks, or of all, in words."""
     every = list(witnesses)
     chosen = [one for one in every if one.suspicious] or every

@@ -16,7 +16,7 @@ from megatron.core.parallel.device import Stopwatch
 from megatron.core.parallel.mesh import Mesh
 
 
-class Stragglers:
+class StragglerDetector:
     """Times this rank from now on, and compares all ranks when asked."""
 
     def __init__(self, mesh: Mesh) -> None:

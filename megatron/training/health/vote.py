@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.parallel.late_reduction import LateReduction
+from megatron.core.parallel.late_reduction import DeferredReduction
 from megatron.core.parallel.mesh import Axis
 
 
@@ -12,7 +12,7 @@ class Vote:
     """Whether any rank of an axis said True. All of them call the same methods in the same order; a rank alone answers itself."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        self._reduction = LateReduction(axis, device, "max", first=0)
+        self._reduction = DeferredReduction(axis, device, "max", first=0)
 
     def result(self, vote: bool) -> bool:
         """The answer to this question; waits for it."""

@@ -33,7 +33,7 @@ from megatron.training.health.failures import (
     name_of_rank,
     python_stacks,
 )
-from megatron.training.launch.launch_info import LaunchInfo, launcher_place
+from megatron.training.launch.launch_info import LaunchInfo, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
 from megatron.training.run import Run
 
@@ -53,7 +53,7 @@ class RankLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankStatus:
     """Where a rank stands. counts: of a group (its axis and ranks) how many collectives it has begun; group: of the last one.
 
     at: seconds since the epoch.
@@ -76,7 +76,7 @@ class HangDetector:
 
     def __init__(self, run: Run, place: LaunchInfo | None = None) -> None:
         self.run, self.flight_recorder = run, run.mesh.flight_recorder
-        self.place = place or launcher_place()
+        self.place = place or read_launch_info()
         faults, longest = run.config.faults, run.config.parallel.distributed_timeout_minutes
         minutes = longest * _SHARE if faults.hang_timeout_minutes is None else faults.hang_timeout_minutes
         self.limit = 60.0 * minutes
@@ -124,7 +124,10 @@ class HangDetector:
         lines = [f"{_ranks_text(silent)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"]
         lines += [f"  rank {rank} {self._last_seen(board, rank)}" for rank in silent[:_SHOWN]]
         return "\n".join(
-            [*lines, f"  {name_of_rank(self.place.rank)} noticed it {Answer(*json.loads(self._status_json())).line()}"]
+            [
+                *lines,
+                f"  {name_of_rank(self.place.rank)} noticed it {RankStatus(*json.loads(self._status_json())).line()}",
+            ]
         )
 
     def _watch_loop(self, board: RendezvousStore) -> None:
@@ -161,7 +164,7 @@ class HangDetector:
             [
                 socket.gethostname(),
                 time.time(),
-                flight_recorder.where(),
+                flight_recorder.current_position(),
                 last[0] if last else "",
                 f"{group[0]} {group[1]}",
                 counts,
@@ -172,26 +175,26 @@ class HangDetector:
         """Answer the roll, and leave the stacks of this rank."""
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._status_json())
-        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.where()}\n{last_collectives(self.flight_recorder)}\n{python_stacks()}"
+        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.current_position()}\n{last_collectives(self.flight_recorder)}\n{python_stacks()}"
         append_failure_file(failure_folder(self.run.config), self.place.rank, text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
-    def _collect_answers(self, board: RendezvousStore, why: str) -> dict[int, Answer]:
+    def _collect_answers(self, board: RendezvousStore, why: str) -> dict[int, RankStatus]:
         """Who answers in time."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RankStatus] = {}
         deadline = time.monotonic() + _PATIENCE[why]
         while len(answers) < self.place.size and time.monotonic() < deadline:
             for rank in range(self.place.size):
                 text = None if rank in answers else board.read(f"answer/{rank}")
-                if text is not None and (answer := _parse_answer(text)) is not None:
+                if text is not None and (answer := _parse_status(text)) is not None:
                     answers[rank] = answer
             time.sleep(0.1)
         return answers
 
     def _last_seen(self, board: RendezvousStore, rank: int) -> str:
         text = board.read(f"pulse/{rank}")
-        pulse = None if text is None else _parse_answer(text)
+        pulse = None if text is None else _parse_status(text)
         if pulse is None:
             return "was never seen"
         return f"was last seen on node {pulse.node} {max(0.0, time.time() - pulse.at):.0f} s ago, {pulse.line()}"
@@ -205,7 +208,7 @@ class HangDetector:
             else f"rank {rank} DOES NOT ANSWER: it {self._last_seen(board, rank)}"
             for rank in range(self.place.size)
         ]
-        awaited = waited_for(answers, self.place.size)
+        awaited = blocking_ranks(answers, self.place.size)
         head = (
             f"{name_of_rank(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
             + (
@@ -222,11 +225,11 @@ class HangDetector:
         board.claim(FIRST_FAILURE, f"HANG: {text}")
 
 
-def _parse_answer(text: str) -> Answer | None:
+def _parse_status(text: str) -> RankStatus | None:
     """An answer from the store; None for a text that no rank of ours has put there."""
     try:
         node, at, where, last, group, counts = json.loads(text)
-        return Answer(
+        return RankStatus(
             str(node),
             float(at),
             str(where),
@@ -238,7 +241,7 @@ def _parse_answer(text: str) -> Answer | None:
         return None
 
 
-def waited_for(answers: Mapping[int, Answer], size: int) -> list[int]:
+def blocking_ranks(answers: Mapping[int, RankStatus], size: int) -> list[int]:
     """The ranks that keep others waiting and wait for nobody: the silent ones, and those that are late in a group."""
     late: dict[int, set[int]] = {}
     for rank, answer in answers.items():

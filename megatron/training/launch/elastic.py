@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core.config.flags import spelling
+from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RequestedRun
 
@@ -54,7 +54,7 @@ def fit_layout(config: RequestedRun, world_size: int, problems: Problems) -> tup
 def layout_change(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
     """What was changed, and why, in a line; "" if nothing was."""
     changed = [
-        f"{spelling(one.name)} {getattr(given, one.name)} -> {getattr(chosen, one.name)}"
+        f"{flag_name(one.name)} {getattr(given, one.name)} -> {getattr(chosen, one.name)}"
         for one in dataclasses.fields(given)
         if getattr(given, one.name) != getattr(chosen, one.name) and one.name != "sequence_parallel"
     ]

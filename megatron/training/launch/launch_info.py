@@ -30,7 +30,7 @@ class LaunchInfo:
     is_launched: bool = False
 
 
-def launcher_place() -> LaunchInfo:
+def read_launch_info() -> LaunchInfo:
     """What the launcher's environment says."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     meeting = f"{host}:{port}" if host and port else ""
@@ -83,28 +83,28 @@ _RENDEZVOUS = (
 )
 
 
-def own_environment(changes: Mapping[str, str]) -> dict[str, str]:
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with changes, for one that it starts."""
     return {**os.environ, **changes}
 
 
-def train_on(ranks: int) -> None:
+def limit_world_size(ranks: int) -> None:
     """Let only the first ranks of this job have a place in the layout of the training."""
     os.environ["WORLD_SIZE"] = str(ranks)
 
 
-def end_in_a_line_when_interrupted() -> None:
+def install_interrupt_handler() -> None:
     """From now on, a Ctrl-C that nothing else catches is one line, from the first rank, instead of a traceback."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
-        elif launcher_place().rank == 0:
+        elif read_launch_info().rank == 0:
             sys.stderr.write("interrupted (SIGINT)\n")
 
     sys.excepthook = hook
 
 
-def told_environment() -> dict[str, str]:
+def recorded_environment() -> dict[str, str]:
     """The variables of the environment that a run notes down, with their values."""
     return {name: os.environ[name] for name in sorted(TOLD & os.environ.keys())}

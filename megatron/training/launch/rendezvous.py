@@ -90,7 +90,7 @@ def _store_at(address: str, patience: float) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
 
 
-def lacks_board(place: LaunchInfo) -> str:
+def missing_store_warning(place: LaunchInfo) -> str:
     """What these ranks cannot do for want of a launcher's store, in words; "" if they have one."""
     if place.size == 1 or place.store:
         return ""

@@ -213,10 +213,10 @@ def _resolve_steps(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) ->
     """All tensors of all steps in one sum over ranks and one copy to the host."""
     pairs = [torch.as_tensor(loss) for step in steps for loss in step.losses.values()]
     loads = [step.loads for step in steps if step.loads is not None]
-    scalars = [value for step in steps for value in _on_device(step).values()]
-    values = iter(_on_host([*pairs, *(load.table for load in loads)], scalars, reduce))
+    scalars = [value for step in steps for value in _tensor_numbers(step).values()]
+    values = iter(_copy_to_host([*pairs, *(load.table for load in loads)], scalars, reduce))
     means = iter([(next(values), next(values)) for _ in pairs])
-    figures = iter([_figures_of(load, values) for load in loads])
+    figures = iter([_resolve_expert_metrics(load, values) for load in loads])
     records = []
     for step in steps:
         losses = _means_of_pairs({name: next(means) for name in step.losses})
@@ -227,19 +227,21 @@ def _resolve_steps(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) ->
 
 def _resolve_step(step: Step, losses: Mapping[str, float], values: Iterator[float]) -> ResolvedStep:
     """The step with its losses, and the next of `values` in the place of each single number that is a tensor."""
-    plain: dict[str, Any] = {name: next(values) for name in _on_device(step)}
+    plain: dict[str, Any] = {name: next(values) for name in _tensor_numbers(step)}
     if "skipped" in plain:
         plain["skipped"] = bool(plain["skipped"])
     given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     return ResolvedStep(**given | plain | {"losses": losses, "loads": None})
 
 
-def _on_device(step: Step) -> dict[str, Tensor]:
+def _tensor_numbers(step: Step) -> dict[str, Tensor]:
     """The single numbers of a step that are tensors."""
     return {name: value for name in _NUMBERS if torch.is_tensor(value := getattr(step, name))}
 
 
-def _on_host(summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[float]:
+def _copy_to_host(
+    summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]
+) -> list[float]:
     """All numbers in one list. summed: added up over ranks; fp64 holds counts of up to 2^53 exactly, which large models need."""
     flat = [value.detach().double().flatten() for value in summed]
     flat = [reduce(torch.cat(flat))] if flat else []
@@ -248,11 +250,11 @@ def _on_host(summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callab
     return torch.cat(flat).tolist() if flat else []
 
 
-def _figures_of(loads: ExpertLoads, values: Iterator[float]) -> dict[str, float]:
-    return _load_figures([[next(values) for _ in row] for row in loads.table], loads.by_layer)
+def _resolve_expert_metrics(loads: ExpertLoads, values: Iterator[float]) -> dict[str, float]:
+    return _expert_balance_metrics([[next(values) for _ in row] for row in loads.table], loads.by_layer)
 
 
-def _load_figures(table: list[list[float]], by_layer: bool) -> dict[str, float]:
+def _expert_balance_metrics(table: list[list[float]], by_layer: bool) -> dict[str, float]:
     """How evenly experts were used, as means over the layers that have some; 1 is even for the first two.
 
     moe/load_max_over_mean: of the busiest expert. moe/load_entropy: of the loads, over that of even ones. moe/dropped: share

@@ -27,12 +27,12 @@ FILE = "run_log.jsonl"  # in --save, unless --run-log names another place
 FORMER_FILE = "ledger.jsonl"  # its name before; a run that has one goes on with it
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """A value as JSON takes it: no None in mappings, and for infinity and NaN the words "inf", "-inf" and "nan"."""
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items() if inner is not None}
+        return {key: to_json_value(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [to_json_value(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -65,7 +65,7 @@ class RunLog:
     _ended: bool = field(default=False, init=False)
 
     @property
-    def is_kept(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether what is added goes anywhere."""
         return self.path is not None
 
@@ -75,7 +75,7 @@ class RunLog:
             return
         self._ended = self._ended or event == "end"
         self._file = self._file or LogFile(self.path, "the run log")
-        line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **plain(fields)}
+        line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **to_json_value(fields)}
         self._file.add(json.dumps(line, allow_nan=False) + "\n", durable=event != "steps")
 
 

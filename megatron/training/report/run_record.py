@@ -27,9 +27,9 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import fingerprint
-from megatron.training.launch.launch_info import told_environment
+from megatron.training.launch.launch_info import recorded_environment
 from megatron.training.report.metrics import ResolvedStep
-from megatron.training.report.run_log import FILE, FORMER_FILE, RunLog, plain, read_events
+from megatron.training.report.run_log import FILE, FORMER_FILE, RunLog, read_events, to_json_value
 from megatron.training.run import Run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +49,7 @@ def run_log_path(log: LogConfig, save: str | None) -> Path | None:
 def record_run(run: Run) -> Iterator[None]:
     """Record what the run is given now, and at the end the error that ended it, if one did. All ranks call it together."""
     machines = collectives.gather_objects((socket.gethostname(), device_name(run.mesh.device)), run.mesh.world)
-    if run.run_log.is_kept:
+    if run.run_log.is_enabled:
         _record_start(run, machines)
     try:
         yield
@@ -60,7 +60,7 @@ def record_run(run: Run) -> Iterator[None]:
 
 def record_steps(run_log: RunLog, steps: Sequence[ResolvedStep]) -> None:
     """All numbers of resolved steps in whole precision, a list for each; figures of experts are left to --log-jsonl."""
-    if not steps or not run_log.is_kept:
+    if not steps or not run_log.is_enabled:
         return
     names = dict.fromkeys(name for step in steps for name in step.losses if not name.startswith("moe/"))
     columns = {name: [getattr(step, name) for step in steps] for name in _COLUMNS}
@@ -130,7 +130,7 @@ def code_version() -> dict[str, Any]:
         content.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     commit = _git_output("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
     changed = None if commit is None else _git_output("status", "--porcelain", "--untracked-files=no")
-    return plain(
+    return to_json_value(
         {
             "sources": content.hexdigest(),
             "version": __version__,
@@ -160,7 +160,7 @@ def environment(machines: Sequence[tuple[str, str]]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "hosts": dict(Counter(host for host, _ in machines)),
         "devices": dict(Counter(device for _, device in machines)),
-        "variables": told_environment(),
+        "variables": recorded_environment(),
     }
 
 

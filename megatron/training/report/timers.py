@@ -52,7 +52,7 @@ def _no_synchronization() -> None:
     """What a single CPU process does to wait for its device and for other ranks."""
 
 
-def _only_rank(row: Sequence[float]) -> list[list[float]]:
+def _gather_single_process(row: Sequence[float]) -> list[list[float]]:
     """What a single process gathers."""
     return [list(row)]
 
@@ -118,7 +118,7 @@ class Timers:
         option: LogOption = "minmax",
         synchronize: Callable[[], None] = _no_synchronization,
         barrier: Callable[[], None] = _no_synchronization,
-        gather: Callable[[Sequence[float]], Sequence[Sequence[float]]] = _only_rank,
+        gather: Callable[[Sequence[float]], Sequence[Sequence[float]]] = _gather_single_process,
         barrier_with_level_1: bool = True,
     ) -> None:
         self.level = level

@@ -40,7 +40,7 @@ from megatron.training.report.metrics import (
     time_left_line,
     validation_text,
 )
-from megatron.training.report.run_log import LogFile, plain
+from megatron.training.report.run_log import LogFile, to_json_value
 
 TENSORBOARD = "--tensorboard-dir"
 RETRY_SECONDS = 60.0
@@ -93,7 +93,7 @@ class Writers:
         refuse(missing_packages(log))
         self._log, self._speaks, self._world_size = log, speaks, world_size
         self._boards: dict[str, MetricsBackend] = {}
-        self._journal = Journal(log.log_jsonl) if speaks and log.log_jsonl else None
+        self._journal = JsonLinesFile(log.log_jsonl) if speaks and log.log_jsonl else None
         self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
         self._console = console or (self._bar.write if self._bar else _print_line)
         self._openers = _writer_openers(log, settings or {}) if speaks else {}
@@ -102,12 +102,12 @@ class Writers:
             self._try_writer(name, partial(self._open_writer, name))
         self._journal_event("start", iteration=start_iteration, world_size=world_size)
 
-    def text(self, text: str | None) -> None:
+    def print_text(self, text: str | None) -> None:
         """Show a line or a block of lines."""
         if self._speaks and text is not None:
             self._console(text)
 
-    def steps(self, steps: Sequence[ResolvedStep]) -> None:
+    def write_steps(self, steps: Sequence[ResolvedStep]) -> None:
         """Record resolved steps: all in the JSONL file, every --tensorboard-log-interval th on the boards."""
         for step in steps:
             if self._bar:
@@ -117,13 +117,13 @@ class Writers:
                 values = self._step_scalars(step)
                 self._write_values(values, iteration=step.iteration, samples=step.consumed_samples)
 
-    def report(self, report: Report) -> None:
+    def write_report(self, report: Report) -> None:
         """Show the log line of an interval and when the run ends, and record its speed."""
         if not self._speaks:
             return
         now = datetime.now()
         self._console(report_line(report, now))
-        self.text(time_left_line(report, now))
+        self.print_text(time_left_line(report, now))
         fields = dataclasses.asdict(report)
         last = fields.pop("last")
         self._journal_event("report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields)
@@ -136,7 +136,7 @@ class Writers:
             values["skipped-train-samples"] = report.skipped_samples
         self._write_values(values, iteration=last["iteration"])
 
-    def validation(
+    def write_validation(
         self,
         losses: Mapping[str, float],
         *,
@@ -147,7 +147,7 @@ class Writers:
     ) -> None:
         """Show and record a validation result.
 
-        final: `validation` or `test` for the runs after training; these stay off the boards, where they would look like
+        final: `write_validation` or `test` for the runs after training; these stay off the boards, where they would look like
         points of the curve. set_name: which of several validation sets this was.
         """
         if not self._speaks:
@@ -175,17 +175,17 @@ class Writers:
         self._journal_event("task", iteration=iteration, task=task, scores=dict(scores))
         self._write_values({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
 
-    def samples(self, samples: Sequence[tuple[str, str]], *, iteration: int) -> None:
+    def write_samples(self, samples: Sequence[tuple[str, str]], *, iteration: int) -> None:
         """Show and record prompts and what the network said after them."""
         for number, (prompt, text) in enumerate(samples, start=1):
-            self.text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
+            self.print_text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
         self._journal_event(
             "samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples]
         )
         texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}
         self._on_boards(lambda board: board.write_texts(texts, iteration=iteration))
 
-    def memory(self, iteration: int, memory: Mapping[str, float]) -> None:
+    def write_memory(self, iteration: int, memory: Mapping[str, float]) -> None:
         """Record bytes, as `device.memory_report` gives them."""
         self._journal_event(
             "memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()}
@@ -195,7 +195,7 @@ class Writers:
                 {MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration
             )
 
-    def saved(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
+    def write_save_result(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
         """Record how the save of an iteration went. failures: saves of this job that failed so far, with this one."""
         self._journal_event(
             "checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures
@@ -207,7 +207,7 @@ class Writers:
 
     def write_times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
         """Show a block of timers and record them."""
-        self.text(text)
+        self.print_text(text)
         if scalars:
             self._journal_event("times", iteration=iteration, seconds=dict(scalars))
         if self._log.log_timers_to_tensorboard:
@@ -253,7 +253,7 @@ class Writers:
             self._boards.pop(name, None)
             again = name.startswith(TENSORBOARD)
             if name not in self._failed:
-                self.text(
+                self.print_text(
                     f"WARNING: {name} cannot be written: {type(error).__name__}: {error}; the run goes on without it"
                     + ", and tries it again every minute" * again
                 )
@@ -264,7 +264,7 @@ class Writers:
             self._journal.write({"kind": kind, **fields})
 
 
-class Journal:
+class JsonLinesFile:
     """A file of JSON objects, one a line, written at once and only ever appended to.
 
     A run that resumes writes a line of kind `start` with its iteration; steps above it that were written before a crash
@@ -276,7 +276,7 @@ class Journal:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object. JSON knows no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
-        self._file.add(json.dumps(plain(record), allow_nan=False) + "\n")
+        self._file.add(json.dumps(to_json_value(record), allow_nan=False) + "\n")
 
 
 def _writer_openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], MetricsBackend]]:

@@ -95,8 +95,8 @@ def tensor_group(name: str) -> str:
     return parts[0] if parts[0] == "model" else ".".join(parts[:2])
 
 
-def own_step(path: str | Path, step: int | None = None) -> Path | None:
-    """The folder of the checkpoint of our own that a path means, as `formats.find_own` finds it; None for others."""
+def native_checkpoint_folder(path: str | Path, step: int | None = None) -> Path | None:
+    """The folder of the checkpoint of our own that a path means, as `formats.find_native_checkpoint` finds it; None for others."""
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
@@ -104,7 +104,7 @@ def own_step(path: str | Path, step: int | None = None) -> Path | None:
     return steps[0].folder if steps else None
 
 
-def own_contents(folder: Path) -> Contents:
+def native_contents(folder: Path) -> Contents:
     """A checkpoint of our own, from its manifest. Raises `CheckpointError` when it is damaged."""
     description, commit = describe(folder), read_commit(folder)
     manifest = parse_manifest(read_committed(folder, MANIFEST, commit.manifest))

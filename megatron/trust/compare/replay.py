@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.store import CheckpointError, candidates
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.optimizer.clip import global_norm
 from megatron.core.parallel.flight_recorder import describe_action
 from megatron.core.parallel.mesh import Mesh
@@ -175,11 +175,11 @@ def replay(
     )
     for parallel in trainer.parallels:
         parallel.finish_reduction()
-    replayed.losses = {name: float(total / number) for name, (total, number) in work.report().items()}
+    replayed.losses = {name: float(total / number) for name, (total, number) in work.loss_sums().items()}
     optimizer = trainer.optimizer
     replayed.norm = float(
         global_norm(optimizer.segments, trainer.run.mesh, sharded=False)
-        * work.missing_factor()
+        * work.remaining_gradient_scale()
         / optimizer.scaler.scale
     )
     replayed.bad_gradients = [segment.name for segment in optimizer.segments if not bool(segment.grad.isfinite().all())]
@@ -207,14 +207,14 @@ def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]
 
 def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProvider, ForwardStep]) -> Trainer:
     mesh = Mesh.single_process(torch.device("cpu"))
-    kernels = select(
-        Need(
+    kernels = select_kernels(
+        KernelRequirements(
             device="cpu",
             dtype=getattr(torch, config.precision.dtype),
             documents=config.data.separates_documents,
             padding=config.model.architecture != "gpt",
         ),
-        config.model.kernel_wishes,
+        config.model.kernel_requests,
     )
     run = Run(
         config=config,
@@ -279,9 +279,9 @@ def _join_context_ranks(pieces: tuple[dict[str, Any], ...]) -> Batch:
 
     def joined(pick: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         rows = [pick(piece) for piece in pieces]
-        if len(rows) == 1 or [row.shape[-1] for row in rows] != cut.counts():
+        if len(rows) == 1 or [row.shape[-1] for row in rows] != cut.positions_per_rank():
             return rows[0]  # what is not cut, all hold
-        return torch.cat(rows, dim=-1)[..., cut.in_order(range(len(rows)), rows[0].device)]
+        return torch.cat(rows, dim=-1)[..., cut.sorting_permutation(range(len(rows)), rows[0].device)]
 
     names = [name for name in first if name not in ("samples", "extras")]
     extras = {name: joined(partial(_extra_field, name)) for name in first["extras"]}

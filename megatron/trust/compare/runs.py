@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import spelling
+from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.model import RequestedModel
@@ -235,7 +235,7 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
     kinds = setting_kinds()
     for name, (mine, theirs) in _unequal_items(a, b, "settings"):
         origins = tuple(one.get("origins", {}).get(name, "default") for one in (a, b))
-        yield InputDifference(kinds.get(name, REPORTS), spelling(name), mine, theirs, origins)
+        yield InputDifference(kinds.get(name, REPORTS), flag_name(name), mine, theirs, origins)
     for name, (mine, theirs) in _unequal_items(a, b, "data"):
         yield InputDifference("data", f"files of {name}", mine, theirs)
     for part, kind in (

@@ -19,11 +19,11 @@ from megatron.core.config.stages import stages_of
 from megatron.core.models.flops import rank_memory
 from megatron.preference.arguments import defaults_of as preference_defaults
 from megatron.preference.arguments import preference_problems
-from megatron.preference.planned_memory import memory_beside as preference_memory
+from megatron.preference.planned_memory import reference_memory as preference_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.rl.arguments import defaults_of as rl_defaults
-from megatron.rl.arguments import none_trains, rl_problems, training_ranks
-from megatron.rl.planned_memory import generating_ranks, memory_beside, memory_problem, too_large
+from megatron.rl.arguments import no_training_ranks_message, num_training_ranks, rl_problems
+from megatron.rl.planned_memory import extra_network_memory, generating_ranks, memory_error_message, memory_problem
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
@@ -32,18 +32,18 @@ MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
 MemoryProblem = Callable[[RunConfig, int, float], str]
 
 
-def _nothing_beside(config: RunConfig, world_size: int) -> Mapping[str, float]:
+def _no_extra_memory(config: RunConfig, world_size: int) -> Mapping[str, float]:
     """What most scripts hold beside the network in training."""
     return {}
 
 
-def _training_problem(config: RunConfig, world_size: int, memory: float) -> str:
+def _training_memory_problem(config: RunConfig, world_size: int, memory: float) -> str:
     """Why the network in training cannot fit; "" if that is not known."""
     dp = config.parallel.data_parallel_size(world_size)
     count = max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
     ranks = rank_memory(config, stages_of(config), data_parallel_size=dp, num_microbatches=count)
     needs = max(rank.total for rank in ranks)
-    return too_large({"network in training": needs}, memory) if needs > memory else ""
+    return memory_error_message({"network in training": needs}, memory) if needs > memory else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class EntryScript:
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
     extra: tuple[type, ...] = ()
     problems: Callable[[Any, int], Sequence[str]] = lambda args, ranks: ()
-    beside: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
-    apart: Callable[[Any], MemoryBeside] = lambda args: _nothing_beside
-    memory: Callable[[Any], MemoryProblem] = lambda args: _training_problem
+    beside: Callable[[Any], MemoryBeside] = lambda args: _no_extra_memory
+    apart: Callable[[Any], MemoryBeside] = lambda args: _no_extra_memory
+    memory: Callable[[Any], MemoryProblem] = lambda args: _training_memory_problem
     ranks: Callable[[Sequence[str], int], int] = lambda words, ranks: ranks
     reads_data: DataFiles = "datasets"
 
@@ -89,10 +89,10 @@ ENTRIES: Mapping[str, EntryScript] = {
         rl_defaults,
         (RLConfig,),
         rl_problems,
-        lambda args: partial(memory_beside, from_namespace(RLConfig, args)),
+        lambda args: partial(extra_network_memory, from_namespace(RLConfig, args)),
         lambda args: partial(generating_ranks, from_namespace(RLConfig, args)),
         lambda args: partial(memory_problem, from_namespace(RLConfig, args)),
-        training_ranks,
+        num_training_ranks,
     ),
 }
 # Scripts of Megatron, and what does their work here.
@@ -116,9 +116,9 @@ class Command:
     setting: RequestedSetup | None
     unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
-    beside: MemoryBeside = _nothing_beside
-    apart: MemoryBeside = _nothing_beside
-    memory: MemoryProblem = _training_problem
+    beside: MemoryBeside = _no_extra_memory
+    apart: MemoryBeside = _no_extra_memory
+    memory: MemoryProblem = _training_memory_problem
     finetuning: PreferenceConfig | None = None
 
 
@@ -142,7 +142,7 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
     job = _launcher_ranks(launcher) if ranks is None else ranks
     ranks = script.ranks(flags, job)
     if ranks < 1:
-        return Command(None, (BrokenRule(entry, none_trains(job)),))
+        return Command(None, (BrokenRule(entry, no_training_ranks_message(job)),))
     try:
         args = read_flags(flags, defaults=script.defaults(flags), extra=script.extra)
     except ConfigError as error:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import StageSpec, stages_of
 from megatron.core.models.describe import count_parameters, parameter_shapes
-from megatron.core.models.on_meta import network_on
+from megatron.core.models.on_meta import build_stage_on_meta
 from megatron.core.parallel.grid import RankLists, axis_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, local_shards, spec_of
@@ -43,7 +43,7 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
     )  # a vocabulary without padding
     stages, problems = stages_of(config), []
     layers = sum(len(stage.layers) for stage in stages)
-    expected = len(layer_rows(config.model))
+    expected = len(network_layer_plans(config.model))
     if layers != expected:
         problems.append(f"the stages have {layers} layers, and the network {expected}")
     places = _representative_ranks(config, world_size)
@@ -71,12 +71,12 @@ def _parameter_specs(
 ) -> Iterator[tuple[ParamSpec, Mesh]]:
     """The parameters of the networks that ranks at these places build, on the meta device; a tied one counts once a place."""
     for mesh in places:
-        networks = [network_on(config.model, mesh, stage) for stage in stages if stage.rank == mesh.pp.rank]
+        networks = [build_stage_on_meta(config.model, mesh, stage) for stage in stages if stage.rank == mesh.pp.rank]
         for param in {id(param): param for network in networks for param in network.parameters()}.values():
             yield spec_of(param), mesh
 
 
-def mesh_of(lists: dict[str, RankLists], rank: int) -> Mesh:
+def mesh_without_groups(lists: dict[str, RankLists], rank: int) -> Mesh:
     """A rank's place on every axis, without process groups. lists: those of `axis_ranks`, and of `block_ranks` if there are some."""
 
     def axis(name: str) -> Axis:
@@ -94,7 +94,7 @@ def _representative_ranks(config: RunConfig, world_size: int) -> list[Mesh]:
     """The first rank at every place that differs in what it holds."""
     lists = axis_ranks(config.parallel, world_size)
     meshes: dict[tuple[int, ...], Mesh] = {}
-    for mesh in (mesh_of(lists, rank) for rank in range(world_size)):
+    for mesh in (mesh_without_groups(lists, rank) for rank in range(world_size)):
         meshes.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), mesh)
     return list(meshes.values())
 

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from megatron.core.config.flags import flag_fields, spelling, words_of
+from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
 from megatron.core.config.settings.data import (
     ChatConfig,
     DataConfig,
     DataFiles,
-    FillConfig,
+    FIMConfig,
     MaskingConfig,
     TokenizerConfig,
 )
@@ -113,7 +113,7 @@ WEIGHTS: Mapping[type, float] = {
     MTPConfig: 4,
     MoEConfig: 4,
     DataConfig: 3,
-    FillConfig: 3,
+    FIMConfig: 3,
     ChatConfig: 3,
     MaskingConfig: 3,
     TokenizerConfig: 3,
@@ -164,7 +164,7 @@ class FlagEdit:
     @property
     def flag(self) -> str:
         """The flag as it is spelled."""
-        return spelling(self.name)
+        return flag_name(self.name)
 
     def __str__(self) -> str:
         flag = "ranks" if self.name == WORLD else self.flag
@@ -223,7 +223,7 @@ class RequestedSetup:
             config = config if name == WORLD else _replace_path(config, _declared_flags()[name].path, value)
         return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
-    def as_started(self) -> RequestedSetup:
+    def with_elastic_layout(self) -> RequestedSetup:
         """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
         config, ranks = fit_to_ranks(self.config, self.world_size)
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
@@ -250,7 +250,7 @@ def smallest_repair(
     """
     search = _Search(setting, frozenset(fixed), tries)
     start = search.check_changes({})
-    for count in range(search.at_least(start, {}), most + 1):
+    for count in range(search.min_further_changes(start, {}), most + 1):
         search.descend({}, start, count, 0.0)
         if search.best is not None or search.late:
             break
@@ -278,7 +278,7 @@ class _Search:
             self.seen[key] = self._setting_after(done).broken_rules()
         return self.seen[key]
 
-    def at_least(self, broken: tuple[BrokenRule, ...], done: Mapping[str, FlagEdit]) -> int:
+    def min_further_changes(self, broken: tuple[BrokenRule, ...], done: Mapping[str, FlagEdit]) -> int:
         """Further changes without which these rules cannot be kept: as many as there are rules that share no flag."""
         taken: set[str] = set()
         count = 0
@@ -295,7 +295,7 @@ class _Search:
             self.best, self.cost = dict(done), cost
             return
         self.late = self.late or len(self.seen) > self.tries
-        if self.late or self.at_least(broken, done) > left:
+        if self.late or self.min_further_changes(broken, done) > left:
             return
         setting = self._setting_after(done)
         one = min(
@@ -487,7 +487,7 @@ def _declared_flags() -> dict[str, _Flag]:
         path, owner = owners[one.name]
         weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
         flags[one.name] = _Flag(
-            (*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + spelling(one.name)[2:], weight
+            (*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + flag_name(one.name)[2:], weight
         )
     return flags
 
@@ -495,4 +495,4 @@ def _declared_flags() -> dict[str, _Flag]:
 @cache
 def _flag_spellings() -> dict[str, str]:
     """Spelling of a flag -> its field."""
-    return {word: one.name for one, kind in flag_fields(RequestedRun) for word in words_of(one, kind)}
+    return {word: one.name for one, kind in flag_fields(RequestedRun) for word in flag_spellings(one, kind)}

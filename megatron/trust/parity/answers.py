@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron.preference.data import ReferencedBatches
+from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.dataset import PreferenceDataset, RowSource
-from megatron.preference.rows import Judged, Pair, Row
+from megatron.preference.rows import LabeledAnswer, Pair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.loader import microbatches
 from megatron.training.trainer import ModelProvider, Trainer, build_trainer
@@ -16,7 +16,9 @@ from megatron.training.trainer import ModelProvider, Trainer, build_trainer
 _ROWS = 64
 
 
-def answer_batches(trainer: Trainer, model: ModelProvider, config: PreferenceConfig, steps: int) -> ReferencedBatches:
+def answer_batches(
+    trainer: Trainer, model: ModelProvider, config: PreferenceConfig, steps: int
+) -> ReferenceScoredBatches:
     """The global batches of so many steps, with what is asked of the reference, which is the base where there are adapters."""
     run, reference = trainer.run, None
     train, ids = run.config.train, run.config.model.true_vocab_size
@@ -37,7 +39,9 @@ def answer_batches(trainer: Trainer, model: ModelProvider, config: PreferenceCon
         task=config.finetune_task,
         packing=config.finetune_packing,
     )
-    return ReferencedBatches(trainer, microbatches(run, dataset, consumed_samples=0, reads=True), reference, config)
+    return ReferenceScoredBatches(
+        trainer, microbatches(run, dataset, consumed_samples=0, reads=True), reference, config
+    )
 
 
 def _rows(config: PreferenceConfig, length: int, ids: int, seed: int) -> tuple[Row, ...]:
@@ -50,5 +54,5 @@ def _rows(config: PreferenceConfig, length: int, ids: int, seed: int) -> tuple[R
         )
         first, second = (np.concatenate([~prompt, answer]) for answer in answers)
         is_kto = config.finetune_task == "kto"
-        rows.append(Judged(first, number % 3 > 0) if is_kto else Pair(first, second, 0.25 * (number % 3)))
+        rows.append(LabeledAnswer(first, number % 3 > 0) if is_kto else Pair(first, second, 0.25 * (number % 3)))
     return tuple(rows)

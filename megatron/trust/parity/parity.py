@@ -26,9 +26,9 @@ from megatron.trust.parity.short_run import (
     RecordedActivation,
     ShortRun,
     ShortStep,
+    deserialize_short_run,
+    serialized_short_run,
     short_run,
-    short_run_bytes,
-    short_run_of,
 )
 
 TOLERANCE = 1e-10  # of fp64, relative to the largest value of a tensor
@@ -111,20 +111,20 @@ def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = T
         ]
         checked += differences
         if start is None:
-            count, start = _first_activation(when, expected.seen, theirs, tolerance)
+            count, start = _first_different_activation(when, expected.seen, theirs, tolerance)
             compared += count
             problems = [one for one in differences if not one.gap <= tolerance]
             start = _first_divergence(problems, expected.seen) if start is None and problems else start
     return Parity(tuple(checked), compared, start, tolerance)
 
 
-def checked_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
+def check_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
     """Run a small config for some steps both ways, on as many processes as it has ranks; what ranks said if they failed. limit: in seconds."""
     try:
-        ranks = on_ranks(short_run_bytes, small.world_size, small.config, STEPS, small.finetuning, timeout=limit)
+        ranks = on_ranks(serialized_short_run, small.world_size, small.config, STEPS, small.finetuning, timeout=limit)
     except RankFailed as error:
         return str(error)
-    return compare(short_run(small.serial, STEPS, small.finetuning), [short_run_of(rank) for rank in ranks])
+    return compare(short_run(small.serial, STEPS, small.finetuning), [deserialize_short_run(rank) for rank in ranks])
 
 
 def _compare_numbers(
@@ -204,7 +204,7 @@ def _assemble(placed: ShardedTensor) -> Tensor:
 # Where it begins.
 
 
-def _first_activation(
+def _first_different_activation(
     when: str, serial: Sequence[RecordedActivation], ranks: Sequence[tuple[ShortRun, ShortStep]], tolerance: float
 ) -> tuple[int, DivergenceStart | None]:
     """How many tensors of modules were compared, and the first that differs, in the order of one rank's forward pass."""

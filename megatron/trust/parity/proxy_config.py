@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, spelling, to_values
-from megatron.core.config.plan import LayerPlan, layer_rows, read_layout
+from megatron.core.config.flags import ConfigError, flag_name, to_values
+from megatron.core.config.plan import LayerPlan, network_layer_plans, read_layout
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.kernels import NAMED
@@ -46,7 +46,7 @@ class ConfigChange:
     lost: bool = False
 
     def __str__(self) -> str:
-        flag = self.name if self.name in ("ranks", "data-parallel size") else spelling(self.name)
+        flag = self.name if self.name in ("ranks", "data-parallel size") else flag_name(self.name)
         before, after = (
             ("nothing" if value in (None, ()) else format_flag_value(value)) for value in (self.before, self.after)
         )
@@ -95,7 +95,7 @@ class ParallelDegrees:
     etp: int = 0
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """All of them."""
         return self.tp * self.pp * self.cp * self.dp
 
@@ -115,14 +115,14 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
             small = RequestedSetup(before, world_size).with_values(
                 {**values, **{name: value for name, (value, _) in lost.items()}}
             )
-            resolved = small.config.resolve(degrees.ranks)
-            small = RequestedSetup(resolved, degrees.ranks)
+            resolved = small.config.resolve(degrees.num_ranks)
+            small = RequestedSetup(resolved, degrees.num_ranks)
             broken = small.broken_rules()
             if not broken:
                 model = resolved.model.with_vocabulary(VOCABULARY, degrees.tp)
                 return ProxyConfig(
                     replace(resolved, model=model),
-                    degrees.ranks,
+                    degrees.num_ranks,
                     _reported_changes(config, world_size, small, degrees, lost),
                 )
             first = first or [one.says for one in broken]
@@ -155,10 +155,10 @@ def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[P
     for tp, pp, cp, dp, ep in product(*axes):
         for etp in (0,) if not given.etp else (1, 2, 4):
             one = ParallelDegrees(tp, pp, cp, dp, ep, etp)
-            if one.ranks <= most_ranks and one.edp == int(one.edp):
+            if one.num_ranks <= most_ranks and one.edp == int(one.edp):
                 choices.append(one)
     return sorted(
-        choices, key=lambda one: (-_kept_parallelism(one, given, config, chunks), one.ranks, one.pp, one.cp, one.tp)
+        choices, key=lambda one: (-_kept_parallelism(one, given, config, chunks), one.num_ranks, one.pp, one.cp, one.tp)
     )
 
 
@@ -289,7 +289,7 @@ def _uneven_stage_layers(config: RunConfig, pp: int, chunks: int) -> list[int]:
 def _layer_kinds(config: RunConfig) -> list[tuple[Any, ...]]:
     """What tells the layers of the network from each other, a row a layer."""
     ways = config.parallel.cp_comm_type
-    rows = layer_rows(config.model)
+    rows = network_layer_plans(config.model)
     return [
         (row.mixer, row.causal, row.cross, row.window, row.rope, row.mlp, ways[place] if len(ways) == len(rows) else "")
         for place, row in enumerate(rows)
@@ -304,7 +304,7 @@ def _layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) 
         return {"num_layers": encoder, "encoder_num_layers": encoder, "decoder_num_layers": count - encoder}
     values: Values = {"num_layers": count}
     picked = _representative_layers(rows, count)
-    small = [layer_rows(model)[place] for place in picked]
+    small = [network_layer_plans(model)[place] for place in picked]
     return values | (_proxy_pattern(config, small) if model.is_hybrid else {}) | _layer_lists(config, picked, small)
 
 
@@ -340,7 +340,7 @@ def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
     hybrid, parallel, mixers = (
         model.hybrid,
         config.parallel,
-        set[str]().union(*(row.mixers for row in layer_rows(model))),
+        set[str]().union(*(row.mixers for row in network_layer_plans(model))),
     )
     away = degrees.dp if parallel.hybrid_context_parallel else degrees.cp
 
@@ -434,7 +434,7 @@ def _small_latents(model: ModelConfig, head: int) -> Values:
         "kv_lora_rank": 8,
         "qk_head_dim": 6,
         "qk_pos_emb_head_dim": turned,
-        "v_head_dim": 5 if model.uneven_heads else 6 + turned,
+        "v_head_dim": 5 if model.has_uneven_head_sizes else 6 + turned,
     }
 
 
@@ -591,7 +591,7 @@ def _training_settings(config: RunConfig) -> Values:
     return values
 
 
-def _lost_of_experts(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
+def _lost_expert_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
     """Choices of experts that depend on the layout."""
     moe = config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
@@ -612,7 +612,7 @@ def _lost_of_experts(config: RunConfig, degrees: ParallelDegrees) -> dict[str, t
     return lost
 
 
-def _without_a_gpu(config: RunConfig) -> dict[str, tuple[Any, str]]:
+def _lost_gpu_settings(config: RunConfig) -> dict[str, tuple[Any, str]]:
     """Kernels and libraries that a CPU does not have."""
     model = config.model
     lost: dict[str, tuple[Any, str]] = {}
@@ -623,7 +623,7 @@ def _without_a_gpu(config: RunConfig) -> dict[str, tuple[Any, str]]:
             tuple(word for word in model.kernels.kernel if word not in _ON_GPUS),
             "this kernel needs a GPU",
         )
-    if model.moe.library == "deepep":
+    if model.moe.dispatcher_library == "deepep":
         lost |= {
             "moe_enable_deepep": (False, "DeepEP needs GPUs"),
             "moe_flex_dispatcher_backend": ("alltoall", "DeepEP needs GPUs"),
@@ -637,16 +637,16 @@ def _lost_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tup
     lost: dict[str, tuple[Any, str]] = {}
     random = "random numbers differ between layouts"
     for name in ("hidden_dropout", "attention_dropout"):
-        if getattr(model, name) and degrees.ranks > 1:
+        if getattr(model, name) and degrees.num_ranks > 1:
             lost[name] = (0.0, random)
     if moe.moe_input_jitter_eps:
         lost["moe_input_jitter_eps"] = (None, random)
     if any("*" in target for target in model.adapter.lora_targets or ()):
         lost["lora_targets"] = (("all-linear",), "the layers that it names are not those of the small network")
-    lost |= _lost_of_experts(config, degrees)
+    lost |= _lost_expert_settings(config, degrees)
     if moe.moe_enable_routing_replay:
         lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
-    return lost | _without_a_gpu(config)
+    return lost | _lost_gpu_settings(config)
 
 
 _ON_GPUS = ("grouped_linear=torch", *(f"{op}=triton" for op in NAMED))
@@ -678,7 +678,7 @@ def _reported_changes(
         "context_parallel_size",
         "expert_model_parallel_size",
     }
-    changes = [ConfigChange("ranks", world_size, degrees.ranks, "")] if world_size != degrees.ranks else []
+    changes = [ConfigChange("ranks", world_size, degrees.num_ranks, "")] if world_size != degrees.num_ranks else []
     if data_parallel[0] != data_parallel[1]:
         changes.append(ConfigChange("data-parallel size", *data_parallel, *_degree_change_reason(*data_parallel)))
     for name in _reported_settings(config):

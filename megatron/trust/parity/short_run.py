@@ -31,8 +31,8 @@ from megatron.core.datasets.samplers import collate
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_optimizer_state
 from megatron.core.distributed.finalize import finalize
 from megatron.core.kernels.documents import remember_starts
-from megatron.core.kernels.startup_check import choose
-from megatron.core.kernels.table import Need
+from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.table import KernelRequirements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -103,8 +103,8 @@ def make_run(config: RunConfig, device: torch.device = torch.device("cpu")) -> R
     """A run on this process's ranks (or alone). The config is resolved and has a vocabulary."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single_process(device) if alone else Mesh.build(config.parallel, device)
-    need = Need(device=device.type, dtype=getattr(torch, config.precision.dtype))
-    chosen = choose(config, need, device, gather=lambda rows: collectives.gather_objects(rows, mesh.world))
+    need = KernelRequirements(device=device.type, dtype=getattr(torch, config.precision.dtype))
+    chosen = choose_kernels(config, need, device, gather=lambda rows: collectives.gather_objects(rows, mesh.world))
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
     return Run(
         config=config,
@@ -120,7 +120,7 @@ def make_run(config: RunConfig, device: torch.device = torch.device("cpu")) -> R
 # Text.
 
 
-def samples(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
+def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarray]:
     """Return the global batch of an iteration, [b, s] each: random ids, and a loss mask with very uneven rows."""
     random = np.random.default_rng((config.train.seed, iteration))
     shape = (config.train.global_batch_size, config.train.seq_length)
@@ -150,14 +150,14 @@ def _with_images(config: RunConfig, random: np.random.Generator, batch: dict[str
     images: [b, most images of a sample, channels, height, width], of which a sample uses the first.
     """
     vision, (size, length) = config.model.vision, batch["tokens"].shape
-    most = max(1, min(2, (length - 2) // (vision.rows + 1)))
+    most = max(1, min(2, (length - 2) // (vision.num_image_embeddings + 1)))
     slots: np.ndarray = np.full((size, length), -1)
     counts = np.where(np.arange(size) % 2 == 0, random.integers(1, most + 1, size), 0)
     for sample, number in enumerate(counts.tolist()):
         for place in range(number):
-            start = 1 + place * (vision.rows + 1)
-            stop = min(start + vision.rows, length)
-            slots[sample, start:stop] = place * vision.rows + np.arange(stop - start)
+            start = 1 + place * (vision.num_image_embeddings + 1)
+            stop = min(start + vision.num_image_embeddings, length)
+            slots[sample, start:stop] = place * vision.num_image_embeddings + np.arange(stop - start)
     batch["loss_mask"][:, :-1] *= slots[:, 1:] < 0  # what is predicted at the last slot is text, and counts
     images = random.standard_normal((size, most, vision.num_channels, vision.img_h, vision.img_w))
     return {**batch, "image_slots": slots, "image_counts": counts, "images": images}
@@ -209,12 +209,12 @@ def batches(run: Run, iteration: int) -> Iterator[Batch]:
 
 def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
     """The microbatches of one rank of a data axis."""
-    whole, train, data = samples(run.config, iteration), run.config.train, run.config.data
+    whole, train, data = random_global_batch(run.config, iteration), run.config.train, run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
         arrays = {name: array[first : first + train.micro_batch_size] for name, array in whole.items()}
         if "image_slots" in arrays:
-            arrays = _collate(arrays, run.config.model.vision.rows)
+            arrays = _collate(arrays, run.config.model.vision.num_image_embeddings)
         local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
         if data.separates_documents:
             remember_starts(local["documents"], arrays["documents"])
@@ -227,9 +227,9 @@ def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
             images=local.get("images"),
             extras={name: row for name, row in local.items() if name not in Batch.__slots__},
         )
-        yield batch.looking_ahead(
+        yield batch.with_future_tokens(
             run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
-        ).over_context(run.mesh.cp)
+        ).shard_over_context(run.mesh.cp)
 
 
 def _collate(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
@@ -253,14 +253,14 @@ def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfi
     finetuning: the task of a run of finetune.py; left out, language modeling.
     """
     run, provider = make_run(config), PROVIDERS[config.model.architecture]
-    watch = _Watch(run)
+    watch = _ActivationRecorder(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
     step: ForwardStep = provider.forward_step if task is None else PreferenceStep(task)
-    trainer = build_trainer(run, watch.building(provider.model), watch.wrap_forward_step(step))
+    trainer = build_trainer(run, watch.wrap_model_provider(provider.model), watch.wrap_forward_step(step))
     answers = None if task is None else answer_batches(replace(trainer, forward_step=step), provider.model, task, steps)
     # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
     hooks = [] if config.parallel.hybrid_context_parallel else watch.add_hooks(trainer.stages)
-    gradients = _Gradients(trainer)
+    gradients = _GradientRecorder(trainer)
     trainer.add_hook(gradients)
     done = [_one_step(trainer, watch, gradients, answers) for _ in range(steps)]
     if answers is not None:
@@ -282,7 +282,7 @@ def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfi
     return ShortRun(run.mesh.world.rank, place, tuple(done))
 
 
-class _Gradients(StepHooks):
+class _GradientRecorder(StepHooks):
     """Copies the reduced gradients into the result of the step."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -294,7 +294,9 @@ class _Gradients(StepHooks):
         self.step.gradients.update(gradients_of(self.trainer))
 
 
-def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients, answers: Batches | None) -> ShortStep:
+def _one_step(
+    trainer: Trainer, watch: _ActivationRecorder, gradients: _GradientRecorder, answers: Batches | None
+) -> ShortStep:
     run, step = trainer.run, ShortStep()
     gradients.step = step
     watch.begin(step.seen)
@@ -309,15 +311,15 @@ def _one_step(trainer: Trainer, watch: _Watch, gradients: _Gradients, answers: B
     return step
 
 
-def short_run_bytes(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None) -> bytes:
+def serialized_short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None) -> bytes:
     """What `short_run` finds, as one piece for a pipe."""
     return pickle.dumps(
         short_run(config, steps, finetuning)
     )  # whole: torch would hand over each of its thousands of tensors as an open file
 
 
-def short_run_of(content: bytes) -> ShortRun:
-    """The way back from `short_run_bytes`."""
+def deserialize_short_run(content: bytes) -> ShortRun:
+    """The way back from `serialized_short_run`."""
     return pickle.loads(content)
 
 
@@ -350,7 +352,7 @@ def _copy_shards(placed: ShardedTensor) -> ShardedTensor:
     return replace(placed, pieces=[(box, piece.clone()) for box, piece in placed.pieces])
 
 
-class _Watch:
+class _ActivationRecorder:
     """Keeps what goes through modules in forward passes, but not in those that are done again for a backward pass."""
 
     def __init__(self, run: Run) -> None:
@@ -365,7 +367,7 @@ class _Watch:
         """Another step begins. seen: where to keep what it shows."""
         self._seen, self._counts = seen, {}
 
-    def building(self, model: ModelProvider) -> ModelProvider:
+    def wrap_model_provider(self, model: ModelProvider) -> ModelProvider:
         """The provider of stages, which tells how the weights of their modules are cut."""
 
         def build(run: Run, stage: StageSpec) -> Network:

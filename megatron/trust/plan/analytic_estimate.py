@@ -41,7 +41,7 @@ def with_vocabulary(config: RunConfig, true_vocab_size: int) -> RunConfig:
     return replace(config, model=config.model.with_vocabulary(true_vocab_size, config.parallel.tp))
 
 
-def microbatches(config: RunConfig, world_size: int) -> int:
+def num_microbatches(config: RunConfig, world_size: int) -> int:
     """Return the number of microbatches of one step on each data-parallel rank."""
     train = config.train
     return max(1, train.global_batch_size // (train.micro_batch_size * config.parallel.data_parallel_size(world_size)))
@@ -69,7 +69,7 @@ def analytic_estimate(
     config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec]
 ) -> AnalyticEstimate:
     """Estimate a layout. config: resolved, with its vocabulary. stages: of its pipeline (`stages_of`), which many variants share."""
-    count = microbatches(config, world_size)
+    count = num_microbatches(config, world_size)
     dp = config.parallel.data_parallel_size(world_size)
     held = rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
     position = max(range(len(held)), key=lambda place: held[place].total)

@@ -257,7 +257,7 @@ class _Meter:
             event.factors,
         )
         if alike not in self._prices:
-            self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), part_of(event)
+            self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), time_category(event)
         seconds, part = self._prices[alike]
         if event.kind in ("send", "receive"):
             place.traffic["pp"] += bytes_of(event)
@@ -290,7 +290,7 @@ class _Meter:
 def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int) -> float:
     """Return the seconds of one event on this rank."""
     if event.kind in ("send", "receive"):
-        return hardware.path((rank, event.peer)).seconds(bytes_of(event))
+        return hardware.slowest_link((rank, event.peer)).seconds(bytes_of(event))
     if event.kind == "collective":
         return collective_seconds(event.name, bytes_of(event), event.ranks, hardware)
     if event.kind == "action" or not (event.moved or event.flops) or FREE.match(event.name):
@@ -379,7 +379,7 @@ def item_size(dtype: str) -> float:
     return int(digits[1]) / 8 if digits else 1.0
 
 
-def part_of(event: Event) -> str:
+def time_category(event: Event) -> str:
     """Return the category under which an event's time is reported."""
     if event.kind == "collective":
         return f"{event.axis} collectives"

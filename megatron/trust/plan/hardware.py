@@ -82,7 +82,7 @@ class Hardware:
         """Bytes available to tensors."""
         return self.memory * self.usable
 
-    def path(self, ranks: Sequence[int]) -> Link:
+    def slowest_link(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link of a ring over these ranks. Each rank has a port to the network, and the ring uses all of a node's ports."""
         nodes = [rank // self.node for rank in ranks]
         if len(set(nodes)) < 2:
@@ -112,7 +112,7 @@ def collective_seconds(name: str, moved: float, ranks: Sequence[int], hardware: 
     n = len(ranks)
     if n < 2:
         return 0.0
-    link, steps = hardware.path(ranks), math.ceil(math.log2(n))
+    link, steps = hardware.slowest_link(ranks), math.ceil(math.log2(n))
     if name in ("all_reduce", "barrier"):
         ring = 2 * (n - 1) * link.latency + 2 * (n - 1) / n * moved / link.rate
         return min(ring, 2 * steps * link.latency + 2 * moved / link.rate)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.core.config.flags import spelling
+from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
 from megatron.training.cli.preflight import resolve_and_examine
@@ -115,7 +115,7 @@ class Layout:
         """Return the flags that turn the given command into this layout."""
         given, left_out = [], []
         for name, value in self.values(setting).items():
-            before, flag = setting.value(name), spelling(name)
+            before, flag = setting.value(name), flag_name(name)
             if value != before and value is not None and value != () and value is not False:
                 given.append(flag if value is True else f"{flag} {value}")
             elif value != before and before not in (None, ()):
@@ -255,9 +255,7 @@ def _estimate_layout(
         ]
         if drawn[0][2].needs > hardware.usable_bytes():  # what keeps the least; a larger micro batch keeps more
             ranking.tried += 1
-            reason = (
-                f"{_too_much(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
-            )
+            reason = f"{_memory_excess_text(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
             ranking.rejected.append(Rejected(layout, ("memory",), (reason,)))
             break
         drawn += [
@@ -294,7 +292,9 @@ def _keep_pareto_variants(
     fitting: list[FittingLayout] = []
     for layout, config, one in sorted(drawn, key=lambda row: (row[2].time.seconds, row[2].needs)):
         if one.needs > hardware.usable_bytes():
-            ranking.rejected.append(Rejected(layout, ("memory",), (_too_much(one.needs, hardware, one.position),)))
+            ranking.rejected.append(
+                Rejected(layout, ("memory",), (_memory_excess_text(one.needs, hardware, one.position),))
+            )
         elif fitting and one.needs >= min(other.needs for other in fitting):
             ranking.rejected.append(
                 Rejected(
@@ -349,7 +349,7 @@ def _dry_run_best(
         if peak > hardware.usable_bytes():
             ranking.fits.remove(one)
             ranking.rejected.append(
-                Rejected(one.layout, ("memory",), (_too_much(peak, hardware, None) + " by a dry run",))
+                Rejected(one.layout, ("memory",), (_memory_excess_text(peak, hardware, None) + " by a dry run",))
             )
         else:
             fitting += 1
@@ -358,6 +358,6 @@ def _dry_run_best(
     ranking.fits.sort(key=_sort_key)
 
 
-def _too_much(needs: float, hardware: Hardware, position: int | None) -> str:
+def _memory_excess_text(needs: float, hardware: Hardware, position: int | None) -> str:
     where = "" if position is None else f" on pipeline rank {position}"
     return f"needs {bytes_text(needs)}{where} of {bytes_text(hardware.usable_bytes())}"

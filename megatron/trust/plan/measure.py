@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.core.parallel.device import backend_of, pick_device, set_current_device, synchronize
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 from megatron.trust.plan.hardware import PROFILES, Hardware, Link
 
 Say = Callable[[str], None]
@@ -34,9 +34,9 @@ ROUNDS, LEAST_SECONDS = 5, 0.002
 SMALL, LARGE = 8, 2**23  # numbers of fp32 in the two sums
 
 
-def measured(say: Say) -> Hardware | None:
+def measure_hardware(say: Say) -> Hardware | None:
     """Measure this machine; return its profile, or None on all ranks but the first. say: receives lines of progress."""
-    place, device = launcher_place(), pick_device()
+    place, device = read_launch_info(), pick_device()
     set_current_device(device)
     if place.size == 1:
         say("links are those of a built-in profile; run this under torchrun to measure them")

@@ -194,7 +194,7 @@ def explain_peak(run: DryRun) -> list[str]:
     reasons = [
         f"rank {worst.rank} holds {bytes_text(worst.peak - least.peak)} more than rank {least.rank}: " + ", ".join(more)
     ]
-    facts = [(stage_contents(run, trace), in_flight(run, trace)) for trace in (worst, least)]
+    facts = [(stage_contents(run, trace), max_forwards_in_flight(run, trace)) for trace in (worst, least)]
     if facts[0] != facts[1]:
         for trace, (what, alive) in zip((worst, least), facts):
             waiting = (
@@ -222,7 +222,7 @@ def stage_contents(run: DryRun, trace: Trace) -> str:
     return " and ".join(has)
 
 
-def in_flight(run: DryRun, trace: Trace) -> int:
+def max_forwards_in_flight(run: DryRun, trace: Trace) -> int:
     """Return the largest number of forward passes of a rank that wait for their backward pass."""
     live = most = 0
     for action in run.whole_plan[trace.place.get("pp", 0)]:

@@ -97,7 +97,7 @@ def headline(run: DryRun) -> str:
     )
 
 
-def plain(planned: RunPlan) -> dict[str, Any]:
+def report_values(planned: RunPlan) -> dict[str, Any]:
     """Return the report as plain values, in bytes and seconds."""
     run, hardware = planned.run, planned.hardware
     ranks = [
@@ -260,7 +260,7 @@ def _svg_ticks(tall: float, sides: Iterable[tuple[float, str]], below: Iterable[
     return "".join(drawn) + f'<text class="tick" x="{WIDE / 2}" y="{tall + 31}">{name}</text>'
 
 
-def found_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> str:
+def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> str:
     """Return the result of a layout search as text: the best layouts, and why others were rejected. flags: of the fitting layouts, in order."""
     if ranking.fits:
         best = ranking.fits[0]
@@ -301,7 +301,7 @@ def found_text(ranking: LayoutRanking, flags: Iterable[str], most: int = 10) -> 
     return "\n".join(lines) + "\n"
 
 
-def found_plain(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
+def layout_search_values(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
     """Return the result of a layout search as plain values, with the reason for each rejected layout."""
     return {
         "tried": ranking.tried,

@@ -27,7 +27,7 @@ import pretrain_t5
 import pretrain_vision_classify
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
-from megatron.core.kernels.table import available, select
+from megatron.core.kernels.table import available_kernels, select_kernels
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -37,14 +37,14 @@ from megatron.core.parallel.spec import quantized_of
 from megatron.core.pipeline_parallel.schedules import Plan, training_plan, with_reduction
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
-from megatron.trust.flags.parameter_counts import mesh_of
-from megatron.trust.simulate.fake_batches import fake_batches, shares_of
+from megatron.trust.flags.parameter_counts import mesh_without_groups
+from megatron.trust.simulate.fake_batches import document_shares, fake_batches
 from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeTensorCache
 from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.trust.simulate.memory import StorageTracker
@@ -82,21 +82,21 @@ class _ForwardingFlightRecorder(FlightRecorder):
         super().__init__()
         self.recorder = recorder
 
-    def begin(self, activity: str, iteration: int) -> None:
-        """As `FlightRecorder.begin`."""
-        super().begin(activity, iteration)
+    def begin_activity(self, activity: str, iteration: int) -> None:
+        """As `FlightRecorder.begin_activity`."""
+        super().begin_activity(activity, iteration)
         self.recorder.begin_action(_BEGIN)
 
-    def enter(self, action: object) -> None:
-        """As `FlightRecorder.enter`. Reading data belongs to the action that needs it."""
-        super().enter(action)
+    def enter_phase(self, action: object) -> None:
+        """As `FlightRecorder.enter_phase`. Reading data belongs to the action that needs it."""
+        super().enter_phase(action)
         name = _PHASES.get(str(action), str(action))
         if name and not name.startswith("data of"):
             self.recorder.begin_action(name)
 
-    def note(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """As `FlightRecorder.note`."""
-        super().note(what, axis, ranks, size)
+    def record_collective(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
+        """As `FlightRecorder.record_collective`."""
+        super().record_collective(what, axis, ranks, size)
         self.recorder.axis = axis
         self.recorder.consumer = str(what.consumer) if isinstance(what, Transfer) else ""
 
@@ -110,10 +110,10 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
         recorder.shared = {
             axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None
         }
-    need, wishes = kernel_need(config, mesh.device), config.model.kernel_wishes
+    need, wishes = kernel_requirements(config, mesh.device), config.model.kernel_requests
     if wishes["cross_entropy"] == "auto":
         wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
-    kernels = select(need, available(need, wishes))
+    kernels = select_kernels(need, available_kernels(need, wishes))
     run = Run(
         config=config,
         mesh=mesh,
@@ -164,20 +164,20 @@ def _label_memory(memory: StorageTracker, trainer: Trainer, params: Sequence[Ten
     memory.label((segment.grad for segment in segments), "gradients")
     memory.label((segment.data for segment in segments), "weights")
     buckets = (bucket for parallel in parallels for bucket in getattr(parallel, "buckets", ()))
-    memory.label((whole for bucket in buckets for whole in bucket.gathered), "weights")
+    memory.label((whole for bucket in buckets for whole in bucket.all_gather_buffers), "weights")
     for param in params:
         if quantized_of(param) is not None:
             memory.count_as_zero(param)
     memory.label((held for param in params for held in _local_tensors(param)), "weights")
     memory.label((buffer for stage in trainer.stages for buffer in stage.buffers()), "weights")
-    memory.label(trainer.optimizer.memory(), "optimizer")
+    memory.label(trainer.optimizer.stored_tensors(), "optimizer")
 
 
 def _local_tensors(param: Tensor) -> tuple[Tensor, ...]:
     """Return what a rank holds of a parameter between steps: its shard, or the codes and scales of one that is quantized."""
     quantized = quantized_of(param)
     if quantized is not None:
-        return quantized.tensors()
+        return quantized.stored_tensors()
     return (param.to_local() if isinstance(param, DTensor) else param,)
 
 
@@ -203,14 +203,14 @@ def dry_run(
             "a dry run makes a world of its own, and this process already belongs to one; start it in another process"
         )
     lists = axis_ranks(config.parallel, world_size) | hybrid_cp_ranks(config.parallel, world_size)
-    count = _microbatches(config, world_size)
+    count = _num_microbatches(config, world_size)
     enough = count if whole else _microbatches_to_peak(config, count)
     kinds = rank_kinds(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
     short = _with_microbatches(config, world_size, enough)
     world = FakeTensorCache()
     try:
         traces = tuple(
-            _of_more(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count)
+            _extend_to_microbatches(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count)
             for kind in kinds
         )
     finally:
@@ -231,7 +231,7 @@ def dry_run(
     )
 
 
-def _of_more(trace: Trace, known: int, count: int) -> Trace:
+def _extend_to_microbatches(trace: Trace, known: int, count: int) -> Trace:
     """Return the trace with the peak of a step of `count` microbatches, each of which keeps its batch and its losses allocated."""
     more = trace.kept_per_microbatch * (count - known)
     return replace(
@@ -269,7 +269,7 @@ def _data_parallel_shares(
     """Return each rank's share of a global batch whose documents are divided by length."""
     if not config.parallel.hybrid_context_parallel:
         return {}
-    shares = shares_of(config, num_microbatches, len(lists["dp"][0]))
+    shares = document_shares(config, num_microbatches, len(lists["dp"][0]))
     return {
         rank: tuple((size, _pipeline_edge(at, size), length) for size, at, length in shares[place])
         for group in lists["dp"]
@@ -281,7 +281,7 @@ def _pipeline_edge(place: int, size: int) -> int:
     return 0 if place == 0 else 2 if place == size - 1 else 1
 
 
-def _microbatches(config: RunConfig, world_size: int) -> int:
+def _num_microbatches(config: RunConfig, world_size: int) -> int:
     """Return the number of microbatches of a full step."""
     train, copies = config.train, config.parallel.data_parallel_size(world_size)
     schedule = BatchSchedule.build(train, data_parallel_size=copies, seq_length=train.seq_length)
@@ -379,7 +379,7 @@ def _can_replay_microbatches(config: RunConfig) -> bool:
     parallel = config.parallel
     return (
         parallel.pipeline_schedule == "1f1b"
-        and not parallel.defers_weights
+        and not parallel.defers_weight_gradients
         and not parallel.hybrid_context_parallel
         and not parallel.overlap_moe_expert_parallel_comm
         and not parallel.use_torch_fsdp2
@@ -393,7 +393,7 @@ def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     recorder = Recorder(
         {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, routing_sizes(config)
     )
-    with _without_collector(), recorder, recorder.patched():
+    with _without_garbage_collection(), recorder, recorder.patched():
         return record_step(make_trainer(config, mesh, recorder), recorder)
 
 
@@ -412,7 +412,7 @@ def routing_sizes(config: RunConfig) -> tuple[int, int] | None:
 def _fake_groups(world_size: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with _without_collector():
+        with _without_garbage_collection():
             yield
     finally:
         dist.destroy_process_group()
@@ -421,7 +421,7 @@ def _fake_groups(world_size: int, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Disable Python's garbage collector, so that memory does not depend on when it runs."""
     collecting = gc.isenabled()
     gc.disable()
@@ -434,7 +434,7 @@ def _without_collector() -> Iterator[None]:
 
 def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
     """Return a rank's mesh with fake process groups for its own axes only, and the ranks of each group by name."""
-    mesh, ranks, axes = mesh_of(lists, rank), {}, {}
+    mesh, ranks, axes = mesh_without_groups(lists, rank), {}, {}
     made: dict[tuple[int, ...], Any] = {}
 
     def grouped(axis: Axis) -> Axis:

@@ -33,7 +33,7 @@ def fake_batches(trainer: Trainer) -> Iterator[Batch]:
     return RebalancedBatches(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
 
 
-def shares_of(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:
+def document_shares(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:
     """Return for each data-parallel rank, in order: (number of ranks it shares documents with, its index among them, length of these documents).
 
     num_microbatches: of a rank, before documents are divided.
@@ -88,9 +88,9 @@ def _fake_rows(trainer: Trainer) -> Generator[Batch]:
         if run.config.parallel.hybrid_context_parallel:
             document = torch.arange(train.seq_length, device=run.mesh.device) // _document_length(run.config, number)
             batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
-        yield batch.looking_ahead(
+        yield batch.with_future_tokens(
             run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
-        ).over_context(run.mesh.cp)
+        ).shard_over_context(run.mesh.cp)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _OutputPlan:
     """A cached result of an operation on such shapes. kind: None for a single output, else the type of the sequence of outputs."""
 
     kind: type | None
@@ -61,7 +61,7 @@ class FakeTensorCache:
     """The fake tensor mode and the cached results that all recorders of a dry run share."""
 
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
-    plans: dict[Any, _Plan | None] = field(default_factory=dict)
+    plans: dict[Any, _OutputPlan | None] = field(default_factory=dict)
 
 
 class FakeRecorder(Recorder):
@@ -223,7 +223,7 @@ def _cache_key(values: Any, inputs: list[Tensor]) -> tuple:
     return tuple(key)
 
 
-def _output_plan(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | None:
+def _output_plan(result: Any, inputs: list[Tensor], facts: OpFacts) -> _OutputPlan | None:
     """Return how to make such a result again; None if it cannot be cached."""
     several = isinstance(result, (list, tuple))
     values, outputs = tuple(result) if several else (result,), []
@@ -234,7 +234,7 @@ def _output_plan(result: Any, inputs: list[Tensor], facts: OpFacts) -> _Plan | N
         if value is not None and (not isinstance(value, FakeTensor) or value.constant is not None):
             return None
         outputs.append(None if value is None else _describe_output(value, inputs, alike, places))
-    return _Plan(type(result) if several else None, tuple(outputs), facts)
+    return _OutputPlan(type(result) if several else None, tuple(outputs), facts)
 
 
 def _describe_output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]) -> _Output:

@@ -249,7 +249,7 @@ class MicrobatchMemo:
         place = {id(life): birth for birth, life in enumerate(births)}
         outputs = tuple(_tensors_in(output))
         shapes = tuple(self._tensor_layout(tensor, place) for tensor in outputs)
-        retained = {id(memory.find(tensor)) for tensor in _tensors_in(microbatch_context.retained)}
+        retained = {id(memory.find(tensor)) for tensor in _tensors_in(microbatch_context.cached_results)}
         seen = replace(
             self._finish_recording(
                 mark, trace, shapes, tuple(_lifetime_role(before, life, "a forward pass") for life in deaths)

@@ -328,7 +328,7 @@ def forwards_waiting(trace: Trace) -> int:
     return passes.count("F") - passes.count("B") + (passes[-1:] == ["B"])
 
 
-def why_worst(run: DryRun) -> str:
+def explain_highest_peak(run: DryRun) -> str:
     """Explain in words what the rank with the highest peak holds more of than the rank with the lowest."""
     worst, least = run.worst_trace, min(run.traces, key=lambda trace: trace.peak)
     name = f"rank {worst.rank} ({_place_text(worst)}) needs {worst.peak / 2**30:.2f} GiB"

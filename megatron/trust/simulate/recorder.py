@@ -96,7 +96,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def chosen_in_turn(tokens: int, each: int, experts: int) -> Tensor:
+def balanced_expert_choice(tokens: int, each: int, experts: int) -> Tensor:
     """Return a choice of experts that loads all of them equally: int64 [t, k], of `tokens` tokens with `each` experts."""
     return (torch.arange(tokens * each) % experts).view(tokens, each)
 
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
         """Return a router's choice, shaped [t, k] as `chosen`."""
         assert self.choices is not None, "only a router chooses"
         tokens, each = chosen.shape
-        return chosen_in_turn(tokens, each, self.choices[0])
+        return balanced_expert_choice(tokens, each, self.choices[0])
 
     def _is_router_choice(self, func: Any, args: tuple) -> bool:
         """Whether the operation is the top-k of a router."""

@@ -94,13 +94,13 @@ def test_a_merged_matrix_does_what_the_layer_does(changes: dict[str, Any], world
 
 
 def test_a_merge_that_scales_twice_is_noticed() -> None:
-    rows = LinearAdapter.rows
+    rows = LinearAdapter.join_part_rows
 
     def scaled(self: LinearAdapter, parts: dict[str, Tensor], like: Tensor, other: float = 0.0) -> Tensor:
         again = {name: value * self.pairs[name].scale for name, value in parts.items()} if other == 0.0 else parts
         return rows(self, again, like, other)
 
-    with patch.object(LinearAdapter, "rows", scaled):
+    with patch.object(LinearAdapter, "join_part_rows", scaled):
         assert merge_error({}) > 1e-3
 
 

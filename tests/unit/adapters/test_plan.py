@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron.core.config.adapters import linear_layers
-from megatron.core.config.plan import layer_rows, partition
+from megatron.core.config.plan import network_layer_plans, partition
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.models.on_meta import network_on
+from megatron.core.models.on_meta import build_stage_on_meta
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear import AdaptedLinear
 from megatron.core.transformer.layer import Layer
@@ -23,9 +23,11 @@ NETWORKS = ("llama", "gpt", "moe-shared", "mla", "mla-q", "output-gate", "t5", "
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_list_of_linear_layers_is_that_of_the_network(name: str) -> None:
     model = tiny.config(**MODELS[name]).model
-    (stage,) = partition(layer_rows(model), pp=1)
+    (stage,) = partition(network_layer_plans(model), pp=1)
     layers = [
-        module for module in network_on(model, Mesh.single_process(), stage).modules() if isinstance(module, Layer)
+        module
+        for module in build_stage_on_meta(model, Mesh.single_process(), stage).modules()
+        if isinstance(module, Layer)
     ]
     for layer in layers[: len(stage.layers)]:
         listed = {path: (shape.outputs, shape.inputs) for path, shape in linear_layers(model, layer.plan).items()}
@@ -46,7 +48,7 @@ def targets(*words: str, **changes: Any) -> set[str]:
     model = tiny.config(**{**MODELS["llama"], "lora_rank": 4, **changes, "lora_targets": words}).model
     return {
         f"{plan.index}.{one.linear.rpartition('.')[2]}.{one.part}={one.rank}:{one.scale:g}"
-        for plan in layer_rows(model)
+        for plan in network_layer_plans(model)
         for one in plan.adapters
     }
 

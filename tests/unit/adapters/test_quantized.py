@@ -176,9 +176,9 @@ def test_a_run_saves_adapters_and_the_hash_of_the_base_before_it_was_quantized(t
         trainer = build(**flags | {"load": None}, **kind)
         Checkpoint(trainer).resume()
         weights = [quantized_of(param) for stage in trainer.stages for param in stage.parameters()]
-        before = [one.clone() for held in weights if held is not None for one in held.tensors()]
+        before = [one.clone() for held in weights if held is not None for one in held.stored_tensors()]
         train_on(trainer, 2)
-        after = [one for held in weights if held is not None for one in held.tensors()]
+        after = [one for held in weights if held is not None for one in held.stored_tensors()]
         assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         runs.append(trainer)
     dora = runs[1].stages[0].decoder.layers["0"].mlp.linear_fc2
@@ -214,9 +214,9 @@ def test_the_plan_counts_what_a_quantized_base_takes(format: str, bits: float) -
         one.nbytes
         for stage in trainer.stages
         for param in stage.parameters()
-        for one in (quantized_of(param).tensors() if quantized_of(param) is not None else (param,))
+        for one in (quantized_of(param).stored_tensors() if quantized_of(param) is not None else (param,))
     )
-    state = sum(one.nbytes for one in trainer.optimizer.memory()) + sum(
+    state = sum(one.nbytes for one in trainer.optimizer.stored_tensors()) + sum(
         segment.grad.nbytes for segment in trainer.optimizer.segments
     )
     assert held.at_peak.weights == pytest.approx(real, rel=0.02)
@@ -230,7 +230,8 @@ def test_optimizer_memory_is_below_a_tenth_and_as_the_plan_says() -> None:
     )
     planned = [dry_run(config, 1).traces[0].at_peak.optimizer for config in (few, whole)]
     real = [
-        sum(one.nbytes for one in tiny.trainer_of(tiny.run_of(config)).optimizer.memory()) for config in (few, whole)
+        sum(one.nbytes for one in tiny.trainer_of(tiny.run_of(config)).optimizer.stored_tensors())
+        for config in (few, whole)
     ]
     assert planned[0] < planned[1] / 10 and real[0] < real[1] / 10
     assert planned == pytest.approx(real, rel=0.02)

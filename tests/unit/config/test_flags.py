@@ -15,14 +15,14 @@ from megatron.core.config.flags import (
     add_arguments,
     flag,
     flag_fields,
+    flag_name,
+    flag_spellings,
     from_namespace,
     from_values,
     known_flags,
     refuse,
     roles_of,
-    spelling,
     to_values,
-    words_of,
 )
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -129,7 +129,7 @@ def test_a_value_named_like_a_part_does_not_replace_it() -> None:
 
 
 def test_spellings_of_a_field_are_all_known() -> None:
-    assert spelling("num_layers") == "--num-layers"
+    assert flag_name("num_layers") == "--num-layers"
     assert {
         "--quick",
         "--no-quick",
@@ -160,7 +160,7 @@ FIELDS = flag_fields(RequestedRun)
 def test_every_spelling_belongs_to_one_field_and_every_flag_has_help() -> None:
     owners: dict[str, list[str]] = {}
     for field, kind in FIELDS:
-        for word in words_of(field, kind):
+        for word in flag_spellings(field, kind):
             owners.setdefault(word, []).append(field.name)
         text = field.metadata["help"]
         assert len(text) > 8 and text == text.strip() and not text.endswith("."), field.name
@@ -185,13 +185,13 @@ def example(field: dataclasses.Field, kind: Any) -> tuple[list[str], Any]:
     arguments = [a for a in typing.get_args(kind) if a is not type(None)]
     if kind is bool:
         return (
-            [f"--no-{field.name.replace('_', '-')}"] if field.default else [spelling(field.name)]
+            [f"--no-{field.name.replace('_', '-')}"] if field.default else [flag_name(field.name)]
         ), not field.default
     if typing.get_origin(kind) not in (Literal, tuple) and arguments:
         return example(field, arguments[0]) if len(arguments) == 1 else pytest.fail(f"{field.name}: {kind}")
     if typing.get_origin(kind) is Literal:
         chosen = next(a for a in arguments if a != field.default)
-        return [spelling(field.name), str(chosen)], chosen
+        return [flag_name(field.name), str(chosen)], chosen
     if typing.get_origin(kind) is tuple:
         element = arguments[0]
         values = (
@@ -199,8 +199,8 @@ def example(field: dataclasses.Field, kind: Any) -> tuple[list[str], Any]:
             if typing.get_origin(element) is Literal
             else tuple(element(n) for n in (11, 12))
         )
-        return [spelling(field.name), *map(str, values)], values
-    return [spelling(field.name), "91"], kind("91")
+        return [flag_name(field.name), *map(str, values)], values
+    return [flag_name(field.name), "91"], kind("91")
 
 
 @pytest.mark.parametrize("field, kind", FIELDS, ids=[field.name for field, _ in FIELDS])

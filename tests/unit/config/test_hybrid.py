@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import layer_rows, mtp_rows
+from megatron.core.config.plan import mtp_layer_plans, network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import layer_parameters
@@ -23,7 +23,7 @@ def problems(world_size: int = 1, **changes: Any) -> str:
 
 def test_symbols_are_layers_of_one_half_each() -> None:
     model = tiny.config(hybrid_layer_pattern="M-*|GE", num_experts=4, pipeline_model_parallel_size=1, **SMALL).model
-    assert [(row.mixer, row.mlp) for row in layer_rows(model)] == [
+    assert [(row.mixer, row.mlp) for row in network_layer_plans(model)] == [
         ("mamba", "none"), ("none", "dense"), ("attention", "none"), ("gated_delta_net", "none"), ("none", "moe"),
     ]  # fmt: skip
     assert model.num_layers == 5 and model.state_mixers == {"mamba", "gated_delta_net"}
@@ -37,9 +37,9 @@ def test_bars_end_pipeline_stages() -> None:
 
 def test_every_nth_layer_is_left_as_attention() -> None:
     delta = {"experimental_attention_variant": "gdn", "num_layers": 4}
-    mixers = [row.mixer for row in layer_rows(tiny.config(linear_attention_freq="2", **delta).model)]
+    mixers = [row.mixer for row in network_layer_plans(tiny.config(linear_attention_freq="2", **delta).model)]
     assert mixers == ["gated_delta_net", "attention"] * 2
-    listed = [row.mixer for row in layer_rows(tiny.config(linear_attention_freq="[0]*1+[1]*3", **delta).model)]
+    listed = [row.mixer for row in network_layer_plans(tiny.config(linear_attention_freq="[0]*1+[1]*3", **delta).model)]
     assert listed == ["attention", *["gated_delta_net"] * 3]
 
 
@@ -52,7 +52,7 @@ def test_flops_are_those_of_the_matrices_the_taps_and_the_state() -> None:
     assert flops_per_token(more, 64) - flops_per_token(plain, 64) == expected
     vectors = (inner + 2 * groups) * 5 + 3 * inner // 8 + inner
     norm = hidden if more.normalization == "RMSNorm" else 2 * hidden
-    assert layer_parameters(more, plan=layer_rows(more)[2]) == elements + vectors + norm
+    assert layer_parameters(more, plan=network_layer_plans(more)[2]) == elements + vectors + norm
 
 
 def test_mamba_beside_attention_costs_what_both_cost() -> None:
@@ -61,7 +61,9 @@ def test_mamba_beside_attention_costs_what_both_cost() -> None:
     alone = [
         tiny.config(hybrid_layer_pattern=symbols, **{**small, "num_layers": None}).model for symbols in ("MM*", "*")
     ]
-    assert [row.mixers for row in layer_rows(both)] == [{"attention", "mamba"}] * 2 and both.state_mixers == {"mamba"}
+    assert [row.mixers for row in network_layer_plans(both)] == [{"attention", "mamba"}] * 2 and both.state_mixers == {
+        "mamba"
+    }
     more = flops_per_token(alone[0], 64) - flops_per_token(alone[1], 64)
     assert flops_per_token(both, 64) - flops_per_token(plain, 64) == pytest.approx(more)
 
@@ -122,7 +124,7 @@ def test_a_slash_begins_the_layers_of_each_depth_of_multi_token_prediction() -> 
     assert model.mtp.mtp_num_layers == 2 and not problems(
         2, hybrid_layer_pattern="M-|*/M-/M-", pipeline_model_parallel_size=2, **SMALL
     )
-    assert [[(row.index, row.mixer, row.mlp) for row in mtp_rows(model, depth)] for depth in (0, 1)] == [
+    assert [[(row.index, row.mixer, row.mlp) for row in mtp_layer_plans(model, depth)] for depth in (0, 1)] == [
         [(3, "mamba", "none"), (4, "none", "dense")], [(5, "mamba", "none"), (6, "none", "dense")],
     ]  # fmt: skip
     assert [(len(stage.layers), stage.has_mtp) for stage in stages_of(config)] == [(2, False), (1, True)]

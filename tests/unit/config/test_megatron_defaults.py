@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import flag_fields, spelling, words_of
+from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import explain_flag
 
 DATA = json.loads((Path(__file__).parent / "megatron_defaults.json").read_text())
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "moving_from_megatron.md"
-FIELDS = {word: (field, kind) for field, kind in flag_fields(RequestedRun) for word in words_of(field, kind)}
+FIELDS = {word: (field, kind) for field, kind in flag_fields(RequestedRun) for word in flag_spellings(field, kind)}
 
 # Another value, the same function: why.
 ALIKE = {
@@ -57,7 +57,7 @@ def number(text: str) -> float | str:
 def is_default(flag: str) -> bool:
     """Whether leaving the flag out says the same in both."""
     (kind, default), (field, ours) = DATA[flag], FIELDS[flag]
-    positive = flag == spelling(field.name) or flag in field.metadata["also"]
+    positive = flag == flag_name(field.name) or flag in field.metadata["also"]
     if kind == "switch":
         return ours is bool and field.default is (not positive)
     if kind == "bool":

@@ -11,7 +11,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel.attention import context_parallel_kernel
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 
@@ -79,9 +79,9 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskSpec, Tensor]:
     return tensors, mask, draw(case.length, case.batch, case.heads * case.value_size).to(case.dtype)
 
 
-def scores_of(case: Case, sink: Tensor) -> Scores:
+def scores_of(case: Case, sink: Tensor) -> ScoreModifiers:
     """How the case makes scores."""
-    return Scores(scale=case.scale, softcap=case.softcap, sink=sink if case.sink else None)
+    return ScoreModifiers(scale=case.scale, softcap=case.softcap, sink=sink if case.sink else None)
 
 
 def whole(case: Case) -> list[Tensor]:

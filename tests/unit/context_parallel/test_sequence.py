@@ -25,8 +25,8 @@ def test_four_ranks_hold_a_chunk_from_each_end() -> None:
 def test_every_place_belongs_to_one_rank(cut: Zigzag) -> None:
     places = [cut.positions_of_rank(rank, CPU) for rank in range(cut.size)]
     assert torch.cat(places).sort().values.tolist() == list(range(cut.length))
-    assert [len(own) for own in places] == cut.counts()
-    assert max(cut.counts()) - min(cut.counts()) <= 2
+    assert [len(own) for own in places] == cut.positions_per_rank()
+    assert max(cut.positions_per_rank()) - min(cut.positions_per_rank()) <= 2
 
 
 @given(st.integers(1, 20), st.integers(1, 12))
@@ -40,7 +40,7 @@ def test_all_ranks_score_the_same_number_of_causal_pairs(chunk: int, size: int) 
 def test_pieces_laid_end_to_end_and_put_in_order_are_the_whole(cut: Zigzag) -> None:
     whole = torch.arange(3 * cut.length).view(3, cut.length)
     pieces = torch.cat([cut.shard(whole, rank, dim=1) for rank in range(cut.size)], dim=1)
-    assert torch.equal(pieces[:, cut.in_order(range(cut.size), CPU)], whole)
+    assert torch.equal(pieces[:, cut.sorting_permutation(range(cut.size), CPU)], whole)
     assert torch.equal(cut.shard(whole, 0, dim=1), whole[:, cut.positions_of_rank(0, CPU)])
 
 
@@ -54,4 +54,4 @@ def test_neighbours_together_hold_the_chunks_of_the_coarser_cut(length: int, inn
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_sequence_shorter_than_the_ranks_leaves_some_without_places(size: int) -> None:
-    assert sum(Zigzag(1, size).counts()) == 1
+    assert sum(Zigzag(1, size).positions_per_rank()) == 1

@@ -110,14 +110,14 @@ def test_what_has_no_places_is_not_cut() -> None:
     batch = Batch(
         tokens=rows, labels=rows, loss_mask=rows, extras={"each": rows, "sample": number, "other": torch.zeros(1, 5)}
     )
-    cut = batch.over_context(Axis("cp", 2, 1, (0, 1), group))
+    cut = batch.shard_over_context(Axis("cp", 2, 1, (0, 1), group))
     assert (
         cut.tokens.tolist() == [[2, 3, 4, 5]]
         and cut.extras["each"].tolist() == [[2, 3, 4, 5]]
         and cut.positions is None
     )
     assert cut.extras["sample"] is number and cut.extras["other"].shape == (1, 5)
-    assert batch.over_context(Axis("cp")) is batch
+    assert batch.shard_over_context(Axis("cp")) is batch
 
 
 HYBRID: dict[str, Any] = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 4}
@@ -199,7 +199,7 @@ def read_here(changes: dict[str, Any]) -> list[tuple[int, int, int, list[int]]]:
     )
     stream = microbatches(run, train, consumed_samples=0, reads=True)
     found = []
-    for _ in range(stream.begin(2)):
+    for _ in range(stream.prepare_step(2)):
         batch = next(stream)
         found.append((batch.tokens.shape[1], batch.documents.shape[1], batch.tokens[batch.loss_mask > 0].tolist()))
     stream.close()

@@ -206,7 +206,7 @@ def joined(path: Path, nonmatch: str, **more: Any) -> str:
 def test_a_join_gives_samples_the_fields_of_those_with_the_same_key(tmp_path: Path) -> None:
     assert seen(joined(tmp_path, "skip")) == ["####two", "####zero"]  # in the plain format questions are left out
     (prefix,) = plan_splits(DataConfig(data_path=(str(tmp_path / "join.yaml"),)))[0].blend.prefixes  # type: ignore[union-attr]
-    part = EnergonPart.read(prefix)
+    part = EnergonPart.parse_prefix(prefix)
     assert part is not None and part.prefix == prefix and part.kind == "OCRSample"
     first, last = rows(part)
     assert first["conversations"][1]["value"] == "zero" and first["image"].endswith("0000.png")

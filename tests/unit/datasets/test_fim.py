@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.settings.data import DataConfig, FillConfig
+from megatron.core.config.settings.data import DataConfig, FIMConfig
 from megatron.core.datasets.blend import build_datasets
-from megatron.core.datasets.fim import FillInTheMiddle, fill_in_the_middle
+from megatron.core.datasets.fim import FillInTheMiddle, build_fill_in_middle
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.datasets.marks import count_added_ids
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def fill(tokenizer: Any, *, seed: int = 5, **changes: Any) -> FillInTheMiddle:
-    return fill_in_the_middle(FillConfig(fim_data=True, **{**NAMES, **changes}), tokenizer, seed=seed, pad=-1)
+    return build_fill_in_middle(FIMConfig(fim_data=True, **{**NAMES, **changes}), tokenizer, seed=seed, pad=-1)
 
 
 def ids_of(tokenizer: Any, *documents: str) -> np.ndarray:
@@ -198,7 +198,7 @@ def test_what_a_tokenizer_puts_around_text_is_found() -> None:
 
 
 def build(tokenizer: Any, prefix: Path, length: int, **changes: Any) -> Any:
-    config = DataConfig(data_path=(str(prefix),), split="1", fill=FillConfig(fim_data=True, **{**NAMES, **changes}))
+    config = DataConfig(data_path=(str(prefix),), split="1", fill=FIMConfig(fim_data=True, **{**NAMES, **changes}))
     train, _, _ = build_datasets(
         config, sequence_length=length, seed=3, train_samples=40, valid_samples=0, test_samples=0, tokenizer=tokenizer
     )
@@ -243,7 +243,7 @@ def test_what_falls_short_is_padding_without_loss(tokenizer: Any, tmp_path: Path
 
 
 def test_made_up_data_can_be_rearranged(tokenizer: Any) -> None:
-    config = DataConfig(mock_data=True, fill=FillConfig(fim_data=True, fim_rate=1.0, **NAMES))
+    config = DataConfig(mock_data=True, fill=FIMConfig(fim_data=True, fim_rate=1.0, **NAMES))
     train, _, _ = build_datasets(
         config, sequence_length=64, seed=3, train_samples=4, valid_samples=0, test_samples=0, tokenizer=tokenizer
     )

@@ -8,8 +8,8 @@ from tokenizers import processors
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.datasets.ingest.encode import EncodeOptions, Encoder
-from megatron.core.datasets.marks import bare_ids, refuse_frame
+from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
+from megatron.core.datasets.marks import ids_without_special_tokens, refuse_added_special_tokens
 from megatron.core.datasets.sentence_kinds import bert_kind, t5_kind
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers.architecture import ROOT
@@ -44,15 +44,17 @@ def without_frame(config: TokenizerConfig) -> TokenizerConfig:
 def test_ids_of_texts_are_taken_out_of_their_frames(framing: TokenizerConfig) -> None:
     framed, bare = build_tokenizer(framing), build_tokenizer(without_frame(framing))
     assert framed.tokenize("on") == [framed.bos, *bare.tokenize("on"), framed.eos]
-    assert [ids.tolist() for ids in bare_ids(framed, TEXTS)] == [bare.tokenize(text) for text in TEXTS]
-    assert bare_ids(framed, []) == []
+    assert [ids.tolist() for ids in ids_without_special_tokens(framed, TEXTS)] == [
+        bare.tokenize(text) for text in TEXTS
+    ]
+    assert ids_without_special_tokens(framed, []) == []
 
 
 def test_sentences_are_not_written_with_a_frame_each(framing: TokenizerConfig) -> None:
     with pytest.raises(ConfigError, match="makes '<s> 1 </s>' of '1'.*give --tokenizer-hf-no-include-special-tokens"):
-        Encoder(EncodeOptions(framing, language="english"))
-    Encoder(EncodeOptions(framing))
-    Encoder(EncodeOptions(without_frame(framing), language="english"))
+        RecordEncoder(EncodeOptions(framing, language="english"))
+    RecordEncoder(EncodeOptions(framing))
+    RecordEncoder(EncodeOptions(without_frame(framing), language="english"))
 
 
 @pytest.mark.parametrize("kind", [bert_kind, t5_kind])
@@ -65,6 +67,10 @@ def test_samples_of_sentences_refuse_a_tokenizer_with_a_frame(framing: Tokenizer
 def test_users_of_a_llama_model_are_shown_the_kind_without_a_begin_of_text() -> None:
     model = str(ROOT / "examples/data/demo-llama.model")
     with pytest.raises(ConfigError) as caught:
-        refuse_frame(build_tokenizer(TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model)))
+        refuse_added_special_tokens(
+            build_tokenizer(TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model))
+        )
     assert "GPTSentencePieceTokenizer" in str(caught.value) and "--tokenizer-hf" not in str(caught.value)
-    refuse_frame(build_tokenizer(TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model)))
+    refuse_added_special_tokens(
+        build_tokenizer(TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model))
+    )

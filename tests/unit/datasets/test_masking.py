@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.core.datasets.masking import Masked, MaskOptions, candidates, mask, word_continuations
+from megatron.core.datasets.masking import Masked, MaskOptions, mask, word_continuations, word_positions
 from tests.helpers.sentences import CLS, MASK, SEP, LetterTokenizer
 
 TOKENIZER = LetterTokenizer()
@@ -47,7 +47,7 @@ def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 
     ids = text(length, np.random.RandomState(seed))
     return ids, mask(
         ids,
-        candidates(ids, CONTINUES, (CLS, SEP)),
+        word_positions(ids, CONTINUES, (CLS, SEP)),
         options,
         target_length=target,
         replace=lambda token: MASK,
@@ -62,7 +62,7 @@ def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 
 def test_the_choice_is_the_slow_one_draw_by_draw(options: MaskOptions) -> None:
     for seed in range(60):
         ids, result = hidden(options, length=3 + seed, seed=seed)
-        words = candidates(ids, CONTINUES, (CLS, SEP))
+        words = word_positions(ids, CONTINUES, (CLS, SEP))
         labels, spans = slow(ids, words, options, 60, np.random.RandomState(seed + 1))
         assert (result.labels, result.spans) == (labels, spans)
 
@@ -91,7 +91,7 @@ def test_as_many_tokens_are_hidden_as_was_said() -> None:
 
 def test_every_place_is_as_likely_as_any_other() -> None:
     ids = list(range(9, 9 + 4 * 20, 4))  # no id continues a word
-    words, runs = candidates(ids, CONTINUES, ()), 4000
+    words, runs = word_positions(ids, CONTINUES, ()), 4000
     random = np.random.RandomState(3)
     count = np.zeros(len(ids))
     for _ in range(runs):
@@ -104,7 +104,7 @@ def test_every_place_is_as_likely_as_any_other() -> None:
 def test_lengths_of_runs_have_the_stated_probabilities(longer: bool) -> None:
     ids = [9] * 400
     words, random, options = (
-        candidates(ids, CONTINUES, ()),
+        word_positions(ids, CONTINUES, ()),
         np.random.RandomState(1),
         MaskOptions(0.5, 3, longer=longer),
     )
@@ -139,4 +139,4 @@ def test_words_of_a_sentencepiece_vocabulary_begin_after_a_space() -> None:
     names = {6: "\u2581a", 7: "b", 8: "\u2581c", 9: "d"}
     tokenizer.id_to_token = lambda token: names.get(token, f"<{token}>")
     assert np.flatnonzero(word_continuations(tokenizer)).tolist() == [7, 9]
-    assert candidates([6, 7, 9, 8, 10, 7], word_continuations(tokenizer), (10,)) == [[0, 1, 2], [3, 5]]
+    assert word_positions([6, 7, 9, 8, 10, 7], word_continuations(tokenizer), (10,)) == [[0, 1, 2], [3, 5]]

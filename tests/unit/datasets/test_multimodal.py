@@ -18,7 +18,7 @@ from PIL import Image
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import images
 from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.image_conversations import SLOT, SlotWriter
+from megatron.core.datasets.image_conversations import SLOT, ImageTokenWriter
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.multimodal import MOST_IN_A_ROW, ImageChatDataset, Use, image_chat_kind
 from megatron.core.datasets.samplers import collate
@@ -220,9 +220,9 @@ def test_an_image_that_changed_its_shape_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_slot_is_no_id_of_any_vocabulary() -> None:
-    written = SlotWriter(3, tags=((7,), (8,)), around=((1,), (2,))).write(images.TileGrid(2, 1))
+    written = ImageTokenWriter(3, tags=((7,), (8,)), around=((1,), (2,))).image_tokens(images.TileGrid(2, 1))
     assert (~written).tolist() == [1, 7, SLOT, SLOT, SLOT, 8, SLOT, SLOT, SLOT, 2]
-    assert replace(SlotWriter(3), rows=1).write(images.TileGrid()).tolist() == [~SLOT]
+    assert replace(ImageTokenWriter(3), rows=1).image_tokens(images.TileGrid()).tolist() == [~SLOT]
 
 
 def test_made_up_conversations_each_have_an_image() -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from megatron.core.datasets import images
-from megatron.core.datasets.image_conversations import SLOT, SlotWriter
+from megatron.core.datasets.image_conversations import SLOT, ImageTokenWriter
 from megatron.core.datasets.multimodal import ImageChatDataset
 from tests.unit.datasets.test_images import test_a_stretched_image_is_that_of_the_siglip_processor as pixels_equal
 from tests.unit.datasets.test_images import (
@@ -21,7 +21,12 @@ from tests.unit.datasets.test_multimodal import (
     test_the_last_slot_predicts_what_follows_and_no_slot_is_learnt as slots_right,
 )
 
-_decode, _tiles, _write, _sample = images.decode, images.tile_image, SlotWriter.write, ImageChatDataset.__getitem__
+_decode, _tiles, _write, _sample = (
+    images.decode,
+    images.tile_image,
+    ImageTokenWriter.image_tokens,
+    ImageChatDataset.__getitem__,
+)
 
 
 def _blue_first(content: bytes, options: Any) -> Image.Image:
@@ -37,7 +42,7 @@ def _thumbnail_first(image: Image.Image, options: Any) -> np.ndarray:
     return np.roll(found, 1, axis=0) if len(found) > 1 else found
 
 
-def _learnt_slots(self: SlotWriter, grid: images.TileGrid) -> np.ndarray:
+def _learnt_slots(self: ImageTokenWriter, grid: images.TileGrid) -> np.ndarray:
     ids = _write(self, grid)
     return np.where(ids == ~SLOT, np.int32(SLOT), ids)
 
@@ -57,7 +62,7 @@ DEFECTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], Callable[[Path], N
     "blue first": ((images, "decode", _blue_first), lambda path: pixels_equal((40, 28))),
     "pixels are not normalized": ((images, "normalized", _as_they_are), lambda path: pixels_equal((40, 28))),
     "the thumbnail comes first": ((images, "tile_image", _thumbnail_first), lambda path: tiles_equal((96, 24), 6)),
-    "slots of images are learnt": ((SlotWriter, "write", _learnt_slots), slots_right),
+    "slots of images are learnt": ((ImageTokenWriter, "image_tokens", _learnt_slots), slots_right),
     "the label behind an image's last slot is masked": (
         (ImageChatDataset, "__getitem__", _last_slot_masked),
         slots_right,

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.store import Description, candidates
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
 from megatron.core.distributed.buffers import make_buckets
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer
 
 MARKER = -7.0
 SLOTS = ("exp_avg", "master")
@@ -66,7 +66,7 @@ def specs(seed: int, tp: int) -> list[ParamSpec]:
         else:
             shape = (choose.randint(1, 5), 4 * choose.randint(1, 3))
             shards = (Shard(1, "tp", (FusedSegment(shape[1]),)),)
-        result.append(ParamSpec(shape, constant(0.0), "matrix", shards, name=name, tied=number == 0))
+        result.append(ParamSpec(shape, constant_initializer(0.0), "matrix", shards, name=name, tied=number == 0))
     return result
 
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.load import load, open_valid
 from megatron.core.dist_checkpointing.plan import WriteCandidate
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint, migrate_settings, open_saved
 from megatron.core.dist_checkpointing.saver import save
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel.boxes import Box, intersect
@@ -270,7 +270,7 @@ def test_what_one_rank_cannot_open_is_refused_by_all(world: Worlds, tmp_path: Pa
 class Broken:
     """A source of another format, one of whose tensors cannot be read on one rank."""
 
-    where, formats, values, settings = "elsewhere", {"a": Format((2,), torch.float32)}, {}, {}
+    where, formats, values, settings = "elsewhere", {"a": TensorFormat((2,), torch.float32)}, {}, {}
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.tree import (
     sharded_parameter,
 )
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer
 from tests.unit.dist_checkpointing.held import MARKER, local_tensor, specs, whole_tensor
 
 
@@ -72,7 +72,9 @@ def test_flat_ranges_of_cut_parameters_land_on_their_global_elements() -> None:
 
 
 def test_parameters_are_placed_without_their_padding() -> None:
-    spec = ParamSpec((5, 2), constant(0.0), "embedding", (Shard(0, "tp", (FusedSegment(5, padded=8),)),), name="v")
+    spec = ParamSpec(
+        (5, 2), constant_initializer(0.0), "embedding", (Shard(0, "tp", (FusedSegment(5, padded=8),)),), name="v"
+    )
     held = []
     for rank in range(4):
         mesh = mesh_at(4, rank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan, shard, store
-from megatron.core.dist_checkpointing.files import DISK, Files
+from megatron.core.dist_checkpointing.files import DISK, FileSystem
 from megatron.core.dist_checkpointing.load import load, open_valid
 from megatron.core.dist_checkpointing.manifest import Manifest, file_name
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint
@@ -47,7 +47,7 @@ def save_as_two(
     *,
     keep_last: int | None = None,
     best: int | None = None,
-    files: Files = DISK,
+    files: FileSystem = DISK,
 ) -> SavedStep:
     """What `Saver` does on two ranks, one rank after the other."""
     ranks = [plan.sharded_tensors(state) for state in states(version)]
@@ -59,7 +59,7 @@ def save_as_two(
     for rank, (tensors, share) in enumerate(zip(ranks, shares, strict=True)):
         header = plan.file_header(rank, share, save=identity, iteration=iteration)
         memory = [
-            memoryview(plan.tensor_of(offer, tensors).contiguous().view(-1).view(torch.uint8).numpy())
+            memoryview(plan.tensor_for_box(offer, tensors).contiguous().view(-1).view(torch.uint8).numpy())
             for offer in share
         ]
         hashes.append(shard.write_shard(files, made / file_name(rank), header, memory))
@@ -83,7 +83,7 @@ def save_as_two(
     return step
 
 
-def version_in(folder: Path, *, files: Files = DISK, step: int | None = None) -> tuple[int, int] | None:
+def version_in(folder: Path, *, files: FileSystem = DISK, step: int | None = None) -> tuple[int, int] | None:
     """(iteration, version) of the newest checkpoint that is sound, if every bit of it is right; None in an empty folder."""
     steps = store.candidates(folder, step, files=files)
     if not steps:

@@ -14,7 +14,14 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.finalize import finalize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import ParamSpec, local_shards, name_all, normal, parameter, spec_of
+from megatron.core.parallel.spec import (
+    ParamSpec,
+    local_shards,
+    meta_parameter,
+    normal_initializer,
+    set_global_names,
+    spec_of,
+)
 from tests.helpers import tiny
 from tests.helpers.training import fill_gradients
 
@@ -26,7 +33,7 @@ class Affine(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], mesh: Mesh, dtype: torch.dtype, *, tied: bool) -> None:
         super().__init__()
-        self.weight = parameter(ParamSpec(shape, normal(1.0), "matrix", tied=tied), mesh, dtype)
+        self.weight = meta_parameter(ParamSpec(shape, normal_initializer(1.0), "matrix", tied=tied), mesh, dtype)
 
     def forward(self, factor: Tensor) -> Tensor:
         return (self.weight * factor).sum()
@@ -35,7 +42,7 @@ class Affine(nn.Module):
 def small_module(mesh: Mesh, dtype: torch.dtype = torch.float64, *, tied: str = "") -> nn.ModuleDict:
     """Four parameters under four modules, with values by name."""
     module = nn.ModuleDict({name: Affine(shape, mesh, dtype, tied=name == tied) for name, shape in SIZES.items()})
-    name_all(module)
+    set_global_names(module)
     materialize(module, mesh, seed=1)
     return module
 

@@ -50,7 +50,7 @@ def test_a_rank_holds_main_weights_and_bytes_and_no_other_weights() -> None:
     assert {segment.name for segment in trainer.parallels[0].sharded_segments} == names
     assert all(
         slot.data_ptr() == segment.data.data_ptr()
-        for name, segment, slot in trainer.optimizer.slots()
+        for name, segment, slot in trainer.optimizer.checkpoint_state()
         if name == "master" and segment.name in names
     ), "masters are what is stepped and saved"
 

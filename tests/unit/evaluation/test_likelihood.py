@@ -14,7 +14,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy
-from megatron.evaluation.likelihood import Answer, BatchSize, Prompt, Request, continuations, loglikelihoods
+from megatron.evaluation.likelihood import Answer, BatchSize, Prompt, Request, generate_continuations, loglikelihoods
 from megatron.inference.sampling import Sampling
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
@@ -95,7 +95,9 @@ def test_loglikelihoods_are_those_of_transformers_in_any_batch(folder: tuple[str
 def asked_on_ranks(path: str, parallel: dict[str, int], size: BatchSize) -> tuple[list[Answer], list[list[int]]]:
     """On every rank: answers and continuations."""
     loaded = load_network(path, GPT, parallel=ParallelConfig(**parallel))
-    return loglikelihoods(loaded, requests(), max_length=LENGTH, size=size), continuations(loaded, prompts(), size=size)
+    return loglikelihoods(loaded, requests(), max_length=LENGTH, size=size), generate_continuations(
+        loaded, prompts(), size=size
+    )
 
 
 def prompts() -> list[Prompt]:
@@ -139,7 +141,7 @@ def one_request(path: str) -> list[Answer]:
 
 def test_the_likeliest_continuation_is_that_of_transformers(folder: tuple[str, Any]) -> None:
     loaded = load_network(folder[0], GPT)
-    for prompt, found in zip(prompts()[:3], continuations(loaded, prompts()[:3], size=BatchSize(3))):
+    for prompt, found in zip(prompts()[:3], generate_continuations(loaded, prompts()[:3], size=BatchSize(3))):
         with torch.no_grad():
             expected = folder[1].generate(
                 torch.tensor([prompt.ids]),
@@ -152,9 +154,9 @@ def test_the_likeliest_continuation_is_that_of_transformers(folder: tuple[str, A
 
 def test_a_continuation_ends_when_it_is_told_to(folder: tuple[str, Any]) -> None:
     loaded = load_network(folder[0], GPT)
-    whole = continuations(loaded, [Prompt((5, 6, 7), 8, lambda new: False)], size=BatchSize(1))[0]
+    whole = generate_continuations(loaded, [Prompt((5, 6, 7), 8, lambda new: False)], size=BatchSize(1))[0]
     told = Prompt((5, 6, 7), 8, lambda new: len(new) == 2)
-    assert continuations(loaded, [told, Prompt((9,), 1, lambda new: False)], size=BatchSize(2))[0] == whole[:2]
+    assert generate_continuations(loaded, [told, Prompt((9,), 1, lambda new: False)], size=BatchSize(2))[0] == whole[:2]
 
 
 def trained(folder: str, changes: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def test_each_rank_takes_a_device_of_its_own_where_lm_eval_names_its_default(
 ) -> None:
     def place(device: str | None, ranks: int) -> torch.device | None:
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        return harness.ModelArgs("folder", device=device).place
+        return harness.ModelArgs("folder", device=device).explicit_device
 
     for ranks in (1, 4):
         assert [place(device, ranks) for device in (None, "cuda", "cuda:0")] == [None] * 3, (

@@ -70,7 +70,7 @@ def test_both_accuracies_of_vqa_count_people(people: int, official: float, of_al
     ],
 )
 def test_answers_are_compared_in_one_spelling(answer: str, expected: str) -> None:
-    assert vision.normalized(answer) == expected
+    assert vision.normalize_vqa_answer(answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,6 @@ def test_a_choice_is_the_letter_or_the_option_that_an_answer_names(answer: str, 
 
 
 def test_open_answers_hold_a_number_or_a_text() -> None:
-    assert vision.open_answer("about 3.141 metres", ["3.14"]) == 1.0
-    assert vision.open_answer("It is the Cell Wall.", ["cell wall"]) == 1.0
-    assert vision.open_answer("It is 31", ["3.14", "pi"]) == 0.0
+    assert vision.open_answer_score("about 3.141 metres", ["3.14"]) == 1.0
+    assert vision.open_answer_score("It is the Cell Wall.", ["cell wall"]) == 1.0
+    assert vision.open_answer_score("It is 31", ["3.14", "pi"]) == 0.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import spelling
+from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.network import network_fields
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy
@@ -26,7 +26,7 @@ def test_each_setting_without_a_counterpart_stops_an_export_when_it_is_changed_b
             if name in networks and name not in COUNTERPARTS:
                 lines.update(without_counterpart(changed(config, name, kind)[1].model))
     stopped = {
-        name for name in networks for line in lines if line.startswith((f"{spelling(name)}:", f"{spelling(name)} "))
+        name for name in networks for line in lines if line.startswith((f"{flag_name(name)}:", f"{flag_name(name)} "))
     }
     assert networks.keys() - COUNTERPARTS.keys() <= stopped
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.rewrite import CastSource
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import model_of
@@ -217,7 +217,11 @@ def test_folders_with_pytorch_model_bin_are_read(tmp_path: Path, old: bool) -> N
 def test_a_folder_of_a_published_model_is_told_from_a_checkpoint_of_ours(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "config.json").write_text(json.dumps({"world_size": 1, "values": {}}))
-    assert hf.is_folder(llama) and not hf.is_folder(tmp_path / "ours") and not hf.is_folder(tmp_path / "none")
+    assert (
+        hf.is_hf_checkpoint(llama)
+        and not hf.is_hf_checkpoint(tmp_path / "ours")
+        and not hf.is_hf_checkpoint(tmp_path / "none")
+    )
 
 
 def test_checkpoint_args_are_the_flags_of_the_model_and_its_tokenizer(llama: Path) -> None:
@@ -280,7 +284,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_source_that_is_not_the_network_of_its_settings_is_refused(tmp_path: Path) -> None:
     source = Made(LLAMA)
-    source.formats["model.decoder.final_layernorm.weight"] = Format((3,), torch.float32)
+    source.formats["model.decoder.final_layernorm.weight"] = TensorFormat((3,), torch.float32)
     source.formats["model.extra"] = source.formats.pop(QKV)
     with pytest.raises(CheckpointError) as raised:
         hf.export(source, tmp_path / "out")

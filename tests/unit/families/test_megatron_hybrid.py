@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.config.settings.network import network_differences
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy, write_torch_dist
-from megatron.core.families.megatron.hybrid import symbols_in
+from megatron.core.families.megatron.hybrid import infer_layer_symbols
 from megatron.core.families.megatron.legacy import open_legacy
 from megatron.core.families.megatron.pickles import attributes, read_torch_file
 from megatron.core.families.megatron.torch_dist import open_torch_dist
@@ -321,6 +321,6 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
 
 
 def test_symbols_are_told_only_by_layers_of_one_part() -> None:
-    assert symbols_in(["decoder.layers.0.mixer.D", "decoder.layers.1.mlp.linear_fc1.weight"]) == "M-"
+    assert infer_layer_symbols(["decoder.layers.0.mixer.D", "decoder.layers.1.mlp.linear_fc1.weight"]) == "M-"
     both = ["decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"]
-    assert symbols_in(both) == symbols_in([]) == ""
+    assert infer_layer_symbols(both) == infer_layer_symbols([]) == ""

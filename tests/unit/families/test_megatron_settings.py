@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.hybrid import in_pairs
+from megatron.core.families.megatron.hybrid import merge_layer_pairs
 from megatron.core.families.megatron.settings import run_settings_of, settings_of
 from megatron.core.families.registry import model_of
 from tests.peers.upstream_arguments import namespace
@@ -111,7 +111,7 @@ def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], laye
     assert (found["num_layers"], found.get("moe_layer_freq")) == (layers, experts)
     names = {f"decoder.layers.{number}.x": number for number in range(4)}
     assert list(
-        in_pairs(
+        merge_layer_pairs(
             {
                 "decoder.layers.2.input_layernorm.weight": 0,
                 "decoder.layers.3.mlp.linear_fc1.weight": 1,
@@ -120,7 +120,7 @@ def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], laye
             given,
         )
     ) == ["decoder.layers.1.input_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.weight", "mtp.layers.3.x"]
-    assert in_pairs(names, {}) == names
+    assert merge_layer_pairs(names, {}) == names
 
 
 @pytest.mark.parametrize("pattern", ["M*-", "*-*", "-*", "G-|*-"])

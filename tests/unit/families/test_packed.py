@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.rewrite import CastSource
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
-from megatron.core.families.packed import plain
+from megatron.core.families.packed import dequantize_tensors
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Axis
-from megatron.training.checkpoint.resuming import find_wanted, open_wanted
+from megatron.training.checkpoint.resuming import find_requested_checkpoint, open_requested_checkpoint
 from tests.helpers import tiny
 from tests.unit.families.made import LLAMA, Made, same_tensors
 
@@ -61,7 +61,7 @@ class Held:
     """A readable tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.format, self.read = tensor, Format(tuple(tensor.shape), tensor.dtype), lambda: tensor
+        self.tensor, self.format, self.read = tensor, TensorFormat(tuple(tensor.shape), tensor.dtype), lambda: tensor
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -81,8 +81,10 @@ def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
 def test_four_bits_are_a_sign_two_bits_of_exponent_and_one_of_mantissa_lower_half_first() -> None:
     codes = torch.arange(32) % 16
     blocks = (codes[0::2] + 16 * codes[1::2]).to(torch.uint8).view(1, 1, 1, 16)
-    found = plain({"x_blocks": Held(blocks), "x_scales": Held(torch.tensor([[[128]]], dtype=torch.uint8))}, {}, ())
-    assert list(found) == ["x"] and found["x"].format == Format((1, 32, 1), torch.bfloat16)
+    found = dequantize_tensors(
+        {"x_blocks": Held(blocks), "x_scales": Held(torch.tensor([[[128]]], dtype=torch.uint8))}, {}, ()
+    )
+    assert list(found) == ["x"] and found["x"].format == TensorFormat((1, 32, 1), torch.bfloat16)
     expected = [2 * (-1 if code > 7 else 1) * HALVES[code % 8] for code in codes.tolist()]
     assert found["x"].read().flatten().tolist() == expected
 
@@ -92,7 +94,7 @@ def test_four_bits_are_read_as_transformers_reads_them() -> None:
     random = torch.Generator().manual_seed(2)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=random)
     scales = torch.randint(90, 160, (3, 6, 2), dtype=torch.uint8, generator=random)
-    found = plain({"x_blocks": Held(blocks), "x_scales": Held(scales)}, {}, ())["x"]
+    found = dequantize_tensors({"x_blocks": Held(blocks), "x_scales": Held(scales)}, {}, ())["x"]
     assert torch.equal(found.read(), mxfp4.convert_moe_packed_tensors(blocks, scales)) and found.format.shape == (
         3,
         64,
@@ -103,7 +105,7 @@ def test_four_bits_are_read_as_transformers_reads_them() -> None:
 def test_eight_bits_have_a_scale_for_every_square() -> None:
     random = torch.Generator().manual_seed(3)
     weight, scales = torch.randn(5, 7, generator=random).to(torch.float8_e4m3fn), torch.rand(2, 3, generator=random)
-    found = plain(
+    found = dequantize_tensors(
         {"w": Held(weight), "w_scale_inv": Held(scales)}, {"quant_method": "fp8", "weight_block_size": [4, 3]}, ()
     )
     expected = torch.tensor(
@@ -112,7 +114,7 @@ def test_eight_bits_have_a_scale_for_every_square() -> None:
             for row in range(5)
         ]
     )
-    assert list(found) == ["w"] and found["w"].format == Format((5, 7), torch.bfloat16)
+    assert list(found) == ["w"] and found["w"].format == TensorFormat((5, 7), torch.bfloat16)
     assert torch.equal(found["w"].read(), expected.bfloat16())
 
 
@@ -236,11 +238,13 @@ def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_norms_la
 ) -> None:
     hf.export(Made({**DEEPSEEK, "mtp_num_layers": 1}), tmp_path / "out")
     for depths in (1, None):
-        wanted = find_wanted(tiny.config(**{**DEEPSEEK, "mtp_num_layers": depths, "load": str(tmp_path / "out")}))
-        opened = open_wanted(
+        wanted = find_requested_checkpoint(
+            tiny.config(**{**DEEPSEEK, "mtp_num_layers": depths, "load": str(tmp_path / "out")})
+        )
+        opened = open_requested_checkpoint(
             wanted, tiny.with_vocabulary(tiny.config(**DEEPSEEK, mtp_num_layers=depths), 20), Axis("world")
         )
         assert any(name.startswith("model.mtp.") for name in opened.source.formats) == (depths == 1)
     bare = tiny.with_vocabulary(tiny.config(**{**DEEPSEEK, "qk_layernorm": False}), 20)
     with pytest.raises(CheckpointError, match="--qk-layernorm: on in the checkpoint, off in this run"):
-        open_wanted(wanted, bare, Axis("world"))
+        open_requested_checkpoint(wanted, bare, Axis("world"))

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.rules import (
-    Op,
-    Row,
+    ParameterMapping,
+    TensorConversion,
     concat,
-    expanded,
-    interleaved,
+    expand_mappings,
+    hf_shapes,
+    interleaved_qkv,
     mapping_errors,
     per_expert,
     same,
-    their_shapes,
     transpose,
 )
 from megatron.core.models.describe import parameter_shapes
@@ -214,7 +214,7 @@ def test_every_element_is_used_exactly_once_in_both_directions(
             "untie_embeddings_and_output_weights": untied,
         }
     )
-    assert mapping_errors(expanded(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
+    assert mapping_errors(expand_mappings(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
 
 
 @pytest.mark.parametrize(
@@ -223,45 +223,52 @@ def test_every_element_is_used_exactly_once_in_both_directions(
         (same, (3, 4), [(3, 4)]),
         (transpose, (3, 4), [(4, 3)]),
         (concat(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
-        (interleaved(6, 2, 3), (30, 2), [(30, 2)]),
-        (interleaved(4, 4, 2), (24,), [(24,)]),
+        (interleaved_qkv(6, 2, 3), (30, 2), [(30, 2)]),
+        (interleaved_qkv(4, 4, 2), (24,), [(24,)]),
         (per_expert(concat(2, 2), 2), (3, 4, 5), [(2, 5)] * 6),
         (per_expert(same, 1), (2, 3), [(3,)] * 2),
     ],
 )
 def test_ops_make_the_shapes_of_theirs_and_come_back(
-    op: Op, shape: tuple[int, ...], theirs: list[tuple[int, ...]]
+    op: TensorConversion, shape: tuple[int, ...], theirs: list[tuple[int, ...]]
 ) -> None:
     names = tuple(f"part{place}" for place in range(len(theirs)))
-    rows = [Row("weight", names, op)]
-    assert list(their_shapes(rows, {"weight": shape}).values()) == theirs
+    rows = [ParameterMapping("weight", names, op)]
+    assert list(hf_shapes(rows, {"weight": shape}).values()) == theirs
     assert mapping_errors(rows, {"weight": shape}) == []
 
 
 def test_interleaved_rows_stand_key_head_by_key_head() -> None:
     """[q0 q1 q2 q3 | k0 k1 | v0 v1] there is q0 q1 k0 v0 q2 q3 k1 v1; a head has two rows."""
     ours = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 10, 10, 11, 11, 20, 20, 21, 21])
-    (theirs,) = interleaved(4, 2, 2).theirs(ours)
+    (theirs,) = interleaved_qkv(4, 2, 2).theirs(ours)
     assert theirs.tolist() == [0, 0, 1, 1, 10, 10, 20, 20, 2, 2, 3, 3, 11, 11, 21, 21]
 
 
 def test_experts_are_written_out_expert_by_expert() -> None:
-    row = Row("l.{i}.fc1", ("x.{i}.{e}.gate", "x.{i}.{e}.up"), per_expert(concat(1, 1), 2))
-    assert expanded([row], layers=1, experts=2)[0].theirs == ("x.0.0.gate", "x.0.0.up", "x.0.1.gate", "x.0.1.up")
+    row = ParameterMapping("l.{i}.fc1", ("x.{i}.{e}.gate", "x.{i}.{e}.up"), per_expert(concat(1, 1), 2))
+    assert expand_mappings([row], layers=1, experts=2)[0].theirs == ("x.0.0.gate", "x.0.0.up", "x.0.1.gate", "x.0.1.up")
 
 
 def test_rows_of_layers_stay_together_and_in_their_place() -> None:
     rows = [
-        Row("first", ("a",), same),
-        Row("l.{i}.x", ("b.{i}",), same),
-        Row("l.{i}.y", ("c.{i}",), same),
-        Row("last", ("d",), same),
+        ParameterMapping("first", ("a",), same),
+        ParameterMapping("l.{i}.x", ("b.{i}",), same),
+        ParameterMapping("l.{i}.y", ("c.{i}",), same),
+        ParameterMapping("last", ("d",), same),
     ]
-    assert [row.ours for row in expanded(rows, layers=2)] == ["first", "l.0.x", "l.0.y", "l.1.x", "l.1.y", "last"]
+    assert [row.ours for row in expand_mappings(rows, layers=2)] == [
+        "first",
+        "l.0.x",
+        "l.0.y",
+        "l.1.x",
+        "l.1.y",
+        "last",
+    ]
 
 
 SHAPES = {"a": (4, 3), "b": (4,)}
-WHOLE = [Row("a", ("x", "y"), concat(1, 3)), Row("b", ("z",), same)]
+WHOLE = [ParameterMapping("a", ("x", "y"), concat(1, 3)), ParameterMapping("b", ("z",), same)]
 
 
 @pytest.mark.parametrize(
@@ -269,23 +276,38 @@ WHOLE = [Row("a", ("x", "y"), concat(1, 3)), Row("b", ("z",), same)]
     [
         (WHOLE[:1], "b is in no row"),
         ([*WHOLE, WHOLE[1]], "ours: b is in 2 rows"),
-        ([WHOLE[0], Row("b", ("y",), same)], "theirs: y is in 2 rows"),
-        ([*WHOLE, Row("c", ("w",), same)], "c is not a parameter"),
-        ([Row("a", ("x",), concat(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
-        ([Row("a", ("x",), Op(lambda parts: parts[0], lambda whole: (whole[:3],))), WHOLE[1]], "exactly one of theirs"),
+        ([WHOLE[0], ParameterMapping("b", ("y",), same)], "theirs: y is in 2 rows"),
+        ([*WHOLE, ParameterMapping("c", ("w",), same)], "c is not a parameter"),
+        ([ParameterMapping("a", ("x",), concat(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
         (
-            [Row("a", ("x", "y"), Op(lambda parts: parts[0], lambda whole: (whole, whole[:1]))), WHOLE[1]],
+            [
+                ParameterMapping("a", ("x",), TensorConversion(lambda parts: parts[0], lambda whole: (whole[:3],))),
+                WHOLE[1],
+            ],
             "exactly one of theirs",
         ),
         (
             [
-                Row("a", ("x", "y"), Op(lambda parts: torch.cat(list(parts[::-1])), lambda whole: whole.split([1, 3]))),
+                ParameterMapping(
+                    "a", ("x", "y"), TensorConversion(lambda parts: parts[0], lambda whole: (whole, whole[:1]))
+                ),
+                WHOLE[1],
+            ],
+            "exactly one of theirs",
+        ),
+        (
+            [
+                ParameterMapping(
+                    "a",
+                    ("x", "y"),
+                    TensorConversion(lambda parts: torch.cat(list(parts[::-1])), lambda whole: whole.split([1, 3])),
+                ),
                 WHOLE[1],
             ],
             "there and back",
         ),
     ],
 )
-def test_rows_that_lose_double_or_move_elements_are_found(rows: list[Row], complaint: str) -> None:
+def test_rows_that_lose_double_or_move_elements_are_found(rows: list[ParameterMapping], complaint: str) -> None:
     assert any(complaint in fault for fault in mapping_errors(rows, SHAPES)), mapping_errors(rows, SHAPES)
     assert mapping_errors(WHOLE, SHAPES) == []

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.tensor_file import create, read_header, write
 
@@ -37,7 +37,7 @@ def test_files_are_those_of_the_safetensors_package_byte_by_byte(tmp_path: Path,
     expected = safetensors.torch.save(values, metadata={"format": "pt"})
     path = tmp_path / "ours.safetensors"
     path.unlink(missing_ok=True)
-    places = create(path, {name: Format(tuple(value.shape), value.dtype) for name, value in values.items()})
+    places = create(path, {name: TensorFormat(tuple(value.shape), value.dtype) for name, value in values.items()})
     for name in reversed(list(values)):  # in any order
         write(places[name], values[name])
     assert path.read_bytes() == expected
@@ -58,7 +58,7 @@ def test_files_of_the_package_are_read_whatever_the_length_of_their_header(
     found = read_header(path)
     assert found.keys() == values.keys()
     for name, value in values.items():
-        assert found[name].format == Format(tuple(value.shape), value.dtype)
+        assert found[name].format == TensorFormat(tuple(value.shape), value.dtype)
         assert torch.equal(found[name].read(), value)
 
 

@@ -14,19 +14,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron.core.config.plan import layer_rows, partition
+from megatron.core.config.plan import network_layer_plans, partition
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES, model_of
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.on_meta import NETWORKS
-from megatron.core.models.vision import IdsWithImages, ImageInput
+from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import spec_of
-from megatron.core.transformer.build import Build
+from megatron.core.transformer.build import BuildContext
 
 TOLERANCE = 1e-5  # of the largest value
 SIZES: dict[str, Any] = {
@@ -142,9 +142,9 @@ def network(source: Source, **changes: Any) -> nn.Module:
     """Our network with the weights of a source. changes: of its settings."""
     model = model_of({**source.settings, **changes})
     model, mesh = replace(model, padded_vocab_size=model.true_vocab_size), Mesh.single_process()
-    (stage,) = partition(layer_rows(model), pp=1)
-    kernels = select(Need(device="cpu", dtype=torch.float32), {})
-    build = Build(model=model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 1))
+    (stage,) = partition(network_layer_plans(model), pp=1)
+    kernels = select_kernels(KernelRequirements(device="cpu", dtype=torch.float32), {})
+    build = BuildContext(model=model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 1))
     made = NETWORKS[model.architecture](stage, build).materialize(1)
     for param in made.parameters():
         spec = spec_of(param)
@@ -233,7 +233,7 @@ def test_a_whole_network_gives_the_logits_loss_and_gradients_of_transformers(
 ) -> None:
     model = saved(make, tmp_path / "theirs")
     ours = network(hf.open_folder(tmp_path / "theirs"))
-    ids, labels, slots = prompt(ours.build.model.vision.rows)  # type: ignore[union-attr]
+    ids, labels, slots = prompt(ours.build.model.vision.num_image_embeddings)  # type: ignore[union-attr]
     images = torch.randn(2, 3, 28, 28)
     output = model(input_ids=ids, pixel_values=as_given(make, images), labels=labels)
     given = {"ids": IdsWithImages(ids.masked_fill(slots >= 0, 0), images, slots)}
@@ -272,7 +272,7 @@ def test_a_rank_without_images_gives_every_parameter_a_gradient(
     saved(llava_clip, tmp_path)
     ours = network(hf.open_folder(tmp_path))
     _demand_gradients_without_images(ours)
-    monkeypatch.setattr(ImageInput, "forward", lambda self, hidden, images, slots: hidden)
+    monkeypatch.setattr(ImageEmbedder, "forward", lambda self, hidden, images, slots: hidden)
     with pytest.raises(AssertionError, match="has no gradient"):
         _demand_gradients_without_images(ours)
 
@@ -283,7 +283,7 @@ def test_an_exported_network_gives_the_same_logits(
 ) -> None:
     model = saved(make, tmp_path / "theirs")
     folder = hf.open_folder(tmp_path / "theirs")
-    ids, _, _ = prompt(model_of(folder.settings).vision.rows)
+    ids, _, _ = prompt(model_of(folder.settings).vision.num_image_embeddings)
     images = as_given(make, torch.randn(2, 3, 28, 28))
     hf.export(folder, tmp_path / "back")
     again, problems = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -390,7 +390,11 @@ def test_a_config_as_smolvlm_is_published_is_read_with_what_it_leaves_out() -> N
     )
     assert not problems
     model = model_of(settings)
-    assert (model.vision.rows, model.vision.vision_num_layers, model.vision.vision_ffn_hidden_size) == (64, 12, 3072)
+    assert (model.vision.num_image_embeddings, model.vision.vision_num_layers, model.vision.vision_ffn_hidden_size) == (
+        64,
+        12,
+        3072,
+    )
     assert (model.vision.vision_activation, model.num_layers, model.true_vocab_size) == ("gelu_tanh", 30, 49280)
     encoder, problems = FAMILIES["siglip"].config_in({"model_type": "siglip_vision_model", **WIDE})
     assert not problems and encoder["vision_activation"] == "gelu_tanh"  # as transformers', where it is left out

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from megatron.core.config.adapters import layer_name, linear_layers
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, Pair
+from megatron.core.families.adapter_set import AdapterSet, AdapterWeights
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
@@ -44,14 +44,14 @@ def adapter_of(model: ModelConfig, config: AdapterConfig, seed: int = 3) -> Adap
     def normal(*shape: int) -> torch.Tensor:
         return 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    for plan in layer_rows(adapted):
+    for plan in network_layer_plans(adapted):
         shapes = linear_layers(adapted, plan)
         for one in plan.adapters:
             rows = shapes[one.linear].rows(one.part)
             first, second = normal(one.rank, shapes[one.linear].inputs), normal(rows[1], one.rank)
             lengths = 2 + normal(rows[1]) if config.dora else None
             linear = f"{layer_name(adapted, plan)}.{one.linear}"
-            pairs.append(Pair(linear, one.part, rows, first, second, one.scale, lengths))
+            pairs.append(AdapterWeights(linear, one.part, rows, first, second, one.scale, lengths))
     return AdapterSet("made", adapted, tuple(pairs), {}, {})
 
 
@@ -104,7 +104,7 @@ def answered(changes: dict[str, Any]) -> list[Reply] | None:
     config = InferenceConfig(inference_dynamic_batching_max_tokens=16, inference_max_requests=4)
     engine = Engine(stages_on(size, **changes), NullTokenizer(tiny.VOCABULARY), config)
     if not engine.mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return None
     for name, adapter in ADAPTERS.items():
         targets = ("*.linear_q_proj", "*.linear_kv_down_proj", "*.linear_proj", "linear_fc1", "linear_fc2")

@@ -23,7 +23,9 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
     read: Counter[str] = Counter()
     for way in (cache.CacheGroup, cache._View):
         monkeypatch.setattr(
-            way, "keys", lambda self, *how, old=way.keys, name=way.__name__: (read.update([name]), old(self, *how))[1]
+            way,
+            "keys_and_values",
+            lambda self, *how, old=way.keys_and_values, name=way.__name__: (read.update([name]), old(self, *how))[1],
         )
     model, texts = network(kind), prompts(6, longest=20)
     settings: dict[str, Any] = {"block": 3, "tokens": 9, "together": 4, "sharing": False}

@@ -90,7 +90,7 @@ def test_tables_of_blocks_need_one_graph_for_each_number_of_rows(
 ) -> None:
     monkeypatch.setattr(engine_setup, "paged_attention", lambda build, config: paged.attention)
     engine, texts, messages = engine_of(network(kind), together=5, block=3), prompts(7), list[str]()
-    engine.capture_ahead(messages.append)
+    engine.capture_all_graphs(messages.append)
     assert recorded == [(rows, 66) for rows in (8, 4, 2, 1)], "tables for the longest text"
     assert messages[1] == "CUDA graphs: 2 of 4 shapes of a step are captured"
     replies = engine.run([greedy(text, 8 + 3 * number) for number, text in enumerate(texts)])

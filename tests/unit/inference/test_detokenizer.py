@@ -10,7 +10,7 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.detokenizer import Detokenizer
-from megatron.inference.generate import decode_following, segments
+from megatron.inference.generate import decode_following, split_by_token
 from tests.helpers.architecture import ROOT
 
 DATA = ROOT / "examples" / "data"
@@ -36,7 +36,7 @@ def test_pieces_are_the_text_of_all_ids_whatever_the_ids(name: str, data: st.Dat
     prompt, new = data.draw(numbers.filter(bool)), data.draw(numbers)
     text = Detokenizer(tokenizer, prompt)
     pieces = [text.add([token]) for token in new]
-    assert "".join(pieces) + text.finish() == text.whole == decode_following(tokenizer, prompt[-8:], new)
+    assert "".join(pieces) + text.finish() == text.full_text == decode_following(tokenizer, prompt[-8:], new)
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -73,7 +73,7 @@ def test_a_text_is_cut_at_its_first_stop_word_and_never_shows_more(keep: bool, c
     assert text.ended == bool(found) == any(word in content for word in stop)
     # of words that begin at one place, the shortest is seen first
     expected = read[: min(found)[0] + min(found)[1] * keep] if found else content
-    assert told == text.whole == expected
+    assert told == text.full_text == expected
 
 
 def test_what_may_become_a_stop_word_is_held_back() -> None:
@@ -87,5 +87,5 @@ def test_what_may_become_a_stop_word_is_held_back() -> None:
 def test_segments_make_the_whole_text(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 2), max_size=60))
-    found = segments(tokenizer, ids)
+    found = split_by_token(tokenizer, ids)
     assert len(found) == len(ids) and "".join(found) == tokenizer.detokenize(ids)

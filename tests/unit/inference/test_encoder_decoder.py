@@ -66,7 +66,7 @@ def answered(folder: Path, changes: dict[str, int]) -> list[Reply] | None:
     """The replies to greedy and warm requests, on the first rank."""
     engine = decoder(folder, changes)
     if not engine.mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return None
     replies = engine.run(
         [

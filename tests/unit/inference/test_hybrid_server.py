@@ -38,7 +38,7 @@ def server() -> Iterator[Running]:
 def test_a_conversation_is_answered_whole_and_as_a_stream_from_the_states_of_the_first(server: Running) -> None:
     messages = [{"role": "user", "content": "What is kept of a text whose layers have states?"}]
     asked = {"messages": messages, "max_tokens": 12, "temperature": 0}
-    ids = Chat(ByteTokenizer(), "chatml").ids(messages)
+    ids = Chat(ByteTokenizer(), "chatml").encode(messages)
     whole = server.converse(**asked).json
     assert whole["choices"][0]["message"]["content"] == text_of(ids, 12)
     stream = server.converse(**asked, stream=True, stream_options={"include_usage": True}).text

@@ -54,7 +54,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 def requests(model: Any, count: int = 3) -> list[Request]:
     """Prompts with one or two images, each its own."""
-    rows, random = model.build.model.vision.rows, np.random.default_rng(1)
+    rows, random = model.build.model.vision.num_image_embeddings, np.random.default_rng(1)
     made = []
     for seed in range(count):
         images = random.standard_normal((1 + seed % 2, 3, 28, 28)).astype(np.float32)
@@ -117,8 +117,8 @@ def test_a_prompt_is_written_as_conversations_are_in_training(both: tuple[Any, A
     text = "".join(
         "#" if slot >= 0 else tokenizer.detokenize([token]) for token, slot in zip(ids, images.slots, strict=True)
     )
-    assert text.endswith("[INST] " + "#" * model.vision.rows + "What? [/INST]")
-    assert images.images.shape == (1, 3, 28, 28) and max(images.slots) == model.vision.rows - 1
+    assert text.endswith("[INST] " + "#" * model.vision.num_image_embeddings + "What? [/INST]")
+    assert images.images.shape == (1, 3, 28, 28) and max(images.slots) == model.vision.num_image_embeddings - 1
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -146,7 +146,7 @@ def answered(changes: dict[str, Any]) -> list[tuple[tuple[int, ...], list[float 
     settings = {"inference_dynamic_batching_block_size": 4, "inference_dynamic_batching_max_tokens": 16}
     engine = Engine(stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(**settings, inference_max_requests=4))
     if not engine.mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return None
     engine.heartbeat()
     random, asked = np.random.default_rng(1), [greedy((3, 1, 4), 8, logprobs=True)]

@@ -92,7 +92,7 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
         stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(**SETTINGS, num_speculative_tokens=guesses), draft=draft
     )
     if not engine.mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return None
     engine.heartbeat()
     replies = engine.run(requests())

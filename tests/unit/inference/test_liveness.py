@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.inference.liveness import RankLiveness, gathered, watch_ranks
+from megatron.inference.liveness import RankLiveness, accept_ranks, watch_ranks
 from megatron.inference.service import Service, Stopped
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -89,7 +89,7 @@ def test_a_stranger_is_no_rank() -> None:
 
     with ExitStack() as stack:
         threading.Thread(target=join).start()
-        assert list(gathered(2, told.append, stack).values()) == ["rank 1"]
+        assert list(accept_ranks(2, told.append, stack).values()) == ["rank 1"]
 
 
 def called(leaves: bool) -> str:
@@ -98,7 +98,7 @@ def called(leaves: bool) -> str:
     with watch_ranks(mesh, "localhost") as liveness:
         if leaves and not mesh.world.is_first:
             return ""
-        lost = liveness.wait(60.0 if leaves else 0.2)
+        lost = liveness.wait_for_loss(60.0 if leaves else 0.2)
         if not leaves:
             dist.barrier()
         return lost

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.inference.sampling import Sampling, apply_repetition_penalty, draw, probabilities, sample_at, uniform
+from megatron.inference.sampling import (
+    Sampling,
+    apply_repetition_penalty,
+    draw,
+    probabilities,
+    sample_at,
+    uniform_random,
+)
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0])
@@ -53,7 +60,7 @@ def chi_squared(counts: list[int], shares: list[float]) -> tuple[float, int]:
 
 def picked(sampling: Sampling, seed: int = 1) -> list[int]:
     """How often each token came, by a request's own numbers."""
-    numbers = [uniform(seed, number) for number in range(DRAWS)]
+    numbers = [uniform_random(seed, number) for number in range(DRAWS)]
     return torch.bincount(
         sample_at(LOGITS.expand(DRAWS, -1), [sampling] * DRAWS, numbers), minlength=len(LOGITS)
     ).tolist()
@@ -142,9 +149,9 @@ def test_a_seed_gives_the_same_draws_again() -> None:
 @pytest.mark.parametrize("bins", [7, 100])
 def test_numbers_are_uniform_along_a_text_and_across_seeds(bins: int) -> None:
     for numbers in (
-        [uniform(5, place) for place in range(DRAWS)],
-        [uniform(seed, 3) for seed in range(DRAWS)],
-        [uniform(2**63 + seed, seed % 5) for seed in range(DRAWS)],
+        [uniform_random(5, place) for place in range(DRAWS)],
+        [uniform_random(seed, 3) for seed in range(DRAWS)],
+        [uniform_random(2**63 + seed, seed % 5) for seed in range(DRAWS)],
     ):
         assert 0.0 <= min(numbers) and max(numbers) < 1.0
         counts = torch.histc(torch.tensor(numbers, dtype=torch.float64), bins, 0.0, 1.0).tolist()
@@ -154,8 +161,8 @@ def test_numbers_are_uniform_along_a_text_and_across_seeds(bins: int) -> None:
 
 def test_neighbouring_numbers_of_a_text_and_of_seeds_are_independent() -> None:
     for pairs in (
-        [(uniform(5, place), uniform(5, place + 1)) for place in range(DRAWS)],
-        [(uniform(seed, 0), uniform(seed + 1, 0)) for seed in range(DRAWS)],
+        [(uniform_random(5, place), uniform_random(5, place + 1)) for place in range(DRAWS)],
+        [(uniform_random(seed, 0), uniform_random(seed + 1, 0)) for seed in range(DRAWS)],
     ):
         correlation = float(torch.corrcoef(torch.tensor(pairs, dtype=torch.float64).T)[0, 1])
         assert abs(correlation) < 4 / math.sqrt(DRAWS)
@@ -179,7 +186,7 @@ def test_no_number_falls_on_a_token_that_is_left_out(sampling: Sampling, number:
 def test_rows_are_picked_each_with_its_own_settings() -> None:
     settings = [Sampling(0.0), Sampling(top_k=2), Sampling(0.0), Sampling(0.5), Sampling(top_k=2)]
     rows = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
-    numbers = [uniform(1, place) for place in range(5)]
+    numbers = [uniform_random(1, place) for place in range(5)]
     alone = [
         int(sample_at(rows[place : place + 1], settings[place : place + 1], numbers[place : place + 1]))
         for place in range(5)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
-from megatron.core.datasets.conversations import Encoder
+from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference import score_service
 from megatron.inference.requests import Busy, Ids
@@ -26,7 +26,7 @@ from megatron.inference.service import Stopped
 from tests.unit.inference.clients import Running, running, until
 
 NAME, POSITIONS = "judge", 100
-ENCODER = Encoder(ByteTokenizer(), "chatml")
+ENCODER = ConversationEncoder(ByteTokenizer(), "chatml")
 
 
 def lengths(texts: Sequence[Ids]) -> list[float]:
@@ -37,7 +37,7 @@ def lengths(texts: Sequence[Ids]) -> list[float]:
 def ids_of(text: str | Sequence[Any]) -> Ids:
     if isinstance(text, str):
         return tuple(text.encode())
-    (ids,) = ENCODER.encode([ENCODER.template.pieces(text)])
+    (ids,) = ENCODER.encode([ENCODER.template.render_segments(text)])
     return tuple((ids ^ (ids >> 31)).tolist())
 
 

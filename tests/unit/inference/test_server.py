@@ -547,7 +547,7 @@ def test_while_it_drains_health_says_so_and_new_calls_are_turned_away() -> None:
         thread.start()
         until(lambda: server.service.engine.metrics().running)
         server.server.should_exit = True
-        until(lambda: server.service.closing)
+        until(lambda: server.service.closing_reason)
         health, call = server.ask("GET", "/health"), server.complete(prompt="a")
         assert not answers, "the call in flight was over too soon to prove anything"
     thread.join(30)

@@ -128,7 +128,7 @@ def served(changes: dict[str, Any]) -> list[Reply] | None:
     """A service over two ranks."""
     engine = Engine(stages_on(dist.get_world_size(), **changes), NullTokenizer(tiny.VOCABULARY), InferenceConfig())
     if not engine.mesh.world.is_first:
-        engine.follow()
+        engine.run_as_follower()
         return None
     with Service(engine) as service:
         streams = [service.submit(greedy(text, 8)) for text in prompts(6)]

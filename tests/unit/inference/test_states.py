@@ -146,15 +146,15 @@ def test_the_bytes_of_states_are_those_of_theory_and_of_any_length(hybrid: Calla
 def test_snapshots_in_use_stay_and_the_longest_unused_goes() -> None:
     books = states.SlotAllocator(1, 0, 2)
     for mark in (b"a", b"b"):
-        books.store_snapshot(mark, books.blank(mark))
+        books.store_snapshot(mark, books.allocate_snapshot(mark))
     books.pin_snapshot(b"a")
-    books.store_snapshot(b"c", books.blank(b"c"))  # in the place of b, for a is in use
+    books.store_snapshot(b"c", books.allocate_snapshot(b"c"))  # in the place of b, for a is in use
     assert [books.longest_snapshot([mark]) for mark in (b"a", b"b", b"c")] == [1, 0, 1]
-    assert books.blank(b"c") == states.NOWHERE, "there is one of these tokens"
+    assert books.allocate_snapshot(b"c") == states.NOWHERE, "there is one of these tokens"
     books.pin_snapshot(b"c")
-    assert books.blank(b"d") == states.NOWHERE, "all are in use"
+    assert books.allocate_snapshot(b"d") == states.NOWHERE, "all are in use"
     books.unpin_snapshot(b"a")
-    assert books.blank(b"d") != states.NOWHERE and books.longest_snapshot([b"a", b"c", b"d"]) == 2
+    assert books.allocate_snapshot(b"d") != states.NOWHERE and books.longest_snapshot([b"a", b"c", b"d"]) == 2
 
 
 def test_a_hybrid_draft_is_refused(hybrid: Callable[[str], GPTModel]) -> None:

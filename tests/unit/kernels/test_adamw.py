@@ -37,12 +37,15 @@ def kernels() -> Iterator[ModuleType]:
 
 
 def test_torchs_update_is_the_formula() -> None:
-    assert adamw.error(adamw.adamw, CPU, torch.bfloat16) < 4e-6 and adamw.error(adamw.adamw, CPU, torch.float64) < 1e-14
+    assert (
+        adamw.reference_error(adamw.adamw, CPU, torch.bfloat16) < 4e-6
+        and adamw.reference_error(adamw.adamw, CPU, torch.float64) < 1e-14
+    )
 
 
 @needs_triton
 def test_tritons_update_is_the_formula(kernels: ModuleType) -> None:
-    assert adamw.error(kernels.adamw, CPU, torch.bfloat16) < 4e-6
+    assert adamw.reference_error(kernels.adamw, CPU, torch.bfloat16) < 4e-6
 
 
 @needs_triton
@@ -64,7 +67,7 @@ def test_pieces_of_buckets_that_begin_anywhere_are_updated_alone(
 
     expected = flat.double()
     for one in pieces(expected, None):
-        adamw.formula(one, 0.5, rates)
+        adamw.reference_adamw(one, 0.5, rates)
     kernels.adamw(pieces(flat, weight), 0.5, rates)
     for row in (0, 2, 3):
         torch.testing.assert_close(flat[row].double(), expected[row], rtol=1e-6, atol=1e-6)
@@ -88,7 +91,7 @@ def test_clipped_unscaled_steps_with_tritons_kernel_are_torchs(kernels: ModuleTy
     start = {name: child.weight.detach().clone() for name, child in module.items()}
     for step in range(3):
         take_step(module, optimizer, step, factor=64.0 * 4, multiplier=torch.tensor(0.25))
-    main_weights = {segment.name: tensor for slot, segment, tensor in optimizer.slots() if slot == "master"}
+    main_weights = {segment.name: tensor for slot, segment, tensor in optimizer.checkpoint_state() if slot == "master"}
     for name, expected in torch_steps(torchs, 1.0, 3, start, torch.float32).items():
         main = main_weights[f"{name}.weight"].view(SIZES[name])
         torch.testing.assert_close(main, expected, rtol=1e-5, atol=1e-6)
@@ -109,7 +112,7 @@ def test_a_kernel_with_one_wrong_number_fails_its_trial(wrong: dict[str, Any]) -
 
     for broken in (kernel, without_weights):
         with pytest.raises(ArithmeticError):
-            adamw.error(broken, CPU, torch.float32)
+            adamw.reference_error(broken, CPU, torch.float32)
 
 
 class _Launched(TorchDispatchMode):

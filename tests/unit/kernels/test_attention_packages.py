@@ -16,9 +16,9 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import flex, fused, reference
 from megatron.core.kernels.documents import DocumentStarts
 from megatron.core.kernels.external import flash_attn, transformer_engine
-from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.table import CANDIDATES, Need, select
-from megatron.training.cli.device_checks import kernel_need
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.health.causality_check import demand_no_leak
 from tests.helpers import flash_attn_stand_in, flex_stand_in, tiny, transformer_engine_stand_in
 from tests.unit.kernels.test_ops import check, with_gradients
@@ -36,12 +36,12 @@ MASKS = {
     "documents both ways": MaskSpec(causal=False, documents=DOCUMENTS),
 }
 SCORES = {
-    "plain": Scores(),
-    "scaled": Scores(scale=0.7),
-    "capped": Scores(softcap=0.9),
-    "both": Scores(scale=1.3, softcap=2.0),
+    "plain": ScoreModifiers(),
+    "scaled": ScoreModifiers(scale=0.7),
+    "capped": ScoreModifiers(softcap=0.9),
+    "both": ScoreModifiers(scale=1.3, softcap=2.0),
 }
-GPU = Need(device="cuda", dtype=torch.bfloat16)
+GPU = KernelRequirements(device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -112,7 +112,11 @@ def test_transformer_engine_is_told_what_the_reference_computes(library: None, m
         "fewer queries": MaskSpec(),
         "fewer queries in a window": MaskSpec(window=(4, 0)),
     }
-    one, queries, scores = {**MASKS, **more}[mask], 3 if mask == "places" or "fewer" in mask else S, Scores(scale=scale)
+    one, queries, scores = (
+        {**MASKS, **more}[mask],
+        3 if mask == "places" or "fewer" in mask else S,
+        ScoreModifiers(scale=scale),
+    )
     check(
         with_gradients(lambda *qkv: transformer_engine.attention(*qkv, one, 0.0, scores), *heads(queries)),
         with_gradients(lambda *qkv: reference.attention(*qkv, one, 0.0, scores), *heads(queries)),
@@ -130,11 +134,14 @@ def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
         ("local", ""),
         ("transformer_engine", "transformer_engine"),
     ):  # "local" is also the name of a kernel
-        assert kernel_need(tiny.config(transformer_impl=impl), torch.device("cpu")).preferred == preferred
-    assert select(kernel_need(tiny.config(), torch.device("cpu"))).attention is fused.attention
+        assert kernel_requirements(tiny.config(transformer_impl=impl), torch.device("cpu")).preferred == preferred
+    assert select_kernels(kernel_requirements(tiny.config(), torch.device("cpu"))).attention is fused.attention
     wanted = replace(GPU, preferred="transformer_engine")
-    assert select(GPU).attention is fused.attention and select(wanted).attention is transformer_engine.attention
-    assert select(wanted, {"attention": "unfused"}).attention is reference.attention, (
+    assert (
+        select_kernels(GPU).attention is fused.attention
+        and select_kernels(wanted).attention is transformer_engine.attention
+    )
+    assert select_kernels(wanted, {"attention": "unfused"}).attention is reference.attention, (
         "what is asked for by name goes before"
     )
     for change, why in (
@@ -146,18 +153,18 @@ def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
         ({"biased_scores": True}, "it adds nothing to scores"),
         ({"device": "cpu"}, "it needs a CUDA device"),
     ):
-        found = select(replace(wanted, **change))
+        found = select_kernels(replace(wanted, **change))
         assert found.attention is not transformer_engine.attention and found.report[0][2].startswith(
             f"transformer_engine: {why}"
         )
     monkeypatch.setattr(transformer_engine, "is_installed", lambda: False)
-    assert select(wanted).report[0] == (
+    assert select_kernels(wanted).report[0] == (
         "attention",
         "fused",
         "transformer_engine: the package transformer_engine is not installed (github.com/NVIDIA/TransformerEngine)",
     )
     with pytest.raises(ConfigError, match="--attention-backend transformer_engine cannot be used: .* is not installed"):
-        select(GPU, {"attention": "transformer_engine"})
+        select_kernels(GPU, {"attention": "transformer_engine"})
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -222,14 +229,14 @@ def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_not_measured_is_taken_only_when_it_is_asked_for(packages: None) -> None:
-    assert select(GPU).attention is fused.attention
-    assert select(GPU, {"attention": "flash_attn_3"}).attention is flash_attn.version_3
-    assert select(GPU, {"attention": "cudnn"}).attention is fused.cudnn_attention
+    assert select_kernels(GPU).attention is fused.attention
+    assert select_kernels(GPU, {"attention": "flash_attn_3"}).attention is flash_attn.version_3
+    assert select_kernels(GPU, {"attention": "cudnn"}).attention is fused.cudnn_attention
     with pytest.raises(
         ConfigError,
         match="--attention-backend flash_attn_3 cannot be used: flash_attn_3: it has no sinks; choose another",
     ):
-        select(replace(GPU, sinks=True), {"attention": "flash_attn_3"})
+        select_kernels(replace(GPU, sinks=True), {"attention": "flash_attn_3"})
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -246,8 +253,8 @@ def test_flex_attention_is_told_what_the_reference_computes(
     }
     found = {
         **SCORES,
-        "sinks": Scores(sink=torch.randn(N, dtype=torch.float64).requires_grad_()),
-        "bias": Scores(bias=torch.randn(1, N, 3 if mask == "places" else S, S, dtype=torch.float64)),
+        "sinks": ScoreModifiers(sink=torch.randn(N, dtype=torch.float64).requires_grad_()),
+        "bias": ScoreModifiers(bias=torch.randn(1, N, 3 if mask == "places" else S, S, dtype=torch.float64)),
     }[scores]
     one = {**MASKS, **more}[mask]
     inputs = heads(3 if mask == "places" else S) + ([found.sink] if scores == "sinks" else [])

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.reference import Gating
-from megatron.core.kernels.table import CANDIDATES, Need, select
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.reference import GatingOptions
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 
 S, B, N, D = 9, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
 ATTENTIONS = {
-    candidate.name: candidate.call
+    candidate.name: candidate.function
     for candidate in CANDIDATES
-    if candidate.op == "attention" and candidate.name != "flash" and not candidate.unsupported_reason(Need())
+    if candidate.op == "attention"
+    and candidate.name != "flash"
+    and not candidate.unsupported_reason(KernelRequirements())
 }
 
 
@@ -35,7 +37,7 @@ def sees(mask: MaskSpec, b: int, i: int, j: int) -> bool:
     )
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scores: Scores) -> Tensor:
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scores: ScoreModifiers) -> Tensor:
     """One query at a time: exp(score) over the sum of exp(scores), the sink's included."""
     rows = []
     for i in range(q.shape[0]):
@@ -59,7 +61,9 @@ def inputs_of(length: int = S, groups: int = 2, value_size: int = D) -> list[Ten
     return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-def compare(call, expected, mask: MaskSpec, scores: Scores, inputs: list[Tensor], tolerance: float = 1e-11) -> None:
+def compare(
+    call, expected, mask: MaskSpec, scores: ScoreModifiers, inputs: list[Tensor], tolerance: float = 1e-11
+) -> None:
     """Outputs and gradients of two attentions; the last input is the sink, if there is one."""
     results = []
     for function in (call, expected):
@@ -91,7 +95,7 @@ MASKS = {
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_with_windows_sinks_and_caps_is_the_formula(name: str, mask: str, kind: str) -> None:
     inputs = inputs_of(value_size=4)
-    scores = Scores(0.7, softcap=1.5 if "softcap" in kind else None, sink=inputs[3] if "sink" in kind else None)
+    scores = ScoreModifiers(0.7, softcap=1.5 if "softcap" in kind else None, sink=inputs[3] if "sink" in kind else None)
     compare(ATTENTIONS[name], by_hand, MASKS[mask], scores, inputs)
 
 
@@ -111,7 +115,7 @@ def test_a_band_of_blocks_is_the_whole_matrix_at_any_length(
                 documents=(torch.arange(length) // 5)[None] + torch.tensor([[0], [1]]) * (torch.arange(length) > 7),
             )
         padded = replace(spec, padding=torch.arange(length)[None] < torch.tensor([[length], [length - 3]]))
-        scores = Scores(sink=inputs[3] if kind == "sink" else None)
+        scores = ScoreModifiers(sink=inputs[3] if kind == "sink" else None)
         compare(fused.attention, reference.attention, spec, scores, inputs)
         compare(fused.attention, reference.attention, padded, scores, inputs)
     assert len(taken) == 8
@@ -121,7 +125,7 @@ def test_a_query_that_sees_nothing_gets_zero_with_a_sink_too() -> None:
     q, k, v, sink = inputs_of()
     mask = MaskSpec(query_places=torch.arange(S), key_places=torch.arange(S) + 4)
     for call in ATTENTIONS.values():
-        for scores in (Scores(), Scores(sink=sink)):
+        for scores in (ScoreModifiers(), ScoreModifiers(sink=sink)):
             found = call(q, k, v, mask, 0.0, scores)
             assert found[:4].abs().max() == 0 and found[4:].abs().min() > 0
             assert all(bool(gradient.isfinite().all()) for gradient in torch.autograd.grad(found.sum(), (q, k, v)))
@@ -129,7 +133,7 @@ def test_a_query_that_sees_nothing_gets_zero_with_a_sink_too() -> None:
 
 def test_places_of_queries_and_keys_say_what_a_window_hides() -> None:
     q, k, v, sink = inputs_of()
-    scores, mask = Scores(sink=sink), MaskSpec(window=(2, 0), documents=DOCUMENTS)
+    scores, mask = ScoreModifiers(sink=sink), MaskSpec(window=(2, 0), documents=DOCUMENTS)
     order, rows = torch.tensor([4, 1, 8, 0, 3, 2, 7, 5, 6]), torch.tensor([5, 0, 7])
     moved = MaskSpec(
         window=(2, 0),
@@ -150,7 +154,7 @@ def test_places_of_queries_and_keys_say_what_a_window_hides() -> None:
 def test_a_sink_keeps_its_value_in_the_fused_kernel_of_half_precision() -> None:
     sink = torch.tensor([5.1155, 5.64, 4.67, 6.2])
     q, k, v = (torch.full((S, B, n, D), value, dtype=torch.bfloat16) for n, value in ((N, 0.0), (2, 1.0), (2, 1.0)))
-    found = fused.attention(q, k, v, MaskSpec(causal=False), 0.0, Scores(sink=sink)).float().view(S * B, N, D)
+    found = fused.attention(q, k, v, MaskSpec(causal=False), 0.0, ScoreModifiers(sink=sink)).float().view(S * B, N, D)
     expected = (S / (S + sink.exp()))[None, :, None].expand_as(found)  # all scores are zero, and all values one
     torch.testing.assert_close(found, expected, rtol=6e-3, atol=0.0)
 
@@ -177,18 +181,18 @@ def test_the_largest_scores_are_those_of_the_whole_matrix(mask: str, block: int)
 
 
 def test_kernels_say_which_variant_they_do_not_have() -> None:
-    assert select(Need(softcap=True)).attention is fused.attention
-    assert select(Need(window=True)).attention is fused.attention
+    assert select_kernels(KernelRequirements(softcap=True)).attention is fused.attention
+    assert select_kernels(KernelRequirements(window=True)).attention is fused.attention
     with pytest.raises(ConfigError, match="flash: windows are kept by a mask tensor"):
-        select(Need(window=True), {"attention": "flash"})
+        select_kernels(KernelRequirements(window=True), {"attention": "flash"})
     with pytest.raises(ConfigError, match="flash: it has no cap on scores"):
-        select(Need(softcap=True), {"attention": "flash"})
+        select_kernels(KernelRequirements(softcap=True), {"attention": "flash"})
 
 
 @pytest.mark.parametrize("mask", ["causal", "window in documents"])
 def test_scores_with_a_cap_are_held_for_a_block_of_queries_only(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_CAPPED", 4)
-    inputs, scores = inputs_of(value_size=4), Scores(0.7, softcap=1.5)
+    inputs, scores = inputs_of(value_size=4), ScoreModifiers(0.7, softcap=1.5)
     held: list[int] = []
 
     def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,12 +207,12 @@ def test_scores_with_a_cap_are_held_for_a_block_of_queries_only(mask: str, monke
 
 def test_flash_takes_sinks() -> None:
     inputs = inputs_of()
-    compare(fused.flash_attention, reference.attention, MaskSpec(), Scores(sink=inputs[3]), inputs)
+    compare(fused.flash_attention, reference.attention, MaskSpec(), ScoreModifiers(sink=inputs[3]), inputs)
 
 
 def test_a_clamped_gate_is_that_of_gpt_oss() -> None:
     x = torch.linspace(-4, 4, 40, dtype=torch.float64).view(2, 20).requires_grad_()
-    found = reference.gated_activation(x, "quick_gelu", Gating(clamp=1.5, offset=1.0))
+    found = reference.gated_activation(x, "quick_gelu", GatingOptions(clamp=1.5, offset=1.0))
     gate, up = (
         torch.where(x[:, :10] > 1.5, 1.5, x[:, :10]),
         torch.where(x[:, 10:].abs() > 1.5, x[:, 10:].sign() * 1.5, x[:, 10:]),

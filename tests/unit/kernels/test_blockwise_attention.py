@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.kernels import blockwise_attention, reference
 from megatron.core.kernels.blockwise_attention import Block
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 B, N, Q, K, D = 2, 4, 5, 9, 6
 CUTS = ((0, 9), (0, 4, 9), (0, 1, 2, 9), (0, 3, 3, 9))
@@ -25,7 +25,7 @@ def whole(
 ) -> list[Tensor]:
     """The reference on the same heads: output and gradients, in fp64. seen: [b, queries, keys]."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    scores = Scores(
+    scores = ScoreModifiers(
         scale=0.4,
         softcap=softcap,
         bias=None if seen is None else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf")),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import chunked_attention, fused, reference
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 S, B, N, D = 150, 2, 4, 8  # three parts, the last of them short
 NONE = 1e-9  # of dropout: less than a step of it
@@ -26,8 +26,8 @@ MASKS = {
     "blind": MaskSpec(padding=torch.arange(S).expand(B, -1) > 70, window=(30, 0)),
 }
 SCORES = {
-    "plain": Scores(),
-    "all": Scores(
+    "plain": ScoreModifiers(),
+    "all": ScoreModifiers(
         scale=0.3, bias=torch.randn(1, N, S, S, dtype=torch.float64), sink=torch.randn(N, dtype=torch.float64)
     ),
 }
@@ -91,7 +91,11 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
     mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draws of the forward pass are noted; the definition, with them, gives the same output and gradients."""
-    given, drawn, draw = inputs(), torch.zeros(B, N, S, S, dtype=torch.float64), chunked_attention._ChunkedCall.kept
+    given, drawn, draw = (
+        inputs(),
+        torch.zeros(B, N, S, S, dtype=torch.float64),
+        chunked_attention._ChunkedCall.dropout_mask,
+    )
 
     def noted(work: chunked_attention._ChunkedCall, part: chunked_attention._QueryChunk) -> Tensor:
         kept = draw(work, part)
@@ -99,7 +103,7 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
         return kept
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunked_attention._ChunkedCall, "kept", noted)
+        patch.setattr(chunked_attention._ChunkedCall, "dropout_mask", noted)
         output = chunked_attention.attention(*given, MASKS[mask], 0.25)
     seen = MASKS[mask].as_bool(S, S, torch.device("cpu")).expand(B, N, -1, -1)
     assert drawn[seen].mean() == pytest.approx(0.75, abs=0.01)

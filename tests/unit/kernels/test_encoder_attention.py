@@ -8,13 +8,15 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import reference
-from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.table import CANDIDATES, Need, select
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 
 B, N, D = 2, 4, 6
 PADDING = torch.tensor([[True] * 5, [True, True, False, True, False]])
 ATTENTIONS = [
-    candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unsupported_reason(Need())
+    candidate
+    for candidate in CANDIDATES
+    if candidate.op == "attention" and not candidate.unsupported_reason(KernelRequirements())
 ]
 
 
@@ -53,7 +55,7 @@ def test_attention_is_the_formula_forward_and_backward(
     shapes = [(queries, B, N, D), (5, B, groups, D), (5, B, groups, D), (1, N, queries, 5)]
     inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes[: 4 if biased else 3]]
     mask, bias = MaskSpec(causal=causal, padding=PADDING if padded else None), inputs[3] if biased else None
-    found = candidate.call(*inputs[:3], mask, 0.0, Scores(0.7, bias=bias))
+    found = candidate.function(*inputs[:3], mask, 0.0, ScoreModifiers(0.7, bias=bias))
     expected = by_hand(*inputs[:3], bias, mask, 0.7)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weight = torch.arange(found.numel(), dtype=found.dtype).view_as(found).sin()
@@ -67,9 +69,9 @@ def test_attention_is_the_formula_forward_and_backward(
 
 def test_padding_is_no_plain_mask_and_flash_says_that_it_cannot() -> None:
     assert not MaskSpec(padding=PADDING).is_plain
-    assert select(Need(padding=True), {"attention": "auto"}).attention is ATTENTIONS[0].call
+    assert select_kernels(KernelRequirements(padding=True), {"attention": "auto"}).attention is ATTENTIONS[0].function
     with pytest.raises(ConfigError, match="padding is left out by a mask tensor"):
-        select(Need(padding=True), {"attention": "flash"})
+        select_kernels(KernelRequirements(padding=True), {"attention": "flash"})
 
 
 def test_relu_is_relu() -> None:

@@ -61,30 +61,32 @@ def test_every_block_has_a_scale_in_e4m3_and_the_tensor_one_more(block: tuple[in
         torch.randint(-6, 6, (20, 1), generator=generator).double()
     )
     x[16:, 16:32] = 1e-9  # too small for a scale beside the others
-    found = fp4.by_small_blocks(x, fp8.largest_of(x), block)
+    found = fp4.quantize_nvfp4(x, fp8.largest_of(x), block)
     assert found.blocks.dtype == torch.float8_e4m3fn
-    assert np.allclose(found.whole(torch.float64).numpy(), by_hand(x.numpy(), block), rtol=1e-12, atol=0)
+    assert np.allclose(found.dequantize(torch.float64).numpy(), by_hand(x.numpy(), block), rtol=1e-12, atol=0)
 
 
 def test_a_tensor_of_zeros_stays_so_and_what_is_not_finite_is_seen() -> None:
     zeros = torch.zeros(3, 16)
-    assert torch.equal(fp4.by_small_blocks(zeros, fp8.largest_of(zeros), (1, 16)).whole(torch.float32), zeros)
+    assert torch.equal(fp4.quantize_nvfp4(zeros, fp8.largest_of(zeros), (1, 16)).dequantize(torch.float32), zeros)
     for bad in (float("nan"), float("inf")):
         x = torch.ones(1, 16)
         x[0, 3] = bad
-        assert not fp4.by_small_blocks(x, fp8.largest_of(x), (1, 16)).whole(torch.float32)[0, 3].isfinite()
+        assert not fp4.quantize_nvfp4(x, fp8.largest_of(x), (1, 16)).dequantize(torch.float32)[0, 3].isfinite()
 
 
 def test_the_rotation_is_orthogonal_and_cancels_in_a_product() -> None:
-    whole = (fp4.rotation(torch.float64, torch.device("cpu")) * 4).to(torch.int64)
+    whole = (fp4.hadamard_matrix(torch.float64, torch.device("cpu")) * 4).to(torch.int64)
     assert set(whole.abs().flatten().tolist()) == {1}
     assert torch.equal(whole @ whole.t(), 16 * torch.eye(16, dtype=torch.int64))
     generator = torch.Generator().manual_seed(2)
     a, b = (torch.randint(-8, 8, (rows, 21), generator=generator).double() for rows in (3, 5))
-    assert fp4.rotated(a).shape == (3, 32)
-    assert torch.equal(fp4.rotated(a) @ fp4.rotated(b).t(), a @ b.t())  # quarters of whole numbers: nothing is rounded
+    assert fp4.hadamard_transform(a).shape == (3, 32)
+    assert torch.equal(
+        fp4.hadamard_transform(a) @ fp4.hadamard_transform(b).t(), a @ b.t()
+    )  # quarters of whole numbers: nothing is rounded
     # All of an outlier's weight in one place is spread over sixteen.
-    assert torch.equal(fp4.rotated(16.0 * torch.eye(1, 16)).abs(), torch.full((1, 16), 4.0))
+    assert torch.equal(fp4.hadamard_transform(16.0 * torch.eye(1, 16)).abs(), torch.full((1, 16), 4.0))
 
 
 def by_units(
@@ -121,8 +123,8 @@ def test_units_of_4_bits_are_given_what_the_emulation_multiplies(
         torch.randn(size, along, generator=generator).mul_(spread) for size, spread in ((rows, 3.0), (others, 0.01))
     )
     for block, turned in (((16, 16), False), ((16, 16), True), ((1, 16), False)):
-        left = fp4.by_small_blocks(x, x.abs().max(), (1, 16))
-        right = fp4.by_small_blocks(weight.t() if turned else weight, weight.abs().max(), block)
+        left = fp4.quantize_nvfp4(x, x.abs().max(), (1, 16))
+        right = fp4.quantize_nvfp4(weight.t() if turned else weight, weight.abs().max(), block)
         right = right.t() if turned else right
         found, expected = (kernel.product(left, right, torch.float32) for kernel in (fp8_native, fp8))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

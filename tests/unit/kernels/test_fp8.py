@@ -14,19 +14,19 @@ from torch import Tensor
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp8, fp8_native
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, Number, Quantised
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat, Quantised
 from megatron.core.kernels.low_precision.recipes import recipe_of
 from tests.helpers.low_precision import operands
 
 THEIRS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
-def rounded(x: np.ndarray, number: Number) -> np.ndarray:
+def rounded(x: np.ndarray, number: NumberFormat) -> np.ndarray:
     """The nearest numbers of the format, by ml_dtypes; what is too large is the largest."""
     return np.clip(x, -number.largest, number.largest).astype(THEIRS[number.name]).astype(np.float64)
 
 
-def awkward(number: Number) -> Tensor:
+def awkward(number: NumberFormat) -> Tensor:
     """Every number of the format, the middles between neighbours and what is just beside them, and what is too large."""
     every = np.arange(256, dtype=np.uint8).view(THEIRS[number.name]).astype(np.float64)
     every = np.unique(every[np.isfinite(every)])
@@ -48,7 +48,7 @@ def smallest_power(values: np.ndarray, largest: float) -> int:
     return max(-127, min(127, n))
 
 
-def by_hand(x: Tensor, number: Number, block: tuple[int, int]) -> np.ndarray:
+def by_hand(x: Tensor, number: NumberFormat, block: tuple[int, int]) -> np.ndarray:
     """x with every block rounded by itself."""
     values, found = x.double().numpy(), np.zeros(x.shape)
     for row in range(0, x.shape[0], block[0]):
@@ -60,9 +60,9 @@ def by_hand(x: Tensor, number: Number, block: tuple[int, int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("number", [E4M3, E5M2], ids=lambda number: number.name)
-def test_values_are_rounded_to_the_nearest_and_ties_to_even(number: Number) -> None:
+def test_values_are_rounded_to_the_nearest_and_ties_to_even(number: NumberFormat) -> None:
     x = awkward(number)
-    found = fp8.by_tensor(x, number, torch.tensor(1.0)).values.double().numpy()
+    found = fp8.quantize_per_tensor(x, number, torch.tensor(1.0)).values.double().numpy()
     assert np.array_equal(found, rounded(x.double().numpy(), number))
 
 
@@ -71,7 +71,7 @@ def test_a_tensors_largest_value_becomes_the_largest_number() -> None:
     for margin in (0, 2):
         scale = fp8.tensor_scale(fp8.largest_of(x), E4M3, margin)
         assert float(scale) == pytest.approx(448 / 3 / 2**margin, rel=1e-6)
-        found = fp8.by_tensor(x, E4M3, scale)
+        found = fp8.quantize_per_tensor(x, E4M3, scale)
         assert np.array_equal(found.values.double().numpy(), rounded((x * scale).double().numpy(), E4M3))
         assert float(found.scale) == pytest.approx(1 / float(scale), rel=1e-6)
 
@@ -86,7 +86,7 @@ def test_scales_are_finite_whatever_a_finite_tensor_holds(largest: float, expect
 @pytest.mark.parametrize("number", [E4M3, E5M2], ids=lambda number: number.name)
 @pytest.mark.parametrize("block", [(1, 4), (1, 32), (4, 4), (3, 5)])
 def test_every_block_is_scaled_by_the_smallest_power_that_lets_nothing_saturate(
-    number: Number, block: tuple[int, int]
+    number: NumberFormat, block: tuple[int, int]
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(10, 37, generator=generator) * torch.exp2(
@@ -97,10 +97,10 @@ def test_every_block_is_scaled_by_the_smallest_power_that_lets_nothing_saturate(
         0.0,
     )  # a block whose largest value is just the largest number, and blocks of zeros
     x[1, 0] = float(np.nextafter(np.float32(number.largest * 8), np.float32(np.inf)))
-    found = fp8.by_blocks(x, number, block)
+    found = fp8.quantize_per_block(x, number, block)
     assert found.blocks.dtype == torch.float8_e8m0fnu and found.values.dtype == number.dtype
     assert tuple(found.blocks.shape) == (-(-10 // block[0]), -(-37 // block[1]))
-    assert np.array_equal(found.whole(torch.float64).numpy(), by_hand(x, number, block))
+    assert np.array_equal(found.dequantize(torch.float64).numpy(), by_hand(x, number, block))
     for row, powers in enumerate(found.blocks.double().tolist()):
         for column, power in enumerate(powers):
             tile = x.double().numpy()[
@@ -111,7 +111,7 @@ def test_every_block_is_scaled_by_the_smallest_power_that_lets_nothing_saturate(
 
 def test_powers_of_blocks_stay_in_their_format() -> None:
     x = torch.tensor([[1e-44, 0.0], [3e38, 1.0]])
-    found = fp8.by_blocks(x, E4M3, (1, 2))
+    found = fp8.quantize_per_block(x, E4M3, (1, 2))
     theirs = np.array([2.0**-127, 2.0**120]).astype(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     assert found.blocks.double().flatten().tolist() == theirs.tolist()
 
@@ -119,11 +119,11 @@ def test_powers_of_blocks_stay_in_their_format() -> None:
 def test_what_is_not_finite_spoils_its_block_and_no_other() -> None:
     x = torch.ones(2, 8)
     x[0, 1], x[1, 6] = float("nan"), float("inf")
-    spoilt = fp8.by_blocks(x, E4M3, (1, 4)).whole(torch.float32).isnan()
+    spoilt = fp8.quantize_per_block(x, E4M3, (1, 4)).dequantize(torch.float32).isnan()
     assert spoilt.tolist() == [[True] * 4 + [False] * 4, [False] * 4 + [True] * 4]
     for bad in (float("nan"), float("inf")):
         y = torch.tensor([[1.0, bad]])
-        found = fp8.by_tensor(y, E4M3, fp8.tensor_scale(fp8.largest_of(y), E4M3)).whole(torch.float32)
+        found = fp8.quantize_per_tensor(y, E4M3, fp8.tensor_scale(fp8.largest_of(y), E4M3)).dequantize(torch.float32)
         assert not found.isfinite().any()
 
 
@@ -131,13 +131,13 @@ def test_the_product_is_that_of_the_rounded_values_to_the_last_bit() -> None:
     generator = torch.Generator().manual_seed(2)
     a, b = (torch.randint(-15, 16, (rows, 8), generator=generator).float() for rows in (3, 5))
     a[:, 4:], b[:, 4:] = a[:, 4:] / 64, b[:, 4:] * 4  # blocks of other powers, sums that fp32 still holds
-    left, right = fp8.by_blocks(a, E4M3, (1, 4)), fp8.by_blocks(b, E4M3, (5, 4))
+    left, right = fp8.quantize_per_block(a, E4M3, (1, 4)), fp8.quantize_per_block(b, E4M3, (5, 4))
     exact = [
         [
             sum(Fraction(p) * Fraction(q) for p, q in zip(row, other, strict=True))
-            for other in right.whole(torch.float64).tolist()
+            for other in right.dequantize(torch.float64).tolist()
         ]
-        for row in left.whole(torch.float64).tolist()
+        for row in left.dequantize(torch.float64).tolist()
     ]
     assert fp8.product(left, right, torch.float32).tolist() == [[float(value) for value in row] for row in exact]
     scaled_a, scaled_b = Quantised(left.values, torch.tensor(0.3)), Quantised(right.values, torch.tensor(0.7))
@@ -157,16 +157,16 @@ def test_the_product_is_that_of_the_rounded_values_to_the_last_bit() -> None:
 
 def test_a_transposed_matrix_keeps_its_blocks() -> None:
     x = torch.randn(6, 10, generator=torch.Generator().manual_seed(3))
-    for found in (fp8.by_blocks(x, E4M3, (2, 4)), fp8.by_tensor(x, E4M3, torch.tensor(7.0))):
-        assert torch.equal(found.t().whole(torch.float32), found.whole(torch.float32).t())
+    for found in (fp8.quantize_per_block(x, E4M3, (2, 4)), fp8.quantize_per_tensor(x, E4M3, torch.tensor(7.0))):
+        assert torch.equal(found.t().dequantize(torch.float32), found.dequantize(torch.float32).t())
 
 
 @pytest.mark.parametrize("rows, others, along", [(5, 16, 32), (16, 32, 21), (5, 9, 32), (0, 16, 16), (4, 16, 0)])
 def test_the_native_product_of_scaled_tensors_is_the_emulated_one(rows: int, others: int, along: int) -> None:
     generator = torch.Generator().manual_seed(4)
     a, b = (torch.randn(size, along, generator=generator) for size in (rows, others))
-    left = fp8.by_tensor(a, E4M3, torch.tensor(30.0))
-    right = fp8.by_tensor(b, E4M3, torch.tensor(20.0))
+    left = fp8.quantize_per_tensor(a, E4M3, torch.tensor(30.0))
+    right = fp8.quantize_per_tensor(b, E4M3, torch.tensor(20.0))
     found, expected = (kernel.product(left, right, torch.float32) for kernel in (fp8_native, fp8))
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -215,7 +215,7 @@ def test_hopper_gets_the_scales_of_blocks_as_it_reads_them(monkeypatch: pytest.M
 def test_scales_lie_in_tiles_as_blackwell_reads_them() -> None:
     scales = torch.exp2(torch.arange(-64, 136).remainder(100).float() - 50).view(200, 1) * torch.ones(1, 6)
     scales = (scales * torch.exp2(torch.arange(6).float())).to(torch.float8_e8m0fnu)
-    found = fp8_native.in_tiles(scales).view(torch.uint8)
+    found = fp8_native.swizzle_scales(scales).view(torch.uint8)
     assert found.numel() == 256 * 8
     for row in range(200):
         for column in range(6):

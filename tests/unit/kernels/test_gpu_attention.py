@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.kernels import blockwise_attention, chunked_attention, flex, fused, reference
 from megatron.core.kernels.blockwise_attention import Block
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from tests.helpers import flex_stand_in
 
 B, N, G, D = 2, 4, 2, 8
@@ -39,13 +39,13 @@ MASKS: dict[str, tuple[int, MaskSpec, slice]] = {
         slice(0, 12),
     ),
 }
-ATTENTIONS: dict[str, tuple[Callable[..., Tensor], float, Scores]] = {
-    "reference": (reference.attention, 0.0, Scores()),
-    "fused": (fused.attention, 0.0, Scores()),
-    "fused, cap": (fused.attention, 0.0, Scores(softcap=5.0)),
-    "fused, bias": (fused.attention, 0.0, Scores(bias=torch.zeros(1, N, 1, 1))),
-    "chunked, dropout": (chunked_attention.attention, 0.1, Scores()),
-    "flex": (flex.attention, 0.0, Scores()),
+ATTENTIONS: dict[str, tuple[Callable[..., Tensor], float, ScoreModifiers]] = {
+    "reference": (reference.attention, 0.0, ScoreModifiers()),
+    "fused": (fused.attention, 0.0, ScoreModifiers()),
+    "fused, cap": (fused.attention, 0.0, ScoreModifiers(softcap=5.0)),
+    "fused, bias": (fused.attention, 0.0, ScoreModifiers(bias=torch.zeros(1, N, 1, 1))),
+    "chunked, dropout": (chunked_attention.attention, 0.1, ScoreModifiers()),
+    "flex": (flex.attention, 0.0, ScoreModifiers()),
 }
 
 
@@ -63,7 +63,7 @@ def test_a_query_that_sees_no_key_gives_zero_and_no_nan(mask: str, name: str, mo
     length, spec, blind = MASKS[mask]
     call, dropout, scores = ATTENTIONS[name]
     if scores.bias is not None:
-        scores = Scores(bias=scores.bias.double().expand(1, N, length, length))
+        scores = ScoreModifiers(bias=scores.bias.double().expand(1, N, length, length))
     inputs = heads(length)
     output = call(*inputs, spec, dropout, scores)
     gradients = torch.autograd.grad(output.square().sum() + output.sum(), inputs)
@@ -87,7 +87,7 @@ def test_no_query_comes_to_torchs_attention_without_a_key(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", checked)
     length, spec, _ = MASKS[mask]
-    scores = Scores(bias=torch.zeros(1, N, length, length, dtype=torch.float64)) if bias else Scores()
+    scores = ScoreModifiers(bias=torch.zeros(1, N, length, length, dtype=torch.float64)) if bias else ScoreModifiers()
     inputs = heads(length)
     output = fused.attention(*inputs, spec, 0.0, scores)
     assert seen == [True]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import grouped, reference
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 
 COUNTS = {
     "even": (6, 6, 6, 6),
@@ -86,12 +86,12 @@ def test_on_a_gpu_torchs_grouped_matmul_is_the_loop_up_to_rounding(counts: tuple
 
 
 def test_the_loop_is_taken_when_it_is_asked_for_and_torchs_kernel_only_where_it_runs() -> None:
-    assert select(Need(), {"grouped_linear": "loop"}).grouped_linear is reference.grouped_linear
-    assert select(Need(), {"grouped_linear": "auto"}).grouped_linear is grouped.grouped_linear
-    assert select(Need(device="cuda", dtype=torch.bfloat16)).grouped_linear is grouped.grouped_mm
-    assert select(Need(device="cuda")).grouped_linear is grouped.grouped_linear
+    assert select_kernels(KernelRequirements(), {"grouped_linear": "loop"}).grouped_linear is reference.grouped_linear
+    assert select_kernels(KernelRequirements(), {"grouped_linear": "auto"}).grouped_linear is grouped.grouped_linear
+    assert select_kernels(KernelRequirements(device="cuda", dtype=torch.bfloat16)).grouped_linear is grouped.grouped_mm
+    assert select_kernels(KernelRequirements(device="cuda")).grouped_linear is grouped.grouped_linear
     with pytest.raises(ConfigError, match="for GPUs"):
-        select(Need(), {"grouped_linear": "torch"})
+        select_kernels(KernelRequirements(), {"grouped_linear": "torch"})
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)

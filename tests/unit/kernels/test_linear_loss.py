@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.kernels import linear_loss
 from megatron.core.kernels.linear_loss import VocabularyShard, linear_cross_entropy
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.loss import cross_entropy
 from tests.helpers import tiny
@@ -209,12 +209,15 @@ def test_training_goes_as_with_all_logits(changes: dict[str, Any]) -> None:
 
 
 def test_auto_takes_it_on_cpus_and_says_why_not_elsewhere() -> None:
-    assert select(Need()).cross_entropy is linear_cross_entropy
-    report = {op: (name, why) for op, name, why in select(Need(device="cuda", dtype=torch.bfloat16)).report}
+    assert select_kernels(KernelRequirements()).cross_entropy is linear_cross_entropy
+    report = {
+        op: (name, why)
+        for op, name, why in select_kernels(KernelRequirements(device="cuda", dtype=torch.bfloat16)).report
+    }
     assert report["cross_entropy"] == (
         "native",
         "linear: not measured against native on GPUs; asked for, it saves the memory of the logits",
     )
-    assert select(Need(dtype=torch.float16)).cross_entropy is None
-    fused = select(Need(device="cuda"), {"cross_entropy": "linear"}).cross_entropy
+    assert select_kernels(KernelRequirements(dtype=torch.float16)).cross_entropy is None
+    fused = select_kernels(KernelRequirements(device="cuda"), {"cross_entropy": "linear"}).cross_entropy
     assert fused is linear_cross_entropy and not isinstance(fused, partial)

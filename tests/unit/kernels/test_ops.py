@@ -10,13 +10,15 @@ from torch import Tensor
 
 from megatron.core.kernels import reference
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.table import CANDIDATES, Need
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements
 
 S, B, N, D = 7, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
 MASKS = {"causal": MaskSpec(), "bidirectional": MaskSpec(causal=False), "documents": MaskSpec(documents=DOCUMENTS)}
 ATTENTIONS = [
-    candidate for candidate in CANDIDATES if candidate.op == "attention" and not candidate.unsupported_reason(Need())
+    candidate
+    for candidate in CANDIDATES
+    if candidate.op == "attention" and not candidate.unsupported_reason(KernelRequirements())
 ]
 
 
@@ -73,12 +75,12 @@ def test_reference_attention_is_the_formula(mask: str, groups: int) -> None:
 @pytest.mark.parametrize("candidate", ATTENTIONS, ids=lambda candidate: candidate.name)
 def test_every_attention_that_fits_equals_the_reference(candidate, mask: str, groups: int) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        if candidate.unsupported_reason(Need(dtype=dtype, documents=MASKS[mask].documents is not None)):
+        if candidate.unsupported_reason(KernelRequirements(dtype=dtype, documents=MASKS[mask].documents is not None)):
             assert (candidate.name, mask) == ("flash", "documents")
             continue
         inputs = heads(groups, dtype)
         check(
-            with_gradients(lambda *qkv: candidate.call(*qkv, MASKS[mask]), *inputs),
+            with_gradients(lambda *qkv: candidate.function(*qkv, MASKS[mask]), *inputs),
             with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs),
             tolerance,
         )
@@ -88,7 +90,7 @@ def test_a_later_query_alone_sees_all_keys_before_it() -> None:
     q, k, v = heads(2)
     for candidate in ATTENTIONS:
         if candidate.name != "flash":
-            last = candidate.call(q[-2:], k, v, MaskSpec())
+            last = candidate.function(q[-2:], k, v, MaskSpec())
             torch.testing.assert_close(last, reference.attention(q, k, v, MaskSpec())[-2:], rtol=1e-12, atol=1e-12)
 
 
@@ -99,7 +101,7 @@ def test_attention_dropout_zeroes_weights_and_keeps_their_mean(candidate) -> Non
     torch.manual_seed(0)
     q, k = torch.zeros(1, 1, 1, 4), torch.zeros(4000, 1, 1, 4)
     v = torch.ones(4000, 1, 1, 1)
-    kept = candidate.call(q, k, v.expand(4000, 1, 1, 4), MaskSpec(causal=False), 0.25)
+    kept = candidate.function(q, k, v.expand(4000, 1, 1, 4), MaskSpec(causal=False), 0.25)
     assert kept.mean() == pytest.approx(1.0, abs=0.05) and kept.mean() != 1.0
 
 
@@ -115,7 +117,7 @@ def test_a_mask_shows_a_query_what_it_may_see() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "reference"])
 def test_rms_norm_is_the_formula(name: str) -> None:
-    call = next(candidate.call for candidate in CANDIDATES if (candidate.op, candidate.name) == ("rms_norm", name))
+    call = next(candidate.function for candidate in CANDIDATES if (candidate.op, candidate.name) == ("rms_norm", name))
     x, weight = (3 * torch.randn(5, 8)).double().requires_grad_(), torch.randn(8).double().requires_grad_()
 
     def formula(x: Tensor, weight: Tensor) -> Tensor:

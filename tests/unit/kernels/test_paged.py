@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import paged, reference
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.core.kernels.paged import BlockTables
 from tests.helpers.triton_interpreter import needs_triton
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
-SINKS = Scores(sink=torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0, 0.3, 0.1]))
+SINKS = ScoreModifiers(sink=torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0, 0.3, 0.1]))
 # lengths, queries, heads, groups, head size, value size (latent: smaller than keys), block size, window, scores
 CASES: dict[str, tuple[Any, ...]] = {
-    "one query, groups of 4": ([5, 300, 0, 130], 1, 8, 2, 32, 32, 16, None, Scores()),
-    "no groups, odd head, cap": ([5, 150, 17], 3, 4, 4, 24, 24, 3, None, Scores(softcap=3.0)),
+    "one query, groups of 4": ([5, 300, 0, 130], 1, 8, 2, 32, 32, 16, None, ScoreModifiers()),
+    "no groups, odd head, cap": ([5, 150, 17], 3, 4, 4, 24, 24, 3, None, ScoreModifiers(softcap=3.0)),
     "a chunk of a prompt, window, sinks": ([70, 33], 10, 8, 1, 16, 16, 8, 13, SINKS),
     "window of one query, sinks": ([1, 64, 257, 0], 1, 8, 4, 16, 16, 32, 100, SINKS),
-    "a window of the own key alone": ([9, 65], 2, 2, 1, 16, 16, 4, 0, Scores(scale=0.3)),
-    "latent": ([70, 333, 1], 1, 6, 1, 24, 16, 4, None, Scores(scale=0.3)),
-    "latent of no power of two": ([70, 33, 1], 1, 20, 1, 12, 8, 1, None, Scores()),
+    "a window of the own key alone": ([9, 65], 2, 2, 1, 16, 16, 4, 0, ScoreModifiers(scale=0.3)),
+    "latent": ([70, 333, 1], 1, 6, 1, 24, 16, 4, None, ScoreModifiers(scale=0.3)),
+    "latent of no power of two": ([70, 33, 1], 1, 20, 1, 12, 8, 1, None, ScoreModifiers()),
 }
 
 
@@ -46,7 +46,7 @@ def kernel() -> Iterator[ModuleType]:
 
 def draw(
     name: str, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor, BlockTables, int | None, Scores]:
+) -> tuple[Tensor, Tensor, Tensor, BlockTables, int | None, ScoreModifiers]:
     """A case; what no text has written is no number."""
     lengths, queries, heads, groups, size, values, block, window, scores = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
@@ -137,5 +137,5 @@ def test_a_kernel_that_is_wrong_is_told_apart() -> None:
         return paged.attention(q, k, v, where)  # without the window
 
     how: dict[str, Any] = {"heads": 4, "groups": 2, "size": 8}
-    assert paged.error(paged.attention, torch.device("cpu"), torch.float64, **how) == 0.0
-    assert paged.error(blind, torch.device("cpu"), torch.float64, **how) > 0.01
+    assert paged.max_kernel_error(paged.attention, torch.device("cpu"), torch.float64, **how) == 0.0
+    assert paged.max_kernel_error(blind, torch.device("cpu"), torch.float64, **how) > 0.01

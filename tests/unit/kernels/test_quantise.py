@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.low_precision import fp8
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, Number, Quantised
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat, Quantised
 from megatron.core.tensor_parallel.low_precision import Scaling
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -53,29 +53,31 @@ def matrix(rows: int, columns: int, kind: str) -> Tensor:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("number", [E4M3, E5M2], ids=lambda number: number.name)
 @pytest.mark.parametrize("kind", ["plain", "zeros", "nan", "inf"])
-def test_a_matrix_and_its_transposed_are_rounded_as_defined(kernels: ModuleType, kind: str, number: Number) -> None:
+def test_a_matrix_and_its_transposed_are_rounded_as_defined(
+    kernels: ModuleType, kind: str, number: NumberFormat
+) -> None:
     for shape in ((130, 70), (1, 5)):
         x = matrix(*shape, kind)
         parts, expected = kernels.largest_of(x), fp8.largest_of(x)
         assert torch.equal(parts.amax().nan_to_num(-1.0), expected.nan_to_num(-1.0))
         seen = torch.zeros(())
-        rows, turned = kernels.by_tensor(x, number, parts, margin=1, seen=seen)
-        one = fp8.by_tensor(x, number, fp8.tensor_scale(expected, number, 1))
+        rows, turned = kernels.quantize_per_tensor(x, number, parts, margin=1, seen=seen)
+        one = fp8.quantize_per_tensor(x, number, fp8.tensor_scale(expected, number, 1))
         demand_same(rows, one)
         demand_same(turned, one.t())
         assert torch.equal(seen.nan_to_num(-1.0), expected.nan_to_num(-1.0))
         for block in BLOCKS:
-            rows, turned = kernels.by_blocks(x, number, block)
-            demand_same(rows, fp8.by_blocks(x, number, block))
-            demand_same(turned, fp8.by_blocks(x.t(), number, block))
-    none, turned = kernels.by_blocks(x, number, (1, 32), rows=False)
+            rows, turned = kernels.quantize_per_block(x, number, block)
+            demand_same(rows, fp8.quantize_per_block(x, number, block))
+            demand_same(turned, fp8.quantize_per_block(x.t(), number, block))
+    none, turned = kernels.quantize_per_block(x, number, (1, 32), rows=False)
     assert none is None and turned is not None
 
 
 @needs_triton
 def test_matrices_without_rows_have_a_scale(kernels: ModuleType) -> None:
     x = torch.empty(0, 8)
-    rows, turned = kernels.by_tensor(x, E4M3, kernels.largest_of(x))
+    rows, turned = kernels.quantize_per_tensor(x, E4M3, kernels.largest_of(x))
     assert rows.values.shape == (0, 8) and turned.values.shape == (8, 0) and float(rows.scale) == 1.0
 
 
@@ -104,5 +106,5 @@ def test_weights_are_rounded_once_a_step(recipe: str, more: dict[str, str], monk
     once = losses()
     assert rounded
     rounded.clear()
-    monkeypatch.setattr(Scaling, "of_step", lambda self, weight, number, largest=None: None)
+    monkeypatch.setattr(Scaling, "cached_quantized_weight", lambda self, weight, number, largest=None: None)
     assert once == losses() and not rounded, "as if they were rounded for every product"

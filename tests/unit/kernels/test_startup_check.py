@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.kernels import reference, startup_check
 from megatron.core.kernels.low_precision import fp8
 from megatron.core.kernels.low_precision.fp8 import FusedRounding
-from megatron.core.kernels.startup_check import ChosenKernels, choose
-from megatron.core.kernels.table import CANDIDATES, Candidate, Need, select
+from megatron.core.kernels.startup_check import ChosenKernels, choose_kernels
+from megatron.core.kernels.table import CANDIDATES, Candidate, KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.tools import doctor
 from megatron.training import initialize
@@ -61,7 +61,9 @@ def offers(**kernels: Callable[..., Any]) -> tuple[Candidate, ...]:
 
 
 def chosen(*, changes: dict[str, Any] | None = None, **kernels: Callable[..., Any]) -> ChosenKernels:
-    return choose(tiny.config(**LLAMA, **(changes or {})), Need(), CPU, candidates=offers(**kernels))
+    return choose_kernels(
+        tiny.config(**LLAMA, **(changes or {})), KernelRequirements(), CPU, candidates=offers(**kernels)
+    )
 
 
 def test_defaults_are_taken_once_they_have_computed_their_ops() -> None:
@@ -69,7 +71,9 @@ def test_defaults_are_taken_once_they_have_computed_their_ops() -> None:
     taken = {op: name for op, name, _ in found.kernels.report}
     assert not found.failures and all(taken[op] == "triton" for op in OPS)
     assert {op for op, _, problem in found.need.checks if not problem} == set(OPS)
-    untried = dict((op, (name, why)) for op, name, why in select(Need(), candidates=offers()).report)
+    untried = dict(
+        (op, (name, why)) for op, name, why in select_kernels(KernelRequirements(), candidates=offers()).report
+    )
     assert untried["rotary"] == ("torch", ""), "what another machine would take is not told in every run"
 
 
@@ -98,15 +102,19 @@ def test_a_default_that_fails_its_trial_is_named_in_one_line_and_the_formula_tak
 
 def test_what_is_asked_for_by_name_is_not_tried_and_not_replaced() -> None:
     config = tiny.config(**LLAMA)
-    wishes = {**config.model.kernel_wishes, "rotary": "triton"}
-    found = choose(config, Need(), CPU, wishes=wishes, candidates=offers(rotary=not_compiled))
+    wishes = {**config.model.kernel_requests, "rotary": "triton"}
+    found = choose_kernels(config, KernelRequirements(), CPU, wishes=wishes, candidates=offers(rotary=not_compiled))
     assert found.kernels.rotary is not_compiled and not found.failures
 
 
 def test_a_kernel_that_fails_on_one_rank_is_taken_on_none() -> None:
     config = tiny.config(**LLAMA)
-    found = choose(
-        config, Need(), CPU, candidates=offers(), gather=lambda rows: [rows, [("rotary", "triton", "it broke")], rows]
+    found = choose_kernels(
+        config,
+        KernelRequirements(),
+        CPU,
+        candidates=offers(),
+        gather=lambda rows: [rows, [("rotary", "triton", "it broke")], rows],
     )
     assert found.kernels.rotary is reference.rotary and "it broke" in found.failures[0]
 
@@ -115,17 +123,17 @@ def test_a_run_and_the_doctor_tell_of_the_same_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = chosen(rotary=wrong_forward)
-    monkeypatch.setattr(initialize, "choose", lambda *given, **how: broken)
-    monkeypatch.setattr(doctor, "choose", lambda *given, **how: broken)
+    monkeypatch.setattr(initialize, "choose_kernels", lambda *given, **how: broken)
+    monkeypatch.setattr(doctor, "choose_kernels", lambda *given, **how: broken)
     config = tiny.config(**LLAMA)
-    found, rows = doctor.kernels_of(config, Need(), Mesh.single_process(CPU))
+    found, rows = doctor.kernels_of(config, KernelRequirements(), Mesh.single_process(CPU))
     assert found is broken and [(row.check, row.status, row.finding) for row in rows] == [
         ("kernels", "WARN", broken.failures[0])
     ]
 
 
 def test_formulas_are_taken_where_the_compiler_makes_kernels_of_them() -> None:
-    need = Need(device="cuda", dtype=torch.bfloat16, compiled=True)
+    need = KernelRequirements(device="cuda", dtype=torch.bfloat16, compiled=True)
     for one in CANDIDATES:
         if one.checked and one.op in OPS:
             assert one.unasked(need) == "torch's compiler makes one kernel of the formula"
@@ -134,13 +142,13 @@ def test_formulas_are_taken_where_the_compiler_makes_kernels_of_them() -> None:
 def rounding(change: float = 1.0, *, turns: bool = True) -> FusedRounding:
     """The definition in the place of the kernels of quantise, or something else."""
 
-    def by_tensor(x: Tensor, number: fp8.Number, largest: Tensor, *, margin: int = 0, **_: Any) -> Any:
-        one = fp8.by_tensor(x * change, number, fp8.tensor_scale(largest.amax(), number, margin))
+    def by_tensor(x: Tensor, number: fp8.NumberFormat, largest: Tensor, *, margin: int = 0, **_: Any) -> Any:
+        one = fp8.quantize_per_tensor(x * change, number, fp8.tensor_scale(largest.amax(), number, margin))
         return one, (one.t() if turns else one)
 
-    def by_blocks(x: Tensor, number: fp8.Number, block: tuple[int, int], **_: Any) -> Any:
-        turned = fp8.by_blocks(x.t(), number, block)
-        return fp8.by_blocks(x * change, number, block), turned
+    def by_blocks(x: Tensor, number: fp8.NumberFormat, block: tuple[int, int], **_: Any) -> Any:
+        turned = fp8.quantize_per_block(x.t(), number, block)
+        return fp8.quantize_per_block(x * change, number, block), turned
 
     return FusedRounding(fp8.largest_of, by_tensor, by_blocks)
 
@@ -148,10 +156,10 @@ def rounding(change: float = 1.0, *, turns: bool = True) -> FusedRounding:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_the_kernels_that_round_to_8_bits_are_tried_too(recipe: str) -> None:
     config = tiny.config(**LLAMA, fp8_format="hybrid", fp8_recipe=recipe)
-    need = Need(low=config.precision.low)
+    need = KernelRequirements(low=config.precision.low)
 
     def found(kernel: FusedRounding) -> ChosenKernels:
-        return choose(config, need, CPU, candidates=offers(quantise=kernel))  # type: ignore[arg-type]
+        return choose_kernels(config, need, CPU, candidates=offers(quantise=kernel))  # type: ignore[arg-type]
 
     sound = rounding()
     assert found(sound).kernels.quantise is sound and not found(sound).failures
@@ -163,5 +171,5 @@ def test_the_kernels_that_round_to_8_bits_are_tried_too(recipe: str) -> None:
 def test_every_op_with_a_default_that_is_to_be_tried_has_a_trial() -> None:
     ops = {one.op for one in CANDIDATES if one.checked}
     config = tiny.config(**LLAMA, fp8_format="hybrid", fp8_recipe="tensorwise", kernel=())
-    tried = {trial.op for trial in startup_check.kernel_trials(config, Need(low=config.precision.low))}
+    tried = {trial.op for trial in startup_check.kernel_trials(config, KernelRequirements(low=config.precision.low))}
     assert ops <= tried and "low_linear" in tried and "paged_attention" in tried

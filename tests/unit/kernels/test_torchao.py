@@ -14,12 +14,12 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.external import torchao
 from megatron.core.kernels.low_precision import fp4, fp8_native
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, Number
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat
 from megatron.core.kernels.low_precision.recipes import recipe_of
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tensor_parallel.low_precision import LowPrecision, Scaling, Way, low_linear
+from megatron.core.tensor_parallel.low_precision import LowLinearOptions, LowPrecision, Scaling, low_linear
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 
@@ -39,7 +39,7 @@ def test_a_layer_of_8_bits_with_one_scale_a_tensor_is_that_of_torchao(rows: int,
     recipe = recipe_of(LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise"), CPU)
     scaling = Scaling(LowPrecision(recipe, mesh, RandomStreams.build(mesh, 1)), shared=mesh.tp, cut=mesh.tp)
     ours = [weight.clone().requires_grad_(), x.clone().requires_grad_()]
-    output = low_linear(ours[1][:, None], ours[0], None, Way(scaling))[:, 0]
+    output = low_linear(ours[1][:, None], ours[0], None, LowLinearOptions(scaling))[:, 0]
     theirs = nn.Sequential(nn.Linear(inputs, outputs, bias=False))
     theirs[0].weight.data.copy_(weight)
     theirs = float8.convert_to_float8_training(theirs, config=float8.Float8LinearConfig(emulate=True))
@@ -52,13 +52,13 @@ def test_a_layer_of_8_bits_with_one_scale_a_tensor_is_that_of_torchao(rows: int,
 
 
 @pytest.mark.parametrize("number", [E4M3, E5M2], ids=lambda number: number.name)
-def test_a_layer_by_torchao_is_that_of_the_formula(number: Number) -> None:
+def test_a_layer_by_torchao_is_that_of_the_formula(number: NumberFormat) -> None:
     weight, x, shift, pull = drawn(32, 64), 3 * drawn(5, 7, 64), drawn(32), drawn(5, 7, 32)
     given = [one.clone().requires_grad_() for one in (x, weight, shift)]
     found = torchao.linear(*given, number, emulated=True)
     gradients = torch.autograd.grad(found, given, pull)
 
-    def rounded(values: Tensor, kind: Number) -> Tensor:
+    def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
         scale = kind.largest / values.abs().max().double()
         return (values * scale.float()).to(kind.dtype).double() / scale
 
@@ -94,31 +94,34 @@ def test_a_network_trains_by_torchao_as_by_ours(network: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "need, reason",
     [
-        (Need(), "nothing is multiplied in 8 bits; give --fp8-format"),
+        (KernelRequirements(), "nothing is multiplied in 8 bits; give --fp8-format"),
         (
-            Need(low=LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")),
+            KernelRequirements(low=LowPrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")),
             "of the recipes it has tensorwise, not blockwise",
         ),
         (
-            Need(low=TENSORWISE, alone=False),
+            KernelRequirements(low=TENSORWISE, alone=False),
             "others see the rest; leave out --tensor-model-parallel-size and --context-parallel-size",
         ),
-        (Need(low=replace(TENSORWISE, fp8_param_gather=True)), "weights are kept rounded"),
-        (Need(low=replace(TENSORWISE, fp8_wgrad=False)), "leave out --no-fp8-wgrad"),
-        (Need(low=TENSORWISE, delays_wgrad=True), "gradients of weights wait"),
+        (KernelRequirements(low=replace(TENSORWISE, fp8_param_gather=True)), "weights are kept rounded"),
+        (KernelRequirements(low=replace(TENSORWISE, fp8_wgrad=False)), "leave out --no-fp8-wgrad"),
+        (KernelRequirements(low=TENSORWISE, delays_wgrad=True), "gradients of weights wait"),
     ],
 )
-def test_why_torchao_cannot_serve(need: Need, reason: str) -> None:
+def test_why_torchao_cannot_serve(need: KernelRequirements, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        select(need, {"low_linear": "torchao"})
-    assert select(need).low_linear is None and select(Need(low=TENSORWISE)).low_linear is None, "unasked it is ours"
+        select_kernels(need, {"low_linear": "torchao"})
+    assert (
+        select_kernels(need).low_linear is None
+        and select_kernels(KernelRequirements(low=TENSORWISE)).low_linear is None
+    ), "unasked it is ours"
 
 
 def test_values_of_4_bits_and_both_levels_of_scales_are_those_of_torchao() -> None:
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = drawn(40, 96) * torch.logspace(-2, 2, 96)
     scales, packed = nvfp4.nvfp4_quantize(x, 16, nvfp4.per_tensor_amax_to_scale(x.abs().max()))
-    ours = fp4.by_small_blocks(x, x.abs().max(), (1, 16))
+    ours = fp4.quantize_nvfp4(x, x.abs().max(), (1, 16))
     torch.testing.assert_close(ours.scale, nvfp4.per_tensor_amax_to_scale(x.abs().max()))
     assert torch.equal(ours.blocks.view(torch.uint8), scales.view(torch.uint8))
     same = fp8_native.pack_e2m1(ours.values).view(torch.uint8) == packed

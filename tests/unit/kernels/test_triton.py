@@ -22,15 +22,15 @@ from megatron.core.config.stages import stages_of
 from megatron.core.kernels import linear_loss, reference, table
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.permute import permute
-from megatron.core.kernels.reference import Gating
-from megatron.core.kernels.table import CANDIDATES, Kernels, Need, available, select
+from megatron.core.kernels.reference import GatingOptions
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements, Kernels, available_kernels, select_kernels
 from megatron.core.transformer.dispatch import permute_tokens, sort_by_expert, unpermute_tokens
 from tests.helpers import tiny
 from tests.helpers.triton_interpreter import interpreted, missing_interpreter, needs_triton
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("triton.norm", "triton.pointwise", "triton.rotary", "triton.loss", "triton.permute")
-GPU = Need(device="cuda", dtype=torch.bfloat16)
+GPU = KernelRequirements(device="cuda", dtype=torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 
@@ -130,7 +130,7 @@ def test_rows_go_to_experts_and_back_as_by_torch(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_gated_activations_equal_the_reference(kernels: dict[str, ModuleType], name: str, dtype: torch.dtype) -> None:
-    for gating in (Gating(), Gating(clamp=0.7, offset=1.0)):
+    for gating in (GatingOptions(), GatingOptions(clamp=0.7, offset=1.0)):
         compare(
             lambda x: kernels["triton.pointwise"].gated_activation(x, name, gating),
             lambda x: reference.gated_activation(x, name, gating),
@@ -146,8 +146,8 @@ def test_activations_with_a_bias_equal_the_reference(
     kernels: dict[str, ModuleType], name: str, dtype: torch.dtype
 ) -> None:
     op = kernels["triton.pointwise"].bias_activation
-    cases = [(67, 19, None), (66, 19, Gating(0.7, 1.0))]  # more rows than a program sums
-    for rows, size, gating in [*cases, (3, 1030, None), (3, 530, Gating())] if name == "gelu" else cases:
+    cases = [(67, 19, None), (66, 19, GatingOptions(0.7, 1.0))]  # more rows than a program sums
+    for rows, size, gating in [*cases, (3, 1030, None), (3, 530, GatingOptions())] if name == "gelu" else cases:
         columns = size if gating is None else 2 * size
         compare(
             lambda x, bias, gating=gating: op(x, bias, name, gating),
@@ -305,7 +305,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     eight_bits = replace(GPU, low=LowPrecisionConfig(fp8_format="hybrid"))
     for candidate in ours:
         assert (
-            candidate.unsupported_reason(Need()) == "it needs a CUDA device"
+            candidate.unsupported_reason(KernelRequirements()) == "it needs a CUDA device"
             and candidate.unsupported_reason(eight_bits) == "the package triton is not installed"
         )
     monkeypatch.setattr(table, "find_spec", lambda name: object())
@@ -316,18 +316,17 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
             == "it computes in fp32, not in fp64"
         )
     assert (
-        select(GPU, {"rms_norm": "triton"}).rms_norm is not Kernels().rms_norm
-        and select(GPU).rms_norm is Kernels().rms_norm
+        select_kernels(GPU, {"rms_norm": "triton"}).rms_norm is not Kernels().rms_norm
+        and select_kernels(GPU).rms_norm is Kernels().rms_norm
     )
     with pytest.raises(
         ConfigError,
         match="--kernel rotary=triton cannot be used: triton: it needs a CUDA device; choose another of triton, torch",
     ):
-        select(Need(), {"rotary": "triton"})
-    assert available(Need(), {"rotary": "triton", "rms_norm": "reference", "attention": "auto"}) == {
-        "rms_norm": "reference",
-        "attention": "auto",
-    }
+        select_kernels(KernelRequirements(), {"rotary": "triton"})
+    assert available_kernels(
+        KernelRequirements(), {"rotary": "triton", "rms_norm": "reference", "attention": "auto"}
+    ) == {"rms_norm": "reference", "attention": "auto"}
 
 
 def test_the_names_that_the_command_line_knows_are_those_of_the_table() -> None:

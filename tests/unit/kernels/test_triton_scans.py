@@ -114,7 +114,7 @@ def test_packages_are_called_in_their_own_layout(monkeypatch: pytest.MonkeyPatch
         return scans.causal_conv(x.permute(2, 0, 1), weight, bias, seq_idx, before).permute(1, 2, 0)
 
     made = {"mamba_chunk_scan_combined": mamba, "chunk_gated_delta_rule": delta, "causal_conv1d_fn": conv}
-    monkeypatch.setattr(state_space, "_function", lambda module, name: made[name])
+    monkeypatch.setattr(state_space, "_import_function", lambda module, name: made[name])
     segments = torch.repeat_interleave(torch.arange(2), torch.tensor([20, 51])).expand(2, -1)
     for kind, name in (("mamba", "selective_scan"), ("delta", "delta_rule_scan")):
         inputs, state = inputs_of(kind, 71)

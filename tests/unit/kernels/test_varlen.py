@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import documents, flex, fused, reference, table, varlen
 from megatron.core.kernels.documents import DocumentStarts, remember_starts, remembered_starts, starts_of
-from megatron.core.kernels.mask import MaskSpec, Scores
-from megatron.core.kernels.startup_check import choose
-from megatron.core.kernels.table import CANDIDATES, Need, select
-from megatron.training.cli.device_checks import kernel_need
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.batch import Batch
 from tests.helpers import flex_stand_in, tiny
 from tests.unit.kernels.test_attention_packages import DOCUMENTS, MASKS, B, S, heads
@@ -27,7 +27,7 @@ from tests.unit.kernels.test_ops import check, with_gradients
 from tests.without_gpu import varlen_stand_in
 
 CPU = torch.device("cpu")
-PACKED = Need(device="cuda", dtype=torch.bfloat16, documents=True)
+PACKED = KernelRequirements(device="cuda", dtype=torch.bfloat16, documents=True)
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,10 @@ def no_mask(*_: Any) -> Tensor:
     raise AssertionError("a mask of all pairs is made")
 
 
-@pytest.mark.parametrize("scores", [Scores(), Scores(scale=0.7)], ids=["plain", "scaled"])
+@pytest.mark.parametrize("scores", [ScoreModifiers(), ScoreModifiers(scale=0.7)], ids=["plain", "scaled"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_it_is_the_masked_formula_forward_and_backward_without_a_mask(
-    library: list[dict[str, Any]], mask: str, scores: Scores, monkeypatch: pytest.MonkeyPatch
+    library: list[dict[str, Any]], mask: str, scores: ScoreModifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, scores), *heads())
     monkeypatch.setattr(MaskSpec, "as_bool", no_mask)
@@ -101,7 +101,7 @@ def test_a_batch_counts_its_documents_on_the_host_and_masks_find_them(monkeypatc
     rows = np.zeros((B, S), dtype=np.int64)
     arrays = {name: rows for name in ("tokens", "labels", "loss_mask", "position_ids")}
     batch = Batch.from_arrays({**arrays, "document_ids": DOCUMENTS.numpy()}, CPU, positions=True)
-    monkeypatch.setattr(documents, "_counted", no_mask)
+    monkeypatch.setattr(documents, "_find_starts", no_mask)
     assert batch.documents is not None
     known = remembered_starts(batch.documents)
     assert known is not None and (known.longest, known.tokens) == (7, 22)
@@ -121,9 +121,9 @@ def test_a_batch_counts_its_documents_on_the_host_and_masks_find_them(monkeypatc
 def test_starts_are_forgotten_with_the_batch() -> None:
     there = DOCUMENTS.clone()
     remember_starts(there, DOCUMENTS.numpy())
-    before = len(documents._remembered())
+    before = len(documents._starts_cache())
     del there
-    assert len(documents._remembered()) < before
+    assert len(documents._starts_cache()) < before
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_starts_are_forgotten_with_the_batch() -> None:
     ],
 )
 def test_why_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
-    assert select(PACKED, {"attention": "varlen"}).attention is varlen.attention
+    assert select_kernels(PACKED, {"attention": "varlen"}).attention is varlen.attention
     with pytest.raises(ConfigError, match=f"--attention-backend varlen cannot be used: varlen: {reason}"):
-        select(replace(PACKED, **changes), {"attention": "varlen"})
-    assert select(replace(PACKED, documents=False, recorded=True), {"attention": "varlen"})
+        select_kernels(replace(PACKED, **changes), {"attention": "varlen"})
+    assert select_kernels(replace(PACKED, documents=False, recorded=True), {"attention": "varlen"})
 
 
 def test_an_older_torch_has_no_windows_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torch has it with windows and groups from 2.11 on"):
-        select(PACKED, {"attention": "varlen"})
+        select_kernels(PACKED, {"attention": "varlen"})
 
 
 def test_it_is_the_default_of_documents_and_windows_once_it_passed_its_trial(
@@ -165,14 +165,14 @@ def test_it_is_the_default_of_documents_and_windows_once_it_passed_its_trial(
         ({"window_size": "5,0"}, "varlen"),
     ):
         config = tiny.config(**changes)
-        kernels = choose(config, kernel_need(config, CPU), CPU, candidates=here).kernels
+        kernels = choose_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here).kernels
         assert dict((op, one) for op, one, _ in kernels.report)["attention"] == name
     assert library
     monkeypatch.setattr(
         varlen, "starts_of", lambda rows, _: DocumentStarts(torch.tensor([0, rows.numel()]).int(), rows.numel(), 0)
     )
     config = tiny.config(reset_attention_mask=True)
-    chosen = choose(config, kernel_need(config, CPU), CPU, candidates=here)
+    chosen = choose_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
     assert (
         chosen.kernels.attention is fused.attention
         and "--attention-backend varlen is no default here" in chosen.failures[0]
@@ -188,13 +188,15 @@ def test_capped_scores_are_left_to_flex_attention_once_it_passed_its_trial(
     monkeypatch.setattr(flex, "compiled_attention", lambda: (kept, flex_stand_in.create_block_mask))
     here = tuple(replace(one, unsupported_reason=lambda _: "") if one.name == "flex" else one for one in CANDIDATES)
     config = tiny.config(attention_logit_softcap=2.0)
-    chosen = choose(config, kernel_need(config, CPU), CPU, candidates=here)
+    chosen = choose_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
     assert (
         chosen.kernels.attention is (flex.attention if sound else fused.attention) and len(chosen.failures) == 1 - sound
     )
-    assert choose(tiny.config(), Need(), CPU, candidates=here).kernels.attention is fused.attention
-    capped = Need(device="cuda", dtype=torch.bfloat16, softcap=True, attention_dropout=0.1)
-    assert select(capped).attention is fused.attention, "it has no dropout"
+    assert (
+        choose_kernels(tiny.config(), KernelRequirements(), CPU, candidates=here).kernels.attention is fused.attention
+    )
+    capped = KernelRequirements(device="cuda", dtype=torch.bfloat16, softcap=True, attention_dropout=0.1)
+    assert select_kernels(capped).attention is fused.attention, "it has no dropout"
 
 
 def test_the_model_of_torchs_function_has_its_signature() -> None:

@@ -14,7 +14,7 @@ from megatron.core.config.stages import stages_of
 from megatron.core.models.bert import BERTModel
 from megatron.core.parallel.spec import spec_of
 from megatron.training.data.batch import Batch
-from megatron.training.data.bert_loss import pair_loss
+from megatron.training.data.bert_loss import mlm_and_pair_loss
 from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -133,7 +133,7 @@ def test_logits_and_gradients_are_those_of_the_published_model(split: dict[str, 
     torch.testing.assert_close(pairs, out.seq_relationship_logits, rtol=1e-10, atol=1e-10)
     hidden = F.cross_entropy(out.prediction_logits[given.loss_mask], given.labels[given.loss_mask])
     (hidden + F.cross_entropy(out.seq_relationship_logits, given.extras["is_random"])).backward()
-    total, count, report = pair_loss(through(models, given, labels=True), given, per_token=False)
+    total, count, report = mlm_and_pair_loss(through(models, given, labels=True), given, per_token=False)
     assert float(report["lm loss"][0] / report["lm loss"][1]) == pytest.approx(hidden.item(), rel=1e-10)
     (total / count).backward()
     gradients: dict[str, Tensor] = {}
@@ -208,7 +208,7 @@ def test_a_chain_of_stages_is_the_whole_network_with_megatrons_names(changes: di
 
 def test_the_loss_of_a_step_does_not_depend_on_its_cut_into_microbatches() -> None:
     (model,), given = stages(), batch()
-    total, count, report = pair_loss(through([model], given, labels=True), given, per_token=True)
+    total, count, report = mlm_and_pair_loss(through([model], given, labels=True), given, per_token=True)
     parts = [
         Batch(
             **{name: getattr(given, name)[row : row + 1] for name in ("tokens", "labels", "loss_mask")},
@@ -216,7 +216,7 @@ def test_the_loss_of_a_step_does_not_depend_on_its_cut_into_microbatches() -> No
         )
         for row in range(4)
     ]
-    losses = [pair_loss(through([model], part, labels=True), part, per_token=True) for part in parts]
+    losses = [mlm_and_pair_loss(through([model], part, labels=True), part, per_token=True) for part in parts]
     torch.testing.assert_close(sum(loss[0] for loss in losses), total, rtol=1e-12, atol=0.0)
     assert sum(int(loss[1]) for loss in losses) == int(count)
     for name in ("lm loss", "sop loss"):
@@ -225,7 +225,7 @@ def test_the_loss_of_a_step_does_not_depend_on_its_cut_into_microbatches() -> No
 
 def test_a_pair_weighs_as_much_as_the_hidden_words_of_its_sample() -> None:
     (model,), given = stages(), batch()
-    total, count, _ = pair_loss(through([model], given, labels=True), given, per_token=True)
+    total, count, _ = mlm_and_pair_loss(through([model], given, labels=True), given, per_token=True)
     words, pairs = through([model], given)
     terms = [
         F.cross_entropy(words[place, row, : tiny.VOCABULARY], given.labels[row, place])
@@ -240,5 +240,5 @@ def test_a_sample_without_hidden_words_has_no_part_in_the_loss() -> None:
     mask = given.loss_mask.clone()
     mask[1] = False
     without = Batch(tokens=given.tokens, labels=given.labels, loss_mask=mask, extras=given.extras)
-    report = pair_loss(through([model], without, labels=True), without, per_token=True)[2]
+    report = mlm_and_pair_loss(through([model], without, labels=True), without, per_token=True)[2]
     assert report["sop loss"][1] == 3

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.flags import from_values
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.config.stages import stages_of
@@ -21,7 +21,7 @@ from megatron.core.models.describe import ShardCounts, active_parameters, count_
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
@@ -150,8 +150,8 @@ def test_activations_of_experts_are_about_what_autograd_keeps(name: str, modules
     }
     settings = tiny.config(**changes)
     run = tiny.run_of(settings)
-    layer = Layer(layer_rows(settings.model)[0], run.build)
-    name_all(layer)
+    layer = Layer(network_layer_plans(settings.model)[0], run.build)
+    set_global_names(layer)
     materialize(layer, run.mesh, seed=1)
     own, kept = {param.untyped_storage().data_ptr() for param in layer.parameters()}, {}
 

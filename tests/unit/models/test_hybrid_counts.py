@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.models import flops
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
@@ -42,8 +42,8 @@ SIZES: dict[str, Any] = {
 def test_a_mixer_keeps_what_the_planner_counts(mixer: str, symbol: str, dtype: str) -> None:
     settings = tiny.config(**SIZES, hybrid_layer_pattern=symbol, **({} if dtype == "fp32" else {dtype: True}))
     run = tiny.run_of(settings)
-    layer = Layer(layer_rows(settings.model)[0], run.build)
-    name_all(layer)
+    layer = Layer(network_layer_plans(settings.model)[0], run.build)
+    set_global_names(layer)
     materialize(layer, run.mesh, seed=1)
     x = torch.randn(S, 1, 64, dtype=run.build.dtype, requires_grad=True)
     own, kept = {one.untyped_storage().data_ptr() for one in (x, *layer.parameters())}, dict[int, int]()

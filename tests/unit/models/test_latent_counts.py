@@ -49,7 +49,7 @@ def test_flops_are_what_torch_counts_in_a_step(name: str) -> None:
     )
     (model,) = tiny.trainer_of(run).stages
     ids, depths = torch.zeros(2, 16, dtype=torch.long), run.config.model.mtp.mtp_num_layers or 0
-    batch = Batch(tokens=ids, labels=ids, loss_mask=torch.ones(2, 16)).looking_ahead(depths)
+    batch = Batch(tokens=ids, labels=ids, loss_mask=torch.ones(2, 16)).with_future_tokens(depths)
     with FlopCounterMode(display=False) as counter:
         output = model(ids=ids, labels=ids, ahead=batch.future_labels)
         total = output.next.sum() + sum(losses.sum() for losses in output.ahead) if depths else output.sum()

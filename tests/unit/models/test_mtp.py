@@ -36,7 +36,7 @@ def batch_of(run: tiny.Run, *, packed: bool, seed: int = 1) -> Batch:
     documents = torch.tensor(DOCUMENTS) if packed else None
     positions = torch.tensor([[*range(6), *range(10)], [*range(3), 0, *range(12)]]) if packed else None
     batch = Batch(tokens=window[:, :-1], labels=window[:, 1:], loss_mask=mask, documents=documents, positions=positions)
-    return batch.looking_ahead(
+    return batch.with_future_tokens(
         run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
     )
 
@@ -177,7 +177,7 @@ def test_no_depth_sees_a_token_behind_the_one_it_reads_and_none_of_another_docum
         loss_mask=changed.loss_mask,
         documents=changed.documents,
         positions=changed.positions,
-    ).looking_ahead(2)
+    ).with_future_tokens(2)
     before, after = told(stage, batch), told(stage, changed)
     for depth, (a, b) in enumerate(zip(before.ahead, after.ahead, strict=True), start=1):
         moved = (a != b)[0].tolist()
@@ -207,7 +207,7 @@ def test_tokens_labels_and_masks_ahead(
         labels=torch.tensor([[11, 12, 13, 14, 15]]),
         loss_mask=torch.tensor([mask]),
         documents=None if documents is None else torch.tensor([documents]),
-    ).looking_ahead(2)
+    ).with_future_tokens(2)
     assert [row[0].tolist() for row in batch.future_labels.ids] == [[11, 12, 13, 14, 0], [12, 13, 14, 0, 0]]
     expected = {1: [12, 13, 14, 15, 0], 2: [13, 14, 15, 0, 0]}
     assert [row[0].tolist() for row in batch.future_labels.labels] == [
@@ -222,7 +222,7 @@ def test_a_batch_without_depths_or_text_is_left_alone() -> None:
     batch = Batch(
         tokens=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long), loss_mask=torch.ones(1, 4)
     )
-    assert batch.looking_ahead(0).future_labels is None and Batch().looking_ahead(2).future_labels is None
+    assert batch.with_future_tokens(0).future_labels is None and Batch().with_future_tokens(2).future_labels is None
 
 
 def test_heads_apart_train_their_own_layers_only() -> None:

@@ -12,21 +12,34 @@ from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, name_all, normal
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, normal_initializer, set_global_names
 
 RATE, DECAY = 0.3, 0.1
 SPECS = {
-    "matrix": ParamSpec((6, 10), normal(1.0), "matrix"),
-    "conv": ParamSpec((5, 1, 4), normal(1.0), "matrix"),
+    "matrix": ParamSpec((6, 10), normal_initializer(1.0), "matrix"),
+    "conv": ParamSpec((5, 1, 4), normal_initializer(1.0), "matrix"),
     "fused": ParamSpec(
-        (12, 7), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(6), FusedSegment(3), FusedSegment(3))),)
+        (12, 7),
+        normal_initializer(1.0),
+        "matrix",
+        (Shard(0, "tp", (FusedSegment(6), FusedSegment(3), FusedSegment(3))),),
     ),
-    "bias": ParamSpec((9,), normal(1.0), "vector"),
+    "bias": ParamSpec((9,), normal_initializer(1.0), "vector"),
     "experts": ParamSpec(
-        (3, 8, 5), normal(1.0), "matrix", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True
+        (3, 8, 5),
+        normal_initializer(1.0),
+        "matrix",
+        (Shard(0, "ep", (FusedSegment(3),)),),
+        reduce_over="edp",
+        stacked=True,
     ),
     "expert_bias": ParamSpec(
-        (3, 8), normal(1.0), "vector", (Shard(0, "ep", (FusedSegment(3),)),), reduce_over="edp", stacked=True
+        (3, 8),
+        normal_initializer(1.0),
+        "vector",
+        (Shard(0, "ep", (FusedSegment(3),)),),
+        reduce_over="edp",
+        stacked=True,
     ),
 }
 
@@ -46,7 +59,7 @@ def ours(dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> tup
     module = torch.nn.ParameterDict({name: torch.nn.Parameter(drawn(name, 0, dtype)) for name in SPECS})
     for name, spec in SPECS.items():
         module[name].spec = spec
-    name_all(module)
+    set_global_names(module)
     parallel = DataParallel(
         module,
         Mesh.single_process(),
@@ -115,7 +128,7 @@ def test_steps_are_torchs_of_every_parameter_and_of_every_expert(
 
 def test_only_rows_and_columns_of_matrices_are_kept_and_all_of_vectors() -> None:
     _, optimizer = ours(torch.float64, 1, size=1.0)
-    kept = {(slot, segment.name): segment.spec.shape for slot, segment, _ in optimizer.slots()}
+    kept = {(slot, segment.name): segment.spec.shape for slot, segment, _ in optimizer.checkpoint_state()}
     assert kept == {
         ("exp_avg_sq_row", "matrix"): (6,),
         ("exp_avg_sq_col", "matrix"): (10,),
@@ -128,4 +141,4 @@ def test_only_rows_and_columns_of_matrices_are_kept_and_all_of_vectors() -> None
         ("exp_avg_sq", "bias"): (9,),
         ("exp_avg_sq", "expert_bias"): (3, 8),
     }
-    assert all(len(tensor) == segment.high - segment.low for _, segment, tensor in optimizer.slots())
+    assert all(len(tensor) == segment.high - segment.low for _, segment, tensor in optimizer.checkpoint_state())

@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed.buffers import Segment
 from megatron.core.optimizer.clip import global_norm
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, constant
+from megatron.core.parallel.spec import ParamSpec, constant_initializer
 from tests.helpers import tiny
 from tests.helpers.training import whole_gradient
 from tests.helpers.world import Worlds
@@ -72,7 +72,7 @@ def test_norms_are_exact_to_fp32_whatever_the_format_and_the_size(dtype: torch.d
     gradient = (30000 * (1 + torch.rand(size, generator=random))).to(
         dtype
     )  # alike in size: the hardest sum; its norm is above any fp16 number
-    spec = ParamSpec((size,), constant(0.0), "vector")
+    spec = ParamSpec((size,), constant_initializer(0.0), "vector")
     segment = Segment(spec, (size,), 0, size, gradient, gradient)
     expected = float(gradient.double().square().sum().sqrt())
     assert float(global_norm([segment], mesh, sharded=False)) == pytest.approx(

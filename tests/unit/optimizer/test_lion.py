@@ -29,4 +29,4 @@ def test_steps_are_signs_of_the_mixed_momentum() -> None:
             expected[name] = value - RATE * (direction + DECAY * value)
     for name, value in expected.items():
         torch.testing.assert_close(module[name].weight.detach(), value, rtol=1e-12, atol=1e-12)
-    assert {slot for slot, _, _ in optimizer.slots()} == {"exp_avg"}
+    assert {slot for slot, _, _ in optimizer.checkpoint_state()} == {"exp_avg"}

@@ -103,7 +103,7 @@ def narrow(**settings: Any) -> PrecisionConfig:
 
 
 def masters(optimizer: Any) -> dict[str, Tensor]:
-    return {segment.name: tensor for slot, segment, tensor in optimizer.slots() if slot == "master"}
+    return {segment.name: tensor for slot, segment, tensor in optimizer.checkpoint_state() if slot == "master"}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_state_in_slices_is_state_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
         module, optimizer = optimizer_of(torch.bfloat16, precision=narrow(), **ADAM)
         for step in range(2):
             take_step(module, optimizer, step)
-        found.append([tensor for _, _, tensor in optimizer.slots()])
+        found.append([tensor for _, _, tensor in optimizer.checkpoint_state()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -168,16 +168,19 @@ def test_what_is_loaded_is_what_is_kept() -> None:
     module, optimizer = optimizer_of(torch.bfloat16, precision=precision, **ADAM)
     for step in range(3):
         take_step(module, optimizer, step)
-    saved, weights = list(optimizer.slots()), {name: child.weight.detach().clone() for name, child in module.items()}
+    saved, weights = (
+        list(optimizer.checkpoint_state()),
+        {name: child.weight.detach().clone() for name, child in module.items()},
+    )
     again, other = optimizer_of(torch.bfloat16, precision=precision, **ADAM)
     for name, child in again.items():
         child.weight.data.copy_(weights[name])
-    slots = list(other.slots())
+    slots = list(other.checkpoint_state())
     for (_, _, tensor), (_, _, value) in zip(slots, saved, strict=True):
         tensor.copy_(value)
-    other.load_slots(slots)
+    other.apply_loaded_state(slots)
     other.load_num_steps(3)
-    assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(other.slots(), saved, strict=True))
+    assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(other.checkpoint_state(), saved, strict=True))
     for step in (3, 4):
         take_step(module, optimizer, step)
         take_step(again, other, step)

@@ -12,7 +12,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.models.flops import owned_state_bytes
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, name_all, normal
+from megatron.core.parallel.spec import ParamSpec, normal_initializer, set_global_names
 from tests.helpers import tiny
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
@@ -30,9 +30,9 @@ def settings(flags: str) -> dict[str, object]:
 def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> None:
     config = tiny.config(bf16=True, **settings(flags))
     param = torch.nn.Parameter(torch.randn(128, 64).bfloat16())
-    param.spec = ParamSpec((128, 64), normal(1.0), "matrix")  # type: ignore[attr-defined]
+    param.spec = ParamSpec((128, 64), normal_initializer(1.0), "matrix")  # type: ignore[attr-defined]
     module = torch.nn.ParameterDict({"weight": param})
-    name_all(module)
+    set_global_names(module)
     parallel = DataParallel(
         module,
         Mesh.single_process(),
@@ -44,7 +44,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
         average=False,
     )
     optimizer = Optimizer([parallel], Mesh.single_process(), config.optimizer, config.precision, sharded=False)
-    held = sum(tensor.nbytes for tensor in optimizer.memory()) / param.numel()
+    held = sum(tensor.nbytes for tensor in optimizer.stored_tensors()) / param.numel()
     assert held == owned_state_bytes(config) and f"{held:.3g}" == said
 
 

@@ -17,7 +17,14 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulz, orthogonalize, update_scale
 from megatron.core.optimizer.owners import MuonTask, assign_owners, load_imbalance, muon_tasks
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, name_all, normal, parameter
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    ParamSpec,
+    Shard,
+    meta_parameter,
+    normal_initializer,
+    set_global_names,
+)
 from tests.helpers import tiny
 
 RATE, DECAY, BETA = 1e-2, 0.1, 0.9
@@ -70,7 +77,7 @@ def optimizer_of(
 ) -> Optimizer:
     mesh = Mesh.single_process()
     module = torch.nn.ParameterDict(params)
-    name_all(module)
+    set_global_names(module)
     wide = dtype == torch.float64
     parallel = DataParallel(
         module,
@@ -89,7 +96,7 @@ def optimizer_of(
 def made(spec: ParamSpec, dtype: torch.dtype = torch.float64, *, like: Tensor) -> torch.nn.Parameter:
     found = torch.nn.Parameter(like.to(dtype).clone())
     found.spec = spec  # type: ignore[attr-defined]
-    assert parameter(spec, Mesh.single_process(), dtype).shape == found.shape
+    assert meta_parameter(spec, Mesh.single_process(), dtype).shape == found.shape
     return found
 
 
@@ -104,7 +111,9 @@ def steps_of(optimizer: Optimizer, gradients: list[dict[str, Tensor]]) -> None:
 
 def matrix(*shape: int, parts: tuple[int, ...] = (), dim: int = 0, stacked: bool = False) -> ParamSpec:
     shards = (Shard(dim, "tp", tuple(FusedSegment(size) for size in parts)),) if parts else ()
-    return ParamSpec(shape, normal(1.0), "matrix", shards, stacked=stacked, reduce_over="edp" if stacked else "dp_cp")
+    return ParamSpec(
+        shape, normal_initializer(1.0), "matrix", shards, stacked=stacked, reduce_over="edp" if stacked else "dp_cp"
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -175,20 +184,20 @@ def test_experts_are_matrices_of_their_own_and_so_are_their_parts() -> None:
 def test_embeddings_tables_and_vectors_are_left_to_adam() -> None:
     muon = OptimizerConfig(optimizer="muon")
     kinds = {
-        kind: uses_muon(ParamSpec((4, 4), normal(1.0), kind), muon)
+        kind: uses_muon(ParamSpec((4, 4), normal_initializer(1.0), kind), muon)
         for kind in ("matrix", "table", "vector", "embedding", "qk_norm")
     }
     assert kinds == {"matrix": True, "table": False, "vector": False, "embedding": False, "qk_norm": False}
     assert not uses_muon(matrix(4, 4), OptimizerConfig())
     start, gradient = drawn(4, 4, seed=3), drawn(4, 4, seed=4)
-    table = made(ParamSpec((4, 4), normal(1.0), "table"), like=start)
+    table = made(ParamSpec((4, 4), normal_initializer(1.0), "table"), like=start)
     optimizer = optimizer_of({"table": table, "w": made(matrix(4, 4), like=start)})
     steps_of(optimizer, [{"table": gradient, "w": gradient}])
     theirs = torch.nn.Parameter(start.clone())
     theirs.grad = gradient
     torch.optim.AdamW([theirs], lr=RATE, weight_decay=DECAY, betas=(0.9, 0.999), eps=1e-8).step()
     torch.testing.assert_close(table.detach(), theirs.detach(), rtol=1e-12, atol=1e-12)
-    assert {(slot, segment.name) for slot, segment, _ in optimizer.slots()} == {
+    assert {(slot, segment.name) for slot, segment, _ in optimizer.checkpoint_state()} == {
         ("exp_avg", "table"),
         ("exp_avg_sq", "table"),
         ("momentum_buffer", "w"),

@@ -62,10 +62,10 @@ def test_sgd_and_a_piece_of_a_parameter_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "has_separate_memory", lambda device: True)
     weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
-    assert "master" not in {slot for slot, _, _ in optimizer.slots()}
+    assert "master" not in {slot for slot, _, _ in optimizer.checkpoint_state()}
     for value in weights.values():
         value.fill_(3.0)
-    optimizer.load_slots(list(optimizer.slots()))
+    optimizer.apply_loaded_state(list(optimizer.checkpoint_state()))
     assert all(bool((master == 3.0).all()) for master in optimizer.main_weights)
 
 

@@ -16,7 +16,7 @@ from megatron.core.kernels.adamw import adamw as adamw_by_torch
 from megatron.core.optimizer.groups import ParamGroup, param_group_of
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, normal
+from megatron.core.parallel.spec import ParamSpec, normal_initializer
 from tests.unit.distributed.ranks import SIZES, small_module
 
 RATE, DECAY = 1e-2, 0.1
@@ -115,7 +115,7 @@ def test_bf16_weights_are_rounded_from_fp32_masters() -> None:
     start = {name: child.weight.detach().clone() for name, child in module.items()}
     for step in range(5):
         take_step(module, optimizer, step)
-    masters = {segment.name: tensor for slot, segment, tensor in optimizer.slots() if slot == "master"}
+    masters = {segment.name: tensor for slot, segment, tensor in optimizer.checkpoint_state() if slot == "master"}
     for name, expected in torch_steps(adamw, 1.0, 5, start, torch.float32).items():
         torch.testing.assert_close(masters[f"{name}.weight"].view(SIZES[name]), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(module[name].weight, masters[f"{name}.weight"].view(SIZES[name]).bfloat16())
@@ -132,7 +132,7 @@ def test_gradients_are_unscaled_and_multiplied_before_they_are_clipped() -> None
         result = take_step(module, optimizer, step, factor=64.0 * 4, multiplier=torch.tensor(0.25))
         expected = sum(gradient(name, step).square().sum() for name in SIZES).sqrt()
         assert float(result.norm) == pytest.approx(float(expected), rel=1e-5)
-    masters = {segment.name: tensor for slot, segment, tensor in optimizer.slots() if slot == "master"}
+    masters = {segment.name: tensor for slot, segment, tensor in optimizer.checkpoint_state() if slot == "master"}
     for name, expected in torch_steps(adamw, 1.0, 3, start, torch.float32).items():
         torch.testing.assert_close(masters[f"{name}.weight"].view(SIZES[name]), expected, rtol=1e-5, atol=1e-6)
 
@@ -142,11 +142,13 @@ def test_an_fp16_overflow_changes_the_scale_and_nothing_else(bad: float) -> None
     fp16 = PrecisionConfig(fp16=True, initial_loss_scale=64.0, hysteresis=1)
     module, optimizer = optimizer_of(torch.float16, precision=fp16, clip_grad=1.0, **ADAM)
     take_step(module, optimizer, 0)
-    before = [tensor.clone() for _, _, tensor in optimizer.slots()] + [
+    before = [tensor.clone() for _, _, tensor in optimizer.checkpoint_state()] + [
         child.weight.detach().clone() for child in module.values()
     ]
     result = take_step(module, optimizer, 1, factor=bad)
-    after = [tensor for _, _, tensor in optimizer.slots()] + [child.weight.detach() for child in module.values()]
+    after = [tensor for _, _, tensor in optimizer.checkpoint_state()] + [
+        child.weight.detach() for child in module.values()
+    ]
     assert not result.stepped and not torch.isfinite(result.norm)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert (optimizer.scaler.scale, optimizer.num_steps) == (32.0, 1)
@@ -157,9 +159,9 @@ def test_every_kind_of_state_is_there_from_the_start() -> None:
     _, adam = optimizer_of(torch.bfloat16, precision=PrecisionConfig(bf16=True))
     _, wide = optimizer_of(torch.float32, precision=PrecisionConfig())
     _, momentum = optimizer_of(torch.float32, precision=PrecisionConfig(), optimizer="sgd")
-    assert {slot for slot, _, _ in adam.slots()} == {"master", "exp_avg", "exp_avg_sq"}
-    assert {slot for slot, _, _ in wide.slots()} == {"exp_avg", "exp_avg_sq"}
-    assert {slot for slot, _, _ in momentum.slots()} == {"momentum_buffer"}
+    assert {slot for slot, _, _ in adam.checkpoint_state()} == {"master", "exp_avg", "exp_avg_sq"}
+    assert {slot for slot, _, _ in wide.checkpoint_state()} == {"exp_avg", "exp_avg_sq"}
+    assert {slot for slot, _, _ in momentum.checkpoint_state()} == {"momentum_buffer"}
 
 
 def test_the_number_of_steps_can_be_loaded() -> None:
@@ -186,7 +188,7 @@ def test_the_number_of_steps_can_be_loaded() -> None:
 def test_matrices_decay_and_embeddings_may_have_a_rate_of_their_own(
     kind: Any, settings: dict[str, Any], expected: ParamGroup
 ) -> None:
-    assert param_group_of(ParamSpec((2,), normal(1.0), kind), OptimizerConfig(**settings)) == expected
+    assert param_group_of(ParamSpec((2,), normal_initializer(1.0), kind), OptimizerConfig(**settings)) == expected
 
 
 def test_rates_reach_their_groups() -> None:

@@ -103,11 +103,11 @@ def watch_an_exchange() -> list[str]:
     ):
         x = value_of(axis.rank, 4, 3).requires_grad_()
         exchange = collectives.AsyncAllToAll([2, 2], [2, 2], axis)
-        coming = collectives.start_async(x, exchange)
+        coming = collectives.begin_all_to_all(x, exchange)
         other = x * 2.0
         events.append("other")
         other.register_hook(lambda gradient: events.append("other backward"))
-        (collectives.finish_async(coming, exchange).sum() + other.sum()).backward()
+        (collectives.finish_all_to_all(coming, exchange).sum() + other.sum()).backward()
     return events
 
 

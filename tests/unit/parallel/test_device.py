@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.parallel.device import use_batch_scheduling
+from megatron.core.parallel.device import set_sched_batch_policy
 from megatron.core.parallel.mesh import Mesh
 from tests.helpers.world import Worlds
 
@@ -56,7 +56,7 @@ def policies_here(device: str) -> tuple[int, int, bool]:
     if device == "cpu":
         Mesh.build(ParallelConfig(tensor_model_parallel_size=dist.get_world_size()), torch.device(device))
     else:
-        use_batch_scheduling(torch.device(device))
+        set_sched_batch_policy(torch.device(device))
     after, later = os.sched_getscheduler(0), []
     thread = threading.Thread(target=lambda: later.append(os.sched_getscheduler(0)))
     thread.start()
@@ -75,7 +75,7 @@ def test_a_policy_that_was_chosen_or_is_forbidden_is_left_as_it_is(monkeypatch: 
     asked = []
     monkeypatch.setattr(os, "sched_setscheduler", lambda *given: asked.append(given))
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_IDLE)
-    use_batch_scheduling(torch.device("cpu"))
+    set_sched_batch_policy(torch.device("cpu"))
     assert asked == []
 
     def forbidden(*_: object) -> None:
@@ -83,4 +83,4 @@ def test_a_policy_that_was_chosen_or_is_forbidden_is_left_as_it_is(monkeypatch: 
 
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
     monkeypatch.setattr(os, "sched_setscheduler", forbidden)
-    use_batch_scheduling(torch.device("cpu"))
+    set_sched_batch_policy(torch.device("cpu"))

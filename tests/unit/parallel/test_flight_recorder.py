@@ -20,18 +20,18 @@ CPU = torch.device("cpu")
 
 def test_where_a_rank_is_in_words() -> None:
     flight_recorder = FlightRecorder()
-    assert flight_recorder.where() == "start-up" and flight_recorder.last_collectives() == []
-    flight_recorder.begin("training", 3)
-    flight_recorder.enter(Action("B", 1, 4))
-    assert flight_recorder.where() == "training, iteration 3, backward of stage 1, microbatch 4"
+    assert flight_recorder.current_position() == "start-up" and flight_recorder.last_collectives() == []
+    flight_recorder.begin_activity("training", 3)
+    flight_recorder.enter_phase(Action("B", 1, 4))
+    assert flight_recorder.current_position() == "training, iteration 3, backward of stage 1, microbatch 4"
     assert describe_action(Action("R", 2)) == "reduce of stage 2" and describe_action("optimizer") == "optimizer"
 
 
 def test_the_last_notes_are_kept_and_all_are_counted() -> None:
     flight_recorder = FlightRecorder()
     for number in range(40):
-        flight_recorder.note("all_reduce", "tp", (0, 1), number)
-    flight_recorder.note("barrier", "world", (0, 1, 2), 0)
+        flight_recorder.record_collective("all_reduce", "tp", (0, 1), number)
+    flight_recorder.record_collective("barrier", "world", (0, 1, 2), 0)
     assert flight_recorder.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and flight_recorder.num_events == 41
     assert flight_recorder.last_group() == ("world", (0, 1, 2)) and len(flight_recorder.last_collectives(100)) == 16
     assert flight_recorder.last_collectives(2)[1].startswith(
@@ -42,7 +42,7 @@ def test_the_last_notes_are_kept_and_all_are_counted() -> None:
 def noted() -> tuple[list[str], str]:
     """On every rank: a sum over all, and what is noted of it."""
     mesh = Mesh.build(tiny.config(2, tensor_model_parallel_size=2).parallel, CPU)
-    mesh.flight_recorder.begin("training", 7)
+    mesh.flight_recorder.begin_activity("training", 7)
     collectives.all_reduce(torch.ones(1024), mesh.tp)
     collectives.all_reduce(torch.ones(1024), Axis("alone"))
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, pipeline_model_parallel_size=2, num_layers=2)))
@@ -64,15 +64,15 @@ def test_collectives_and_messages_note_who_asked_for_them(world: Worlds) -> None
 def test_a_stopwatch_counts_work_and_leaves_waits_out() -> None:
     flight_recorder = FlightRecorder()
     flight_recorder.stopwatch = Stopwatch(CPU)
-    flight_recorder.pause()
-    flight_recorder.resume()
+    flight_recorder.pause_timing()
+    flight_recorder.resume_timing()
     time.sleep(0.05)
     assert flight_recorder.stopwatch.lap() == 0.0, "nothing was started"
-    flight_recorder.start()
+    flight_recorder.start_timing()
     time.sleep(0.05)
-    flight_recorder.pause()
+    flight_recorder.pause_timing()
     time.sleep(0.2)
-    flight_recorder.resume()
+    flight_recorder.resume_timing()
     time.sleep(0.05)
-    flight_recorder.stop()
+    flight_recorder.stop_timing()
     assert 0.1 <= flight_recorder.stopwatch.lap() < 0.2

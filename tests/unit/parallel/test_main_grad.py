@@ -10,9 +10,9 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad, active_main_grad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import ParamSpec, name_all, normal, parameter
+from megatron.core.parallel.spec import ParamSpec, meta_parameter, normal_initializer, set_global_names
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.tensor_parallel.linear import multiply
+from megatron.core.tensor_parallel.linear import local_linear
 from megatron.core.tensor_parallel.region import Region
 
 
@@ -52,17 +52,19 @@ class Twice(nn.Module):
         super().__init__()
         self.region = region
         self.first, self.second = (
-            parameter(ParamSpec(shape, normal(1.0), "matrix"), Mesh.single_process(), torch.float64)
+            meta_parameter(ParamSpec(shape, normal_initializer(1.0), "matrix"), Mesh.single_process(), torch.float64)
             for shape in ((4, 4), (2, 4))
         )
-        self.bias = parameter(ParamSpec((2,), normal(1.0), "vector"), Mesh.single_process(), torch.float64)
-        name_all(self)
+        self.bias = meta_parameter(
+            ParamSpec((2,), normal_initializer(1.0), "vector"), Mesh.single_process(), torch.float64
+        )
+        set_global_names(self)
         materialize(self, Mesh.single_process(), seed=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(multiply(x, self.first, None, self.region))
+        x = torch.tanh(local_linear(x, self.first, None, self.region))
         return (
-            multiply(multiply(x, self.first, None, self.region).square(), self.second, self.bias, self.region)
+            local_linear(local_linear(x, self.first, None, self.region).square(), self.second, self.bias, self.region)
             .square()
             .sum()
         )
@@ -141,5 +143,5 @@ def test_outside_of_a_step_a_gradient_belongs_to_whoever_asks() -> None:
 def test_a_frozen_weight_says_nothing() -> None:
     x = drawn(3, 4).requires_grad_()
     weight = drawn(2, 4, seed=5)
-    multiply(x, weight, None, Region(Axis("tp"), wgrad_store=WeightGradStore(), sums=True)).sum().backward()
+    local_linear(x, weight, None, Region(Axis("tp"), wgrad_store=WeightGradStore(), sums=True)).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 4))

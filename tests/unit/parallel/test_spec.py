@@ -12,13 +12,13 @@ from megatron.core.parallel.spec import (
     FusedSegment,
     ParamSpec,
     Shard,
-    constant,
+    constant_initializer,
     is_shared_over_tensor,
     local_shape,
     local_shards,
-    name_all,
-    normal,
-    parameter,
+    meta_parameter,
+    normal_initializer,
+    set_global_names,
     spec_of,
     xavier_uniform,
 )
@@ -35,19 +35,19 @@ def qkv(tp: int, heads: int = 8, groups: int = 2, size: int = 3) -> Shard:
 
 
 SPECS = {
-    "row": lambda tp: ParamSpec((5, 16), normal(1.0), "matrix", (Shard(1, "tp", (FusedSegment(16),)),)),
+    "row": lambda tp: ParamSpec((5, 16), normal_initializer(1.0), "matrix", (Shard(1, "tp", (FusedSegment(16),)),)),
     "gate-up": lambda tp: ParamSpec(
-        (48, 5), normal(1.0), "matrix", (Shard(0, "tp", (FusedSegment(24), FusedSegment(24))),)
+        (48, 5), normal_initializer(1.0), "matrix", (Shard(0, "tp", (FusedSegment(24), FusedSegment(24))),)
     ),
-    "qkv": lambda tp: ParamSpec((36, 5), normal(1.0), "matrix", (qkv(tp),)),
-    "mqa-bias": lambda tp: ParamSpec((30,), normal(1.0), "vector", (qkv(tp, groups=1),)),
+    "qkv": lambda tp: ParamSpec((36, 5), normal_initializer(1.0), "matrix", (qkv(tp),)),
+    "mqa-bias": lambda tp: ParamSpec((30,), normal_initializer(1.0), "vector", (qkv(tp, groups=1),)),
     "vocabulary": lambda tp: ParamSpec(
-        (50, 5), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(50, padded=64),)),)
+        (50, 5), normal_initializer(1.0), "embedding", (Shard(0, "tp", (FusedSegment(50, padded=64),)),)
     ),
     "mostly-padding": lambda tp: ParamSpec(
-        (9, 2), normal(1.0), "embedding", (Shard(0, "tp", (FusedSegment(9, padded=80),)),)
+        (9, 2), normal_initializer(1.0), "embedding", (Shard(0, "tp", (FusedSegment(9, padded=80),)),)
     ),
-    "whole": lambda tp: ParamSpec((7,), normal(1.0), "vector"),
+    "whole": lambda tp: ParamSpec((7,), normal_initializer(1.0), "vector"),
 }
 
 
@@ -88,7 +88,7 @@ def test_initial_values_are_the_same_whole_tensor_under_every_cut(kind: str) -> 
         found = torch.full(spec.shape, float("nan"))
         for rank in range(tp):
             mesh, module = mesh_of(tp, rank), nn.Module()
-            module.weight = parameter(spec, mesh, torch.float32)
+            module.weight = meta_parameter(spec, mesh, torch.float32)
             materialize(module, mesh, seed=3)
             for piece in local_shards(spec, mesh):
                 found[piece.box.slices()] = module.weight.detach()[piece.local.slices()]
@@ -107,8 +107,8 @@ def test_initial_values_are_the_same_whole_tensor_under_every_cut(kind: str) -> 
 def test_initial_values_follow_the_name_and_the_seed() -> None:
     def draw(name: str, seed: int) -> torch.Tensor:
         module = nn.Module()
-        module.weight = parameter(
-            ParamSpec((50,), normal(1.0), "vector", name=name), Mesh.single_process(), torch.float32
+        module.weight = meta_parameter(
+            ParamSpec((50,), normal_initializer(1.0), "vector", name=name), Mesh.single_process(), torch.float32
         )
         materialize(module, Mesh.single_process(), seed)
         return module.weight.detach()
@@ -120,18 +120,18 @@ def test_initial_values_follow_the_name_and_the_seed() -> None:
 
 def test_initial_distributions_are_what_they_are_called() -> None:
     generator = torch.Generator().manual_seed(0)
-    drawn = normal(0.02)((300, 200), generator)
+    drawn = normal_initializer(0.02)((300, 200), generator)
     assert abs(drawn.std().item() - 0.02) < 3e-4 and abs(drawn.mean().item()) < 3e-4
     uniform = xavier_uniform()((300, 200), generator)
     assert uniform.abs().max() <= (6 / 500) ** 0.5 and abs(uniform.std().item() - (2 / 500) ** 0.5) < 1e-3
-    assert torch.equal(constant(0.5)((2, 2), generator), torch.full((2, 2), 0.5))
+    assert torch.equal(constant_initializer(0.5)((2, 2), generator), torch.full((2, 2), 0.5))
 
 
 def test_names_are_module_paths_and_a_given_name_stays() -> None:
     outer = nn.Module()
     outer.inner = nn.Module()
-    outer.inner.weight = parameter(SPECS["whole"](1), Mesh.single_process(), torch.float32)
-    outer.tied = parameter(replace(SPECS["whole"](1), name="embedding"), Mesh.single_process(), torch.float32)
-    name_all(outer)
+    outer.inner.weight = meta_parameter(SPECS["whole"](1), Mesh.single_process(), torch.float32)
+    outer.tied = meta_parameter(replace(SPECS["whole"](1), name="embedding"), Mesh.single_process(), torch.float32)
+    set_global_names(outer)
     assert spec_of(outer.inner.weight).name == "inner.weight" and spec_of(outer.tied).name == "embedding"
     assert is_shared_over_tensor(SPECS["whole"](4)) and not is_shared_over_tensor(SPECS["row"](4))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.tensor_parallel.linear import multiply
+from megatron.core.tensor_parallel.linear import local_linear
 from megatron.core.tensor_parallel.region import Region
 
 
@@ -23,7 +23,7 @@ def output(x: Tensor, parameters: list[Tensor], region: Region) -> Tensor:
     first, second = (
         (parameters[:2], parameters[2:]) if len(parameters) == 4 else ((parameters[0], None), (parameters[1], None))
     )
-    return multiply(torch.tanh(multiply(x, *first, region)), *second, region).square().sum()
+    return local_linear(torch.tanh(local_linear(x, *first, region)), *second, region).square().sum()
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.pipeline_parallel.timeline import simulate_plan
 from megatron.core.pipeline_parallel.transfers import rank_script
-from megatron.core.tensor_parallel.linear import multiply
+from megatron.core.tensor_parallel.linear import local_linear
 from megatron.core.tensor_parallel.region import Region
 
 ROWS, WIDTH = 3, 5
@@ -279,8 +279,8 @@ class DelayedWork(TinyWork):
 
     def stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         region = Region(self.axis, wgrad_store=self.axis.overlap.wgrad_store)
-        hidden = multiply(draw(100 + microbatch, ROWS, WIDTH), self.weights[0], None, region)
-        hidden = multiply(
+        hidden = local_linear(draw(100 + microbatch, ROWS, WIDTH), self.weights[0], None, region)
+        hidden = local_linear(
             Waits.apply(torch.tanh(hidden), self.axis, self.weights[1], self.came), self.weights[1], None, region
         )
         return (hidden.square().mean() / self.microbatches,)

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import (
     with_reduction,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.transfers import Script, Transfer, rank_script, transfers
+from megatron.core.pipeline_parallel.transfers import RankScript, Transfer, rank_script, transfers
 
 PLANS = {
     **{f"1f1b {pp} {m}": one_f_one_b(pp, m) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 5, 16)},
@@ -32,7 +32,7 @@ PLANS = {
 }
 
 
-def last_blocked(scripts: Sequence[Script]) -> list[Action | Transfer]:
+def last_blocked(scripts: Sequence[RankScript]) -> list[Action | Transfer]:
     """Walk all scripts with messages that block both ends until they meet; where each rank is stuck in the end."""
     place = [0] * len(scripts)
 
@@ -92,7 +92,7 @@ def test_passes_that_are_together_stand_side_by_side_and_never_wait_in_a_circle(
 
 def test_the_walk_finds_a_circle_where_there_is_one() -> None:
     there, back = Transfer(0, 1, "F", 0, 0), Transfer(1, 0, "B", 1, 0)
-    circle = [Script(0, 2, 2, (there, back), True), Script(1, 2, 2, (back, there), True)]
+    circle = [RankScript(0, 2, 2, (there, back), True), RankScript(1, 2, 2, (back, there), True)]
     assert last_blocked(circle) == [there, back]
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.preference import data as data_module
 from megatron.preference import step as step_module
-from megatron.preference.data import ReferencedBatches
-from megatron.preference.dataset import PreferenceDataset, RowSource, _mismatched
-from megatron.preference.rows import Judged, Pair, Row
+from megatron.preference.data import ReferenceScoredBatches
+from megatron.preference.dataset import PreferenceDataset, RowSource, _mismatched_answer
+from megatron.preference.rows import LabeledAnswer, Pair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.report.metrics import Step, _resolve_steps
@@ -80,12 +80,12 @@ def kto_losses(stage: Any, reference: Any) -> list[Tensor]:
         for one in rows
     ]
     with torch.no_grad():
-        others = [_mismatched(everything, place) for place in places]
+        others = [_mismatched_answer(everything, place) for place in places]
         gaps = [answer_logprob(stage, ids) - answer_logprob(reference, ids) for ids in others]
         z = torch.stack(gaps).mean().clamp(min=0)
     losses = []
     for row in rows:
-        assert isinstance(row, Judged)
+        assert isinstance(row, LabeledAnswer)
         with torch.no_grad():
             base = answer_logprob(reference, row.answer)
         gap = 0.3 * (answer_logprob(stage, row.answer) - base - z)
@@ -159,7 +159,9 @@ def test_a_divergence_with_a_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -
     real = step_module.kto_loss
 
     def attached(answers: Any, desirable: Tensor, divergence: Tensor, options: Any) -> Tensor:
-        return real(answers, desirable, divergence + answers.ratio.mean() - answers.ratio.mean().detach(), options)
+        return real(
+            answers, desirable, divergence + answers.log_ratio.mean() - answers.log_ratio.mean().detach(), options
+        )
 
     monkeypatch.setattr(step_module, "kto_loss", attached)
     with pytest.raises(AssertionError):
@@ -196,9 +198,9 @@ def test_without_packing_a_sample_holds_one_row() -> None:
 def test_the_reference_is_asked_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is in training mode while answers are scored, and the policy is again when it trains."""
     seen: list[bool] = []
-    real = ReferencedBatches._reference_logprobs
+    real = ReferenceScoredBatches._reference_logprobs
 
-    def noted(self: ReferencedBatches, batches: Any) -> Any:
+    def noted(self: ReferenceScoredBatches, batches: Any) -> Any:
         network = (self._reference or self._trainer).stages[0]
         handle = network.register_forward_pre_hook(lambda module, _: seen.append(module.training))
         try:
@@ -206,7 +208,7 @@ def test_the_reference_is_asked_without_dropout(monkeypatch: pytest.MonkeyPatch)
         finally:
             handle.remove()
 
-    monkeypatch.setattr(ReferencedBatches, "_reference_logprobs", noted)
+    monkeypatch.setattr(ReferenceScoredBatches, "_reference_logprobs", noted)
     for changes in (LLAMA, LORA):
         trainer, data = trainer_of(PreferenceConfig(), **changes)
         train_step(trainer, data)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.stages import stages_of
 from megatron.core.models.flops import owned_state_bytes, rank_memory
-from megatron.preference.planned_memory import memory_beside
+from megatron.preference.planned_memory import reference_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.reference import reference_trainer
@@ -39,7 +39,7 @@ def test_the_optimizer_of_a_lora_run_is_below_a_tenth_and_within_two_percent_of_
     held = {}
     for name, changes in (("full", SMALL), ("lora", LORA)):
         trainer = stepped(**changes)
-        held[name] = sum(tensor.nbytes for tensor in trainer.optimizer.memory())
+        held[name] = sum(tensor.nbytes for tensor in trainer.optimizer.stored_tensors())
         trained = sum(param.numel() for stage in trainer.stages for param in stage.parameters() if param.requires_grad)
         assert held[name] == pytest.approx(owned_state_bytes(trainer.run.config) * trained, rel=0.02)
         (trace,) = dry_run(trainer.run.config, 1).traces
@@ -62,18 +62,18 @@ def test_a_reference_of_its_own_takes_what_is_planned_and_the_base_under_adapter
     assert reference is not None
     held = sum(param.nbytes for stage in reference.stages for param in stage.parameters())
     asked = PreferenceConfig(preference_reference=str(tmp_path))
-    assert memory_beside(asked, policy.run.config, 1) == {"reference": held}
+    assert reference_memory(asked, policy.run.config, 1) == {"reference": held}
     quantized = tiny.config(1, **LORA, lora_base_quantization="nf4")
-    assert memory_beside(asked, quantized, 1) == {"reference": held}
-    assert memory_beside(PreferenceConfig(), quantized, 1) == {}
-    assert memory_beside(PreferenceConfig(preference_loss="simpo"), policy.run.config, 1) == {}
+    assert reference_memory(asked, quantized, 1) == {"reference": held}
+    assert reference_memory(PreferenceConfig(), quantized, 1) == {}
+    assert reference_memory(PreferenceConfig(preference_loss="simpo"), policy.run.config, 1) == {}
 
 
 def test_the_planner_counts_the_reference_by_where_it_comes_from() -> None:
     def beside(*more: str) -> dict[str, float]:
         command = read_command([*COMMAND.split(), *more], ranks=1)
         assert not command.unread and command.setting is not None
-        return dict(command.beside(with_vocabulary(command.setting.as_started().config.resolve(1), 1000), 1))
+        return dict(command.beside(with_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000), 1))
 
     reference = beside()["reference"]
     assert reference == beside("--finetune-task", "kto")["reference"] > 0

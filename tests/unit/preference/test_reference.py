@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.adapters import without_adapters
 from megatron.preference import asking
-from megatron.preference.data import ReferencedBatches
+from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.reference import reference_trainer
@@ -49,10 +49,10 @@ def of_the_base_under_adapters(folder: Path) -> tuple[float, float]:
     return asked(data, None), by_formula(trainer)
 
 
-def asked(data: ReferencedBatches, reference: Any) -> float:
+def asked(data: ReferenceScoredBatches, reference: Any) -> float:
     """The sum of the log-probabilities that a batch has of its answers."""
     data._reference = reference
-    count = data.begin(4)
+    count = data.prepare_step(4)
     batches = [next(data) for _ in range(count)]
     return float(sum((batch.extras["reference"] * batch.extras["answer_mask"]).sum() for batch in batches))
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.store import linked_best
 from megatron.preference.arguments import parse_preference_args
-from megatron.preference.data import ReferencedBatches, data_source, kind_of, with_epochs
+from megatron.preference.data import ReferenceScoredBatches, data_source, dataset_kind, with_epochs
 from megatron.preference.step import PreferenceStep
 from megatron.tools.checkpoint import resume_check
 from megatron.training.initialize import initialize_megatron
@@ -53,7 +53,7 @@ class FinetunedHere(RanksHere):
         args, preference = parse_preference_args(command[2:], world_size=1, speaks=True)
         logging.getLogger("megatron").handlers.clear()
         started = initialize_megatron(args)
-        kind = kind_of(started, preference)
+        kind = dataset_kind(started, preference)
         pretrain(
             with_epochs(started, preference, kind),
             datasets,
@@ -73,9 +73,9 @@ def test_a_resumed_run_of_kto_is_certified_and_one_that_reads_other_answers_is_n
     )
     assert check([]) and "bit for bit" in capsys.readouterr().out
     assert linked_best(tmp_path / "straight") == linked_best(tmp_path / "killed") is not None
-    begin = ReferencedBatches.begin
+    begin = ReferenceScoredBatches.prepare_step
 
-    def one_late(self: ReferencedBatches, count: int) -> int:
+    def one_late(self: ReferenceScoredBatches, count: int) -> int:
         trainer = self._trainer
         if (
             trainer.stages[0].training
@@ -87,7 +87,7 @@ def test_a_resumed_run_of_kto_is_certified_and_one_that_reads_other_answers_is_n
 
     for folder in ("straight", "killed"):
         (tmp_path / folder).rename(tmp_path / f"first-{folder}")
-    monkeypatch.setattr(ReferencedBatches, "begin", one_late)
+    monkeypatch.setattr(ReferenceScoredBatches, "prepare_step", one_late)
     assert not check([]) and "DIFFER" in capsys.readouterr().out
 
 

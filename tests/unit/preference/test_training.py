@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.preference import dataset as dataset_module
 from megatron.preference import step as step_module
-from megatron.preference.data import ReferencedBatches
+from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.losses import PAIR_LOSSES
 from megatron.preference.options import WITHOUT_REFERENCE
 from megatron.preference.settings import PreferenceConfig
@@ -166,7 +166,7 @@ def test_under_adapters_the_base_is_the_reference() -> None:
 
 @pytest.mark.parametrize("loss", WITHOUT_REFERENCE)
 def test_losses_without_a_reference_ask_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferencedBatches, "_reference_logprobs", lambda *_: pytest.fail("a reference was asked"))
+    monkeypatch.setattr(ReferenceScoredBatches, "_reference_logprobs", lambda *_: pytest.fail("a reference was asked"))
     train_pairs_here({"preference_loss": loss}, LLAMA, 1)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.samplers import collate
-from megatron.preference.data import ReferencedBatches
+from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.dataset import PreferenceDataset, RowSource
 from megatron.preference.rows import RowReader, read_rows
 from megatron.preference.settings import PreferenceConfig
@@ -191,7 +191,7 @@ def test_two_steps_give_trls_weights(case: str, tmp_path: Path) -> None:
     start = {name: value.clone() for name, value in by_their_names(trainer).items()}
     their_trainer(kind, {"output_dir": str(tmp_path), **settings}, given, **networks).train()
     asked = dataclasses.replace(trainer, stages=before.stages, parallels=[], hooks=[], scripts={})
-    data = ReferencedBatches(trainer, our_batches(given, task), asked, config)  # type: ignore[arg-type]
+    data = ReferenceScoredBatches(trainer, our_batches(given, task), asked, config)  # type: ignore[arg-type]
     steps = [train_step(trainer, data) for _ in range(2)]
     if task == "kto":
         assert max(float(step.losses["divergence"][0]) for step in steps) > 0, "z says nothing here"

@@ -19,7 +19,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.arithmetic import Arithmetic
 from megatron.rl.environments.base import EVALUATION
 from megatron.rl.environments.config import environment_of, read_environments
-from megatron.rl.environments.countdown import Countdown, value_of
+from megatron.rl.environments.countdown import Countdown, evaluate_expression
 from megatron.rl.environments.math_problems import MathProblems, same_answer
 from megatron.rl.environments.openai_agent import OpenAIAgent, prompt_of
 from megatron.rl.environments.remote import Remote, RemoteFailed
@@ -32,7 +32,7 @@ from tests.helpers.policy import RL, trainer_of
     [("3*7+5", 26), ("(1+2)*3", 9), (" 8 / 3 ", Fraction(8, 3)), ("2-3-4", -5), ("12/2/3", 2), ("((7))", 7)],
 )
 def test_expressions_are_read_exactly(text: str, value: Fraction) -> None:
-    assert value_of(text) is not None and value_of(text)[0] == value  # type: ignore[index]
+    assert evaluate_expression(text) is not None and evaluate_expression(text)[0] == value  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_expressions_are_read_exactly(text: str, value: Fraction) -> None:
     ["", "1/0", "1+", "(1", "1)", "2**3", "__import__('os')", "1 2", "-3", "1e3", "1.5", "(" * 150 + "1", "9" * 300],
 )
 def test_what_is_no_expression_has_no_value(text: str) -> None:
-    assert value_of(text) is None
+    assert evaluate_expression(text) is None
 
 
 def test_countdown_rewards_the_target_from_all_numbers_and_each_once() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel.mesh import SplitJob
+from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.rl import refit
 from megatron.rl.environments.config import read_environments
-from megatron.rl.generation_ranks import generate
+from megatron.rl.generation_ranks import run_generation_rank
 from megatron.rl.policy_data import PolicyData
-from megatron.rl.policy_step import PolicyStep, policy_model
+from megatron.rl.policy_step import PolicyStep, policy_model_provider
 from megatron.rl.settings import RLConfig, generation_config
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.step import train_step
@@ -53,8 +53,8 @@ def train_or_generate_here(
     rl = dataclasses.replace(RL, **rl_changes)
     training = dist.get_world_size() - rl.rl_generation_ranks
     config = tiny.config(training, **{**BASE, **changes})
-    generating = generation_config(config, rl.inference_sizes)
-    job = SplitJob.build(config.parallel, generating.parallel, tiny.DEVICE, last_ranks=rl.rl_generation_ranks)
+    generating = generation_config(config, rl.inference_parallel_sizes)
+    job = SplitMeshJob.build(config.parallel, generating.parallel, tiny.DEVICE, last_ranks=rl.rl_generation_ranks)
     mine = config if dist.get_rank() < training else generating
     with patch.object(tiny.Mesh, "build", lambda parallel, device: job.mesh):
         run = dataclasses.replace(tiny.run_of(mine), tokenizer=NullTokenizer(tiny.VOCABULARY - 1))
@@ -72,16 +72,16 @@ def train_or_generate_here(
         one.start()
     try:
         if dist.get_rank() >= training:
-            return generate(run, rl, job, read_environments(str(rl.langrl_env_config)))
+            return run_generation_rank(run, rl, job, read_environments(str(rl.langrl_env_config)))
         return train_here(rl, run, job, steps, saves)
     finally:
         for one in left_out:
             one.stop()
 
 
-def train_here(rl: RLConfig, run: Any, job: SplitJob, steps: int, saves: tuple[int, ...]) -> Any:
+def train_here(rl: RLConfig, run: Any, job: SplitMeshJob, steps: int, saves: tuple[int, ...]) -> Any:
     """What the ranks that train do."""
-    trainer = build_trainer(run, policy_model(rl), PolicyStep(rl))
+    trainer = build_trainer(run, policy_model_provider(rl), PolicyStep(rl))
     data = PolicyData(trainer, rl, job)
     checkpoint = Checkpoint(trainer)
     if run.config.checkpoint.load:

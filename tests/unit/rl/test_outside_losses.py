@@ -14,7 +14,7 @@ import torch
 from megatron.core.parallel.mesh import Mesh
 from megatron.rl.advantages import advantages as advantages_of
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.batches import TrainedRollout, rows_of
+from megatron.rl.batches import TrainingRollout, rows_of
 from megatron.rl.policy_loss import PolicyLoss
 from megatron.rl.rollouts import Rollout
 from megatron.training.data.batch import Batch
@@ -59,7 +59,7 @@ def ours(given: dict[str, torch.Tensor], algorithm: str, **changes: Any) -> tupl
             0.0,
             True,
         )
-        trained.append(TrainedRollout(rollout, float(given["advantages"][row]), known["old"], known["reference"]))
+        trained.append(TrainingRollout(rollout, float(given["advantages"][row]), known["old"], known["reference"]))
     rows = rows_of(trained, 12, average=ALGORITHMS[algorithm].average, limit=LIMIT, padding=0, packed=False, multiple=1)
     logprobs = given["logprobs"].clone().requires_grad_()
     placed = torch.nn.functional.pad(logprobs, (PROMPT - 1, 12 - LIMIT - PROMPT + 1))

@@ -46,7 +46,7 @@ def problems(twice: bool = False) -> list[str]:
     found: list[str] = []
     for step in range(2):
         before = {}
-        data.begin(16)  # so that the rollouts are there before the step
+        data.prepare_step(16)  # so that the rollouts are there before the step
         assert data.rollouts is not None
         trained = data.rollouts
         for one in trained:

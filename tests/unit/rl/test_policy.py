@@ -100,7 +100,7 @@ def test_experts_over_ranks_sample_and_train_alike(world: Worlds) -> None:
 def test_the_whole_entropy_is_torchs_and_a_bonus_that_layouts_agree_on(world: Worlds, layout: str) -> None:
     rl = {"rl_full_entropy": True, "grpo_entropy_term_weight": 0.3, "rl_default_temperature": 0.7}
     trainer, data = trainer_of(dataclasses.replace(RL, **rl), **LLAMA, clip_grad=0.0)
-    data.begin(16)
+    data.prepare_step(16)
     assert data.rollouts is not None
     (stage,), entropies, objective = trainer.stages, list[torch.Tensor](), torch.zeros((), dtype=torch.float64)
     for one in (trained.rollout for trained in data.rollouts):
@@ -185,7 +185,7 @@ def test_a_difference_between_generation_and_training_stops_the_run() -> None:
     trainer, data = trainer_of(dataclasses.replace(RL, rl_max_logprob_difference=1e-9))
     train_step(trainer, data)
     trainer, data = trainer_of(dataclasses.replace(RL, rl_max_logprob_difference=1e-9))
-    data.begin(16)
+    data.prepare_step(16)
     data.step.rl = dataclasses.replace(RL, rl_default_temperature=0.9)  # training forgets the temperature of generation
     before = [value.clone() for *_, value in held_weights(trainer)]
     with pytest.raises(BadStep, match="differ by .* nats on average, more than --rl-max-logprob-difference"):
@@ -207,7 +207,7 @@ def test_a_run_that_is_resumed_within_a_round_goes_on_with_its_rollouts(tmp_path
     (tmp_path / "round_0000000.jsonl.gz").unlink()
     resumed.close()
     with pytest.raises(DataError, match="in the middle of the round of iteration 0"):
-        resumed.begin(8)
+        resumed.prepare_step(8)
 
 
 def test_a_damaged_bank_is_refused(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_loss_of_a_step_is_that_of_ppo_by_its_formulas() -> None:
     trainer, data = trainer_of(dataclasses.replace(RL, **PPO), **LLAMA, clip_grad=0.0, lr=3e-3)
     first: dict[str, dict[tuple[int, ...], list[float]]] = {}
     for _ in range(2):
-        data.begin(16)
+        data.prepare_step(16)
         assert data.rollouts is not None
         now = {
             name: {one.rollout.ids: of(trainer, one.rollout.ids) for one in data.rollouts}

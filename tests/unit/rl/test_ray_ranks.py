@@ -12,9 +12,9 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.rl import settings
-from megatron.rl.arguments import training_ranks
-from megatron.rl.ray_ranks import RayRanks, job_place, words_of_a_rank
-from megatron.training.launch.launch_info import launcher_place
+from megatron.rl.arguments import num_training_ranks
+from megatron.rl.ray_ranks import RayRanks, job_launch_info, rank_command_line
+from megatron.training.launch.launch_info import read_launch_info
 from megatron.trust.flags.command import read_command
 from tests.helpers.policy import RL
 from tests.unit.rl.test_train_rl import NETWORK, POLICY, ROOT, environments
@@ -23,12 +23,12 @@ from tests.unit.rl.test_train_rl import NETWORK, POLICY, ROOT, environments
 def test_a_rank_over_ray_has_the_command_of_a_job_whose_last_ranks_generate() -> None:
     words = "train_rl.py --rl-ray-address auto --rl-generation-ranks 2 --lr 1".split()
     plain = "train_rl.py --rl-generation-ranks 2 --lr 1".split()
-    assert words_of_a_rank(words) == plain
-    assert words_of_a_rank(["train_rl.py", "--rl-ray-address=auto", *plain[1:]]) == plain
+    assert rank_command_line(words) == plain
+    assert rank_command_line(["train_rl.py", "--rl-ray-address=auto", *plain[1:]]) == plain
     # The launcher's 4 ranks all train; a rank that Ray starts is told of 6, of which 4 train.
-    assert training_ranks(words, 4) == training_ranks(plain, 6) == 4
+    assert num_training_ranks(words, 4) == num_training_ranks(plain, 6) == 4
     rl = dataclasses.replace(RL, rl_ray_address="auto", rl_generation_ranks=2)
-    assert job_place(launcher_place(), rl).size == launcher_place().size + 2
+    assert job_launch_info(read_launch_info(), rl).size == read_launch_info().size + 2
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,6 @@ def test_ray_starts_a_rank_that_generates_what_the_launchers_would(tmp_path: Pat
 
 def test_ray_needs_a_launcher_where_all_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
-    place = dataclasses.replace(launcher_place(), meeting="")
+    place = dataclasses.replace(read_launch_info(), meeting="")
     with pytest.raises(ConfigError, match="start with torchrun"):
         RayRanks(dataclasses.replace(RL, rl_ray_address="local", rl_generation_ranks=1), place, [], on_gpu=False)

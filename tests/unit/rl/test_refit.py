@@ -57,7 +57,9 @@ def test_a_critic_is_not_copied_into_the_network_that_generates() -> None:
 
 def test_a_weight_that_is_left_out_is_found() -> None:
     trainer, _ = trainer_of(RL, **LLAMA)
-    generator = refit.Generator(trainer, generation_config(trainer.run.config, (1, None, None, None)), verify=True)
+    generator = refit.GenerationNetwork(
+        trainer, generation_config(trainer.run.config, (1, None, None, None)), verify=True
+    )
     with torch.no_grad():
         for param in trainer.stages[0].parameters():
             param.add_(0.25)
@@ -81,14 +83,14 @@ def test_weights_that_were_released_are_there_again_after_a_refit() -> None:
     changes = {"rl_inference_tensor_model_parallel_size": 1, "rl_offload_inference_model_weights_when_idle": True}
     compare(train_policy_here({}, LLAMA, 2), train_policy_here({**VERIFY, **changes}, LLAMA, 2))
     trainer, data = trainer_of(dataclasses.replace(RL, **changes), **LLAMA)
-    data.begin(16)
+    data.prepare_step(16)
     assert data._generator is not None
     assert not sum(param.untyped_storage().nbytes() for stage in data._generator.stages for param in stage.parameters())
 
 
 def test_the_rest_of_a_box_covers_it_once() -> None:
     box, part = Box((2, 0, 1), (4, 3, 5)), Box((3, 1, 0), (9, 1, 4))
-    rest = refit.without(box, part)
+    rest = refit.subtract_box(box, part)
     common = intersect(box, part)
     assert common is not None
     counts = torch.zeros(8, 4, 8)
@@ -96,4 +98,4 @@ def test_the_rest_of_a_box_covers_it_once() -> None:
         counts[one.slices()] += 1
     expected = torch.zeros(8, 4, 8)
     expected[box.slices()] = 1
-    assert torch.equal(counts, expected) and refit.without(box, Box((9, 9, 9), (1, 1, 1))) == [box]
+    assert torch.equal(counts, expected) and refit.subtract_box(box, Box((9, 9, 9), (1, 1, 1))) == [box]

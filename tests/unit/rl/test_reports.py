@@ -16,8 +16,8 @@ from megatron.inference.sampling import Sampling
 from megatron.rl import memory as rl_memory
 from megatron.rl.environments.base import Environment, Problem
 from megatron.rl.environments.config import WeightedEnvironment
-from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, text_of
-from megatron.rl.planned_memory import generation_memory, least_memory, memory_beside, rank_plan
+from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, results_text
+from megatron.rl.planned_memory import extra_network_memory, generation_memory, least_memory, rank_plan
 from megatron.rl.rollouts import Limits, Rollout
 from megatron.rl.samples import SampleFiles, read_samples
 from megatron.tools import check_config, plan
@@ -61,7 +61,7 @@ def test_held_out_answers_are_counted_by_problem_and_failures_are_wrong() -> Non
     results = evaluate_held_out(rl, [WeightedEnvironment("fixed", Fixed(), 1.0)], Limits(Sampling(0.8), 9, 9), play)
     assert results["fixed"]["reward"] == pytest.approx(1.5 / 5)
     assert results["fixed"]["pass@1"] == pytest.approx(1 / 6) and results["fixed"]["pass@3"] == 0.5
-    assert len(set(seeds)) == 3 and text_of(results) == "fixed 0.300 pass@1 0.167 pass@2 0.333 pass@3 0.500"
+    assert len(set(seeds)) == 3 and results_text(results) == "fixed 0.300 pass@1 0.167 pass@2 0.333 pass@3 0.500"
     assert powers_of_two(8) == [1, 2, 4, 8]
 
 
@@ -98,8 +98,8 @@ def test_a_run_shows_answers_with_their_rewards() -> None:
 def test_the_planned_memory_is_that_of_the_tensors() -> None:
     rl = dataclasses.replace(RL, rl_inference_tensor_model_parallel_size=1, rl_algorithm="ppo")
     trainer, data = trainer_of(rl)
-    data.begin(16)
-    parts = memory_beside(rl, trainer.run.config, 1)
+    data.prepare_step(16)
+    parts = extra_network_memory(rl, trainer.run.config, 1)
     assert data._generator is not None
     held = sum(param.numel() * 8 for stage in data._generator.stages for param in stage.parameters())
     assert parts["copy that generates"] == held and parts["critic"] > held and "reference" not in parts
@@ -114,7 +114,7 @@ def test_the_planner_counts_what_reinforcement_learning_holds_beside_the_policy(
     )
     command = read_command(words.split(), ranks=1)
     assert not command.unread and command.setting is not None
-    config = with_vocabulary(command.setting.as_started().config.resolve(1), 1000)
+    config = with_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000)
     assert {"reference", "critic", "keys and values"} == command.beside(config, 1).keys()
 
 
@@ -146,7 +146,7 @@ def test_ranks_of_their_own_have_their_own_memory() -> None:
     trainer, _ = trainer_of(RL)
     rl, config = dataclasses.replace(RL, rl_generation_ranks=2, rl_reference="x", grpo_kl_beta=1.0), trainer.run.config
     held = sum(param.numel() * 8 for param in trainer.stages[0].parameters())
-    assert memory_beside(rl, config, 1) == {"reference": held}
+    assert extra_network_memory(rl, config, 1) == {"reference": held}
     length = config.train.seq_length
     generating = {"network that generates": held, "keys and values": 8 * length * 2 * 4 * 32 * 8}
     assert generation_memory(rl, config, 1) == generating, "16 rollouts of a round over 2 replicas"
@@ -182,7 +182,7 @@ def test_generation_and_training_need_memory_at_different_times() -> None:
     trainer, _ = trainer_of(RL, seq_length=64, max_position_embeddings=64)
     rl, config = dataclasses.replace(RL, rl_inference_tensor_model_parallel_size=1), trainer.run.config
     parameters = sum(param.numel() for param in trainer.stages[0].parameters())
-    beside = memory_beside(rl, config, 1)
+    beside = extra_network_memory(rl, config, 1)
     assert beside["keys and values"] == 16 * 64 * 2 * 4 * 32 * 8, "16 texts, 4 layers, hidden size 32, 8 bytes"
     parts = least_memory(rl, config, 1)
     assert parts.keys() == {"policy while it generates", "copy that generates", "keys and values"}

@@ -14,7 +14,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.rl.environments.config import read_environments
 from megatron.rl.environments.reward_model import RewardModelEnvironment
-from megatron.rl.planned_memory import memory_beside
+from megatron.rl.planned_memory import extra_network_memory
 from megatron.rl.rollouts import Rollout
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import open_checkpoint
@@ -108,6 +108,6 @@ def test_the_planner_counts_the_reward_model(file: Path) -> None:
     trainer, _ = trainer_of(RL)
     formats = open_checkpoint(str(file.parent / "reward")).formats
     expected = sum(torch.Size(one.shape).numel() * 4 for name, one in formats.items() if name.startswith("model."))
-    parts = memory_beside(rl, trainer.run.config, 1)
+    parts = extra_network_memory(rl, trainer.run.config, 1)
     assert parts["reward models of the first rank"] == expected > 10_000
-    assert "reward models of the first rank" not in memory_beside(RL, trainer.run.config, 1)
+    assert "reward models of the first rank" not in extra_network_memory(RL, trainer.run.config, 1)

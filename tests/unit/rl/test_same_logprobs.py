@@ -79,7 +79,7 @@ def test_shared_prefixes_and_prompts_in_chunks_change_no_log_probability(fp64: b
 
 def test_the_check_sees_a_temperature_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, data = trainer_of(dataclasses.replace(RL, **SAMPLING), **LLAMA)
-    data.begin(16)
+    data.prepare_step(16)
     data.step.rl = RL
     total, count = train_step(trainer, data).losses["generation logprob difference"].tolist()
     assert total / count > 1e-3
@@ -100,7 +100,7 @@ def differences_of_other_routers(changes: dict[str, Any], rl: dict[str, Any]) ->
     """On every rank: how far log-probabilities differ when the routers of training would choose other experts than those of generation."""
     trainer, data = trainer_of(dataclasses.replace(RL, **rl), **changes)
     chosen = router.choose_experts
-    data.begin(16)
+    data.prepare_step(16)
     assert data.rollouts is not None
     with patch.object(router, "choose_experts", lambda scores, *rest: chosen(-scores, *rest)):
         pair = train_step(trainer, data).losses["generation logprob difference"].double()

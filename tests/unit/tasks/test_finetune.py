@@ -24,11 +24,11 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tasks import finetune
-from megatron.tasks.finetune import Epochs, Prediction, TaskData, writers_of
+from megatron.tasks.finetune import EpochBatches, Prediction, TaskData, writers_of
 from megatron.tasks.flags import TaskConfig, defaults_of
 from megatron.tasks.glue import Text
 from megatron.tasks.race import Question
-from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples
+from megatron.tasks.texts import ChoiceSamples, PairSamples, TextPairTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStep, StepValidator
@@ -55,7 +55,7 @@ def tokenizer() -> Tokenizer:
 def samples(task: str, count: int = 11) -> PairSamples | ChoiceSamples:
     """Random texts with labels."""
     random = np.random.default_rng(8)
-    encoder = Encoder(tokenizer(), LENGTH)
+    encoder = TextPairTokenizer(tokenizer(), LENGTH)
 
     def text() -> str:
         return " ".join(random.choice(WORDS, int(random.integers(1, 7))))
@@ -91,7 +91,7 @@ def trainer_of(task: str, **changes: Any) -> Trainer:
 def after_an_epoch(task: str, changes: dict[str, Any]) -> list[Prediction]:
     """On every rank: what is said after an epoch with a last batch that is not full."""
     trainer = trainer_of(task, **changes)
-    epochs = Epochs(trainer.run, samples(task), full=8, keep_last=True)
+    epochs = EpochBatches(trainer.run, samples(task), full=8, keep_last=True)
     batches = epochs.batches(0)
     for _ in range(epochs.steps):
         train_step(trainer, batches)
@@ -177,7 +177,7 @@ def test_an_answer_that_is_not_there_is_never_chosen() -> None:
 
 def test_epochs_see_every_sample_once_in_orders_of_their_own() -> None:
     run = trainer_of("MNLI").run
-    epochs = Epochs(run, samples("MNLI"), full=8, keep_last=True)
+    epochs = EpochBatches(run, samples("MNLI"), full=8, keep_last=True)
     seen = []
     for epoch in range(2):
         rows = [
@@ -188,10 +188,10 @@ def test_epochs_see_every_sample_once_in_orders_of_their_own() -> None:
         assert len(rows) == 16 and sorted(i for i, mask in rows if mask) == list(range(11))
         seen.append([i for i, mask in rows if mask])
     assert seen[0] != seen[1]
-    dropped = Epochs(run, samples("MNLI"), full=8, keep_last=False)
+    dropped = EpochBatches(run, samples("MNLI"), full=8, keep_last=False)
     assert dropped.steps == 1 and sum(len(batch.labels) for batch in dropped.batches(0)) == 8
     with pytest.raises(ConfigError, match="11 samples, less than one --global-batch-size of 16"):
-        Epochs(run, samples("MNLI"), full=16, keep_last=False)
+        EpochBatches(run, samples("MNLI"), full=16, keep_last=False)
 
 
 def bert_checkpoint(folder: Path, **changes: Any) -> Trainer:
@@ -217,7 +217,9 @@ def test_weights_of_a_pretrained_bert_are_adopted_with_a_head_of_its_own(tmp_pat
     finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task="MNLI", epochs=1))
     for name, param in trainer.stages[0].named_parameters():
         assert torch.equal(param, initial[name] if name.startswith("classification_head") else pretrained[name]), name
-    masters = {segment.name: tensor for slot, segment, tensor in trainer.optimizer.slots() if slot == "master"}
+    masters = {
+        segment.name: tensor for slot, segment, tensor in trainer.optimizer.checkpoint_state() if slot == "master"
+    }
     assert bool(masters) == bf16
     for name, master in masters.items():
         assert torch.equal(
@@ -302,7 +304,7 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
         trainer.add_hook(validator)
     monkeypatch.setattr(Run, "print_rank_0", lambda run, text: said.append(text))
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
-    epochs = Epochs(trainer.run, samples("MNLI"), full=trainer.batches.final_batch_size, keep_last=False)
+    epochs = EpochBatches(trainer.run, samples("MNLI"), full=trainer.batches.final_batch_size, keep_last=False)
     with pytest.raises(error, match="nan") if error else nullcontext():
         finetune.train_epoch(trainer, epochs, 0, validator, writers_of(trainer.run))
     assert any("the run goes on with the next data" in line for line in said) == (answer == "skip"), said

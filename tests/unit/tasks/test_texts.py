@@ -14,7 +14,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, build_tokenizer
 from megatron.tasks.glue import Text
 from megatron.tasks.race import Question
-from megatron.tasks.texts import ChoiceSamples, Encoder, PairSamples, about_long_texts
+from megatron.tasks.texts import ChoiceSamples, PairSamples, TextPairTokenizer, truncation_warning
 from tests.helpers.architecture import ROOT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -50,7 +50,7 @@ def texts() -> list[Text]:
 @pytest.mark.parametrize("second", [True, False])
 def test_rows_are_those_of_transformers(tokenizer: Tokenizer, theirs: object, second: bool) -> None:
     given = texts() if second else [Text(text.uid, text.first, None, text.label, text.place) for text in texts()]
-    samples = PairSamples(given, Encoder(tokenizer, 24))
+    samples = PairSamples(given, TextPairTokenizer(tokenizer, 24))
     for number, text in enumerate(given):
         expected = theirs(text.first, text.second, padding="max_length", max_length=24, return_tensors="np")
         sample = samples[number]
@@ -71,42 +71,48 @@ def test_a_tokenizer_that_frames_texts_gives_the_rows_of_one_that_does_not(
     framing = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
     assert framing.tokenize("rain")[0] == tokenizer.cls and framing.tokenize("rain")[-1] == tokenizer.sep
     pairs, question = texts(), Question("q", "It rained .", ("What fell ? rain", "What fell ? snow"), 0, "1.txt:1")
-    for given in (PairSamples(pairs, Encoder(framing, 24)), ChoiceSamples([question], Encoder(framing, 24))):
+    for given in (
+        PairSamples(pairs, TextPairTokenizer(framing, 24)),
+        ChoiceSamples([question], TextPairTokenizer(framing, 24)),
+    ):
         expected = (
-            PairSamples(pairs, Encoder(tokenizer, 24))
+            PairSamples(pairs, TextPairTokenizer(tokenizer, 24))
             if isinstance(given, PairSamples)
-            else ChoiceSamples([question], Encoder(tokenizer, 24))
+            else ChoiceSamples([question], TextPairTokenizer(tokenizer, 24))
         )
         for number in range(len(given)):
             found, wanted = given[number], expected[number]
             assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
-    assert PairSamples(pairs, Encoder(framing, 12)).cut == PairSamples(pairs, Encoder(tokenizer, 12)).cut
+    assert (
+        PairSamples(pairs, TextPairTokenizer(framing, 12)).cut
+        == PairSamples(pairs, TextPairTokenizer(tokenizer, 12)).cut
+    )
 
 
 def test_a_sample_without_a_label_has_no_loss(tokenizer: Tokenizer) -> None:
-    sample = PairSamples([Text("0", "a", "b", None, "x:1")], Encoder(tokenizer, 8))[0]
+    sample = PairSamples([Text("0", "a", "b", None, "x:1")], TextPairTokenizer(tokenizer, 8))[0]
     assert sample["loss_mask"].tolist() == [0.0]
 
 
 def test_what_is_too_long_loses_its_end_and_is_named(tokenizer: Tokenizer) -> None:
-    samples = PairSamples(texts(), Encoder(tokenizer, 12))
-    whole = PairSamples(texts(), Encoder(tokenizer, 40))[1]
+    samples = PairSamples(texts(), TextPairTokenizer(tokenizer, 12))
+    whole = PairSamples(texts(), TextPairTokenizer(tokenizer, 40))[1]
     sample = samples[1]
     assert sample["tokens"].tolist() == [*whole["tokens"][:11], tokenizer.sep] and sample["padding_mask"].all()
     assert samples.cut == [f"dev.tsv:3 ({int(whole['padding_mask'].sum())} tokens)"]
-    assert "1 of 2 samples are longer than --seq-length 12: dev.tsv:3" in about_long_texts(
+    assert "1 of 2 samples are longer than --seq-length 12: dev.tsv:3" in truncation_warning(
         samples, "dev", 12, refuse=False
     )
     with pytest.raises(DataError, match="dev.tsv:3"):
-        about_long_texts(samples, "dev", 12, refuse=True)
-    assert about_long_texts(PairSamples(texts(), Encoder(tokenizer, 40)), "dev", 40, refuse=True) == ""
+        truncation_warning(samples, "dev", 12, refuse=True)
+    assert truncation_warning(PairSamples(texts(), TextPairTokenizer(tokenizer, 40)), "dev", 40, refuse=True) == ""
 
 
 def test_answers_share_their_article_and_missing_ones_have_no_chance(tokenizer: Tokenizer) -> None:
     question = Question(
         "q", "It rained all day .", ("What fell ? rain", "What fell ? snow", "What fell ? ash"), 2, "1.txt:1"
     )
-    sample = ChoiceSamples([question], Encoder(tokenizer, 32))[0]
+    sample = ChoiceSamples([question], TextPairTokenizer(tokenizer, 32))[0]
     assert sample["tokens"].shape == sample["types"].shape == sample["padding_mask"].shape == (4, 32)
     assert sample["choices"].tolist() == [0.0, 0.0, 0.0, -np.inf] and sample["labels"].tolist() == [2]
     for row, answer in enumerate(question.answers):
@@ -123,11 +129,11 @@ def test_answers_share_their_article_and_missing_ones_have_no_chance(tokenizer: 
 
 def test_a_long_question_leaves_room_for_the_article(tokenizer: Tokenizer) -> None:
     question = Question("q", "wet", ("rain " * 300, "snow"), 0, "1.txt:1")
-    sample = ChoiceSamples([question], Encoder(tokenizer, 200))[0]
+    sample = ChoiceSamples([question], TextPairTokenizer(tokenizer, 200))[0]
     first = sample["types"][0].tolist()
     assert sum(1 for kind, mask in zip(first, sample["padding_mask"][0]) if kind == 0 and mask) == 128 + 2
 
 
 def test_a_tokenizer_without_separators_is_refused() -> None:
     with pytest.raises(ConfigError, match="cls, sep, pad"):
-        Encoder(ByteTokenizer(), 8)
+        TextPairTokenizer(ByteTokenizer(), 8)

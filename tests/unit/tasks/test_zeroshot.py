@@ -18,7 +18,7 @@ from tokenizers import processors
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import bare_ids
+from megatron.core.datasets.marks import ids_without_special_tokens
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.evaluation.likelihood import Request, argmax_ids
@@ -76,7 +76,9 @@ def scores_of(trainer: Trainer, task: str) -> list[float]:
             )
         ]
     return [
-        number for answer in zeroshot.last_words(trainer, PASSAGES) for number in (answer.greedy, answer.loglikelihood)
+        number
+        for answer in zeroshot.score_last_words(trainer, PASSAGES)
+        for number in (answer.greedy, answer.loglikelihood)
     ]
 
 
@@ -126,7 +128,7 @@ def test_a_right_word_counts() -> None:
         if number % 3:
             word[1] = (word[1] + 1) % tiny.VOCABULARY
         passages.append(Request(tuple(beginning), tuple(word)))
-    answers = zeroshot.last_words(trainer, passages)
+    answers = zeroshot.score_last_words(trainer, passages)
     assert [answer.greedy for answer in answers] == [number % 3 == 0 for number in range(9)]
     found = zeroshot.last_word_metrics(answers)
     assert found == {
@@ -166,7 +168,7 @@ def test_passages_are_asked_in_batches_of_about_their_lengths(monkeypatch: pytes
     monkeypatch.setattr(
         trainer.stages[0], "forward", lambda **given: (asked.append(tuple(given["ids"].shape)), plain(**given))[1]
     )
-    zeroshot.last_words(trainer, PASSAGES)
+    zeroshot.score_last_words(trainer, PASSAGES)
     lengths = sorted((len(passage.context) + len(passage.continuation) - 1 for passage in PASSAGES), reverse=True)
     assert sorted(asked, reverse=True) == sorted(
         ((4, lengths[0]), (4, lengths[4]), (4, lengths[8]), (1, lengths[12])), reverse=True
@@ -301,7 +303,7 @@ def test_what_a_tokenizer_puts_around_texts_is_never_the_word_to_predict(tmp_pat
     for strict in (True, False):
         (passage,) = read_passages([str(path)], tokenizer, length=64, strict=strict)
         beginning, word = passage.context, list(passage.continuation)
-        assert [*beginning, *word] == [*opening, *bare_ids(tokenizer, ["He sat on the old chair"])[0]]
+        assert [*beginning, *word] == [*opening, *ids_without_special_tokens(tokenizer, ["He sat on the old chair"])[0]]
         assert tokenizer.detokenize(word).strip() == "chair" if strict else len(word) == 1
         assert word[-1] not in tokenizer.special_ids
 

@@ -16,7 +16,7 @@ from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import FusedSegment, local_shards, name_all, normal, spec_of
+from megatron.core.parallel.spec import FusedSegment, local_shards, normal_initializer, set_global_names, spec_of
 from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
 from megatron.core.tensor_parallel.entropy import linear_entropy
 from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -45,7 +45,7 @@ class TwoMatrices(nn.Module):
 
     def __init__(self, mesh: Mesh, region: Region, *, gated: bool, bias: bool) -> None:
         super().__init__()
-        common = {"init": normal(0.5), "region": region, "mesh": mesh, "dtype": torch.float64, "bias": bias}
+        common = {"init": normal_initializer(0.5), "region": region, "mesh": mesh, "dtype": torch.float64, "bias": bias}
         self.up = ColumnLinear(H, (FusedSegment(F_SIZE),) * (2 if gated else 1), **common)
         self.down = RowLinear(F_SIZE, H, **common)
         self.gated = gated
@@ -67,11 +67,13 @@ class Embeddings(nn.Module):
         super().__init__()
         padded = -(-V // (4 * region.axis.size)) * 4 * region.axis.size
         self.words = VocabEmbedding(
-            vocabulary_spec(V, padded, H, normal(1.0)), region=region, mesh=mesh, dtype=torch.float64
+            vocabulary_spec(V, padded, H, normal_initializer(1.0)), region=region, mesh=mesh, dtype=torch.float64
         )
-        self.places = PositionEmbedding(S + 2, H, init=normal(1.0), region=region, mesh=mesh, dtype=torch.float64)
+        self.places = PositionEmbedding(
+            S + 2, H, init=normal_initializer(1.0), region=region, mesh=mesh, dtype=torch.float64
+        )
         model = ModelConfig(normalization=normalization, apply_layernorm_1p=one_plus)
-        self.norm = Norm(H, model, sum_over=region.outside_sums, kernels=Kernels(), mesh=mesh, dtype=torch.float64)
+        self.norm = Norm(H, model, sum_over=region.gradient_sum_axes, kernels=Kernels(), mesh=mesh, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: not used; ids are fixed."""
@@ -98,7 +100,7 @@ def run_module(
     mesh = here(tp)
     region = Region(mesh.tp, sequence_parallel, overlapped=overlapped)
     module = MODULES[name](mesh, region)
-    name_all(module)
+    set_global_names(module)
     materialize(module, mesh, seed=1)
     with torch.no_grad():  # biases at zero would hide how often they are added
         for path, param in module.named_parameters():

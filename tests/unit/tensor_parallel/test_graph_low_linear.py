@@ -17,7 +17,13 @@ from megatron.core.kernels.low_precision.recipes import recipe_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel import graph_low_linear
-from megatron.core.tensor_parallel.low_precision import LowPrecision, Scaling, Way, histories_of, low_linear
+from megatron.core.tensor_parallel.low_precision import (
+    LowLinearOptions,
+    LowPrecision,
+    Scaling,
+    histories_of,
+    low_linear,
+)
 from megatron.training.accelerate.compile import Compiler
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -65,7 +71,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Any) -> Te
     """A layer's product, as it is called within a graph and outside of one."""
     if torch.compiler.is_compiling():
         return graph_low_linear.multiply(x, weight, bias, scaling)
-    return low_linear(x, weight, bias, Way(scaling))
+    return low_linear(x, weight, bias, LowLinearOptions(scaling))
 
 
 def train(two: Two, call: Any, *, weights_stay: bool) -> list[Tensor]:

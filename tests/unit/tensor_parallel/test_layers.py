@@ -64,7 +64,7 @@ def test_on_one_rank_the_layers_are_torchs_linear() -> None:
     output, input_gradient, gradients = ranks.run_module("mlp", 1, False)
     weights = {}
     module = ranks.MODULES["mlp"](ranks.here(1), Region(Axis("tp")))
-    ranks.name_all(module)
+    ranks.set_global_names(module)
     ranks.materialize(module, ranks.here(1), seed=1)
     for path, param in module.named_parameters():
         weights[path] = (data(path, *param.shape) if "bias" in path else param.detach()).clone().requires_grad_()
@@ -82,7 +82,7 @@ def test_on_one_rank_the_layers_are_torchs_linear() -> None:
 def test_a_norm_of_one_plus_starts_as_the_norm_itself() -> None:
     output, _, _ = ranks.run_module("rmsnorm", 1, False)
     module = ranks.MODULES["rmsnorm"](ranks.here(1), Region(Axis("tp")))
-    ranks.name_all(module)
+    ranks.set_global_names(module)
     ranks.materialize(module, ranks.here(1), seed=1)
     assert torch.equal(module.norm.weight, torch.zeros(H, dtype=torch.float64))
     ids = (data("ids", ranks.B, S) * 10).long().remainder(V)
@@ -100,7 +100,7 @@ def test_one_is_added_to_the_weight_of_a_norm_in_fp32(normalization: str) -> Non
         mesh=ranks.here(1),
         dtype=torch.bfloat16,
     )
-    ranks.name_all(norm)
+    ranks.set_global_names(norm)
     ranks.materialize(norm, ranks.here(1), seed=1)
     with torch.no_grad():
         norm.weight.fill_(0.0029)  # in bf16, 1.0029 would be 1
@@ -122,6 +122,6 @@ def test_one_is_added_to_the_weight_of_a_norm_in_fp32(normalization: str) -> Non
 def test_a_region_says_what_lies_outside_it() -> None:
     axis = Axis("tp", 4, 1, (0, 1, 2, 3))
     plain, cut = Region(axis), Region(axis, sequence_parallel=True)
-    assert (plain.length(8), cut.length(8)) == (8, 2)
-    assert (plain.outside_sums, cut.outside_sums) == ((), ("tp",))
-    assert (plain.outside_stream, cut.outside_stream) == ("default", "cut")
+    assert (plain.local_length(8), cut.local_length(8)) == (8, 2)
+    assert (plain.gradient_sum_axes, cut.gradient_sum_axes) == ((), ("tp",))
+    assert (plain.dropout_stream, cut.dropout_stream) == ("default", "cut")

@@ -19,9 +19,9 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import (
+    LowLinearOptions,
     LowPrecision,
     Scaling,
-    Way,
     histories_of,
     low_grouped_linear,
     low_linear,
@@ -53,14 +53,16 @@ def rounding(name: str) -> Rounds:
 
     def by_tensor(operand: str, x: Tensor) -> Tensor:
         number = fp8.E5M2 if operand == "gradient" else fp8.E4M3
-        return fp8.by_tensor(x, number, fp8.tensor_scale(x.abs().max(), number)).whole(x.dtype)
+        return fp8.quantize_per_tensor(x, number, fp8.tensor_scale(x.abs().max(), number)).dequantize(x.dtype)
 
     def by_blocks(operand: str, x: Tensor) -> Tensor:
         number = fp8.E5M2 if operand == "gradient" and name == "blockwise" else fp8.E4M3
-        return fp8.by_blocks(x, number, (16 if operand == "weight" and name == "blockwise" else 1, 16)).whole(x.dtype)
+        return fp8.quantize_per_block(
+            x, number, (16 if operand == "weight" and name == "blockwise" else 1, 16)
+        ).dequantize(x.dtype)
 
     def in_four_bits(operand: str, x: Tensor) -> Tensor:
-        return fp4.by_small_blocks(x, x.abs().max(), (16 if operand == "weight" else 1, 16)).whole(x.dtype)
+        return fp4.quantize_nvfp4(x, x.abs().max(), (16 if operand == "weight" else 1, 16)).dequantize(x.dtype)
 
     return {"tensorwise": by_tensor, "nvfp4": in_four_bits}.get(name, by_blocks)
 
@@ -87,10 +89,10 @@ def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(
     nearest(monkeypatch)
     _, scaling = made(**RECIPES[name], fp8_wgrad=wgrad)
     x, weight, bias, gradient = operands()
-    output = low_linear(x, weight, bias, Way(scaling))
+    output = low_linear(x, weight, bias, LowLinearOptions(scaling))
     output.backward(gradient)
     rounds, tokens, g = rounding(name), x.detach().flatten(0, 1), gradient.flatten(0, 1)
-    turned = fp4.rotated if name == "nvfp4" else lambda matrix: matrix
+    turned = fp4.hadamard_transform if name == "nvfp4" else lambda matrix: matrix
     expected = rounds("input", tokens) @ rounds("weight", weight.detach()).t()
     assert torch.allclose(output, expected.view(6, 3, 48) + bias, rtol=1e-12)
     assert torch.allclose(
@@ -105,7 +107,7 @@ def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(
 def test_gradients_of_one_scale_are_autograds_through_the_rounded_operands() -> None:
     _, scaling = made(**RECIPES["tensorwise"])
     x, weight, bias, gradient = operands()
-    low_linear(x, weight, bias, Way(scaling)).backward(gradient)
+    low_linear(x, weight, bias, LowLinearOptions(scaling)).backward(gradient)
     rounds = rounding("tensorwise")
     near = [
         rounds("input", x.detach().flatten(0, 1)).view(x.shape).requires_grad_(),
@@ -123,7 +125,7 @@ def test_a_weights_gradient_that_waits_is_the_same(name: str, monkeypatch: pytes
     nearest(monkeypatch)
     _, scaling = made(**RECIPES[name])
     wgrad_store, found = WeightGradStore(), []
-    for way in (Way(scaling), Way(scaling, wgrad_store=wgrad_store)):
+    for way in (LowLinearOptions(scaling), LowLinearOptions(scaling, wgrad_store=wgrad_store)):
         x, weight, bias, gradient = operands()
         output = low_linear(x, weight, bias, way)
         if way.wgrad_store is None:
@@ -149,7 +151,7 @@ def test_experts_are_multiplied_each_by_itself_and_some_have_no_rows(
     low_grouped_linear(x, weight, counts, None, scaling).backward(gradient)
     for expert, rows in ((0, slice(0, 5)), (2, slice(5, 9))):
         own, matrix = x.detach()[rows].requires_grad_(), weight.detach()[expert].requires_grad_()
-        low_linear(own, matrix, None, Way(scaling)).backward(gradient[rows])
+        low_linear(own, matrix, None, LowLinearOptions(scaling)).backward(gradient[rows])
         assert torch.equal(x.grad[rows], own.grad) and torch.equal(weight.grad[expert], matrix.grad)
     assert not weight.grad[1].any()
 
@@ -160,7 +162,7 @@ def test_gradients_of_four_bits_are_rounded_by_chance_and_right_on_average() -> 
     draws, state = [], torch.get_rng_state()
     for _ in range(400):
         x.grad = None
-        low_linear(x, weight, bias, Way(scaling)).backward(gradient)
+        low_linear(x, weight, bias, LowLinearOptions(scaling)).backward(gradient)
         draws.append(x.grad.flatten())
     assert torch.equal(torch.get_rng_state(), state), (
         "chance has a random stream that tensor ranks need not have in common"
@@ -195,7 +197,7 @@ def test_delayed_scales_come_from_the_largest_values_of_earlier_steps() -> None:
     Scaling.after_step([scaling], stepped=False)
     assert torch.equal(scaling.history, before) and not scaling.seen.any(), "a step that is not used leaves no trace"
     too_large = recipe.quantise("input", torch.full((1, 16), 100.0), torch.tensor(5.0))
-    assert too_large.whole(torch.float32).unique().tolist() == pytest.approx([5.0]), (
+    assert too_large.dequantize(torch.float32).unique().tolist() == pytest.approx([5.0]), (
         "what outgrows a delayed scale saturates"
     )
 
@@ -249,12 +251,12 @@ def test_what_is_largest_in_an_input_and_in_a_weight_goes_round_in_one_collectiv
     shared = Axis("tp_cp", 2 * context_ranks, ranks=tuple(range(2 * context_ranks)), group=object())  # type: ignore[arg-type]
     scaling = Scaling(LowPrecision(made_of, alone, RandomStreams.build(alone, 3)), shared=shared, cut=tensor)
     x, weight = torch.randn(32, 32), torch.nn.Parameter(torch.randn(32, 32))
-    expected = low_linear(x, weight, None, Way(made(**RECIPES[recipe])[1]))
+    expected = low_linear(x, weight, None, LowLinearOptions(made(**RECIPES[recipe])[1]))
     Scaling.before_step([scaling], weights_stay=True)
     found = []
     for _ in range(2):
         sent.clear()
-        output = low_linear(x, weight, None, Way(scaling))
+        output = low_linear(x, weight, None, LowLinearOptions(scaling))
         found.append(len(sent))
         assert_close(output, expected, rtol=0.0, atol=0.0)
     assert found == [first, 1]

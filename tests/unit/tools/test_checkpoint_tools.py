@@ -345,6 +345,6 @@ def test_an_export_carries_the_single_files_that_the_settings_name(tmp_path: Pat
         "tokenizer_model": str(tmp_path / "m.txt"),
     }
     (tmp_path / "out").mkdir()
-    assert export.copied_files(settings, tmp_path / "out") == ["vocab.json", "merges.txt"]
+    assert export.copy_tokenizer_files(settings, tmp_path / "out") == ["vocab.json", "merges.txt"]
     assert (tmp_path / "out" / "merges.txt").read_text() == "m"
-    assert export.copied_files({**settings, "tokenizer_type": None}, tmp_path / "out") == []
+    assert export.copy_tokenizer_files({**settings, "tokenizer_type": None}, tmp_path / "out") == []

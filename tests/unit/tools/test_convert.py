@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.files import Disk
 from megatron.core.dist_checkpointing.load import verify
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
 from megatron.core.families import hf
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
@@ -135,9 +135,9 @@ def test_weights_get_the_dtype_that_is_asked_for(tool: ModuleType, folder: Path,
 def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -> None:
     source = Made(GPT2)
     source.formats |= {
-        "optimizer.exp_avg.x": Format((3, 2), torch.float32),
-        "optimizer.steps": Format((1,), torch.int64),
-        "optimizer.none": Format((0, 4), torch.float32),
+        "optimizer.exp_avg.x": TensorFormat((3, 2), torch.float32),
+        "optimizer.steps": TensorFormat((1,), torch.int64),
+        "optimizer.none": TensorFormat((0, 4), torch.float32),
     }
     source.values = {"run.progress": {"iteration": 7}}
     rewrite(CastSource(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3)
@@ -175,7 +175,7 @@ def test_verification_finds_what_differs(tool: ModuleType) -> None:
     assert list(tool.tensor_differences(source, source)) == []
     assert len(list(tool.tensor_differences(source, other))) == 2
     del other.formats["model.output_layer.weight"]
-    other.formats["model.extra"] = Format((1,), torch.float32)
+    other.formats["model.extra"] = TensorFormat((1,), torch.float32)
     assert [line.split(" ")[0] for line in tool.tensor_differences(source, other)][1:] == [
         "model.output_layer.weight",
         "model.extra",
@@ -230,7 +230,7 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("word, size", [("5GB", 5 * 10**9), ("500mb", 5 * 10**8), ("1.5KB", 1500)])
 def test_sizes_of_files_are_read_as_people_write_them(tool: ModuleType, word: str, size: int) -> None:
-    assert tool.shard_size(word) == size
+    assert tool.parse_shard_size(word) == size
 
 
 @pytest.mark.parametrize("word", ["5", "0GB", "GB", "5 parsecs"])

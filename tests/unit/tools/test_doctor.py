@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron.core.kernels import fused, kernel_check, reference
 from megatron.core.kernels.kernel_check import TOLERANCE, errors, kernel_trials
-from megatron.core.kernels.table import Kernels, select
+from megatron.core.kernels.table import Kernels, select_kernels
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.cli.device_checks import kernel_need
+from megatron.training.cli.device_checks import kernel_requirements
 from megatron.trust import doctor
 from megatron.trust.doctor import CheckResult, RunUnderTest
 from tests.helpers import tiny
@@ -47,11 +47,11 @@ def tool() -> ModuleType:
 def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> RunUnderTest:
     """A tiny run on this mesh, with other kernels in some places."""
     config = tiny.config(mesh.world.size, **changes)
-    need = kernel_need(config, CPU)
+    need = kernel_requirements(config, CPU)
     return RunUnderTest(
         config,
         mesh,
-        replace(select(need, config.model.kernel_wishes), **kernels),
+        replace(select_kernels(need, config.model.kernel_requests), **kernels),
         need,
         tuple(f"machine{rank}" for rank in range(mesh.world.size)),
         True,
@@ -263,13 +263,13 @@ def examine_apart(folder: str, broken: bool) -> list[CheckResult]:
         if broken and rank == 1:
             here = replace(here, kernels=replace(here.kernels, layer_norm=PLANTED["backward"]["rms_norm"]))
         checks = (
-            doctor.devices,
+            doctor.check_devices,
             doctor.check_kernel_results,
             doctor.check_links,
             doctor.check_clocks,
             doctor.check_limits,
-            doctor.data,
-            doctor.checkpoints,
+            doctor.check_data,
+            doctor.check_checkpoints,
             doctor.check_disk,
         )
         return [row for check in checks for row in check(here)]

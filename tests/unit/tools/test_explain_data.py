@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.datasets.indexed import DataError, IndexedDataset
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.tools.explain_data import main
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.data.batch import Batch
-from megatron.training.data.inspect_samples import Explanation, Microbatch, Start
+from megatron.training.data.inspect_samples import Microbatch, RunDataInspector, StartCounters
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 from tests.helpers import tiny
@@ -55,8 +55,9 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
     run = replace(
         tiny.run_of(config),
         tokenizer=NullTokenizer(VOCABULARY + 1),
-        kernels=select(
-            Need(device="cpu", dtype=torch.float32, documents=True), {"attention": config.model.attention_backend}
+        kernels=select_kernels(
+            KernelRequirements(device="cpu", dtype=torch.float32, documents=True),
+            {"attention": config.model.attention_backend},
         ),
     )
     fed: list[tuple[int, list[list[int]]]] = []
@@ -71,9 +72,9 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
     return fed
 
 
-def explanation_of(flags: list[str], ranks: int, **options: Any) -> Explanation:
+def explanation_of(flags: list[str], ranks: int, **options: Any) -> RunDataInspector:
     """What the tool would say about these flags."""
-    return Explanation(
+    return RunDataInspector(
         config_of(read_args(flags, world_size=ranks), ranks),
         NullTokenizer(VOCABULARY + 1),
         world_size=ranks,
@@ -95,10 +96,10 @@ def logged(folder: Path) -> dict[tuple[str, int, int], list[Line]]:
     return found
 
 
-def assert_explained(found: dict[tuple[str, int, int], list[Line]], explanation: Explanation) -> None:
+def assert_explained(found: dict[tuple[str, int, int], list[Line]], explanation: RunDataInspector) -> None:
     """Every line of a log is what the explanation says, in order, and nothing is missing."""
     for (split, step, rank), lines in found.items():
-        said = list(explanation.step(split, step, [rank]))
+        said = list(explanation.microbatches_of_step(split, step, [rank]))
         assert [(one.microbatch, [sample.sample for sample in one.samples], one.hash) for one in said] == [
             (line["microbatch"], line["samples"], line["hash"]) for line in lines
         ], (split, step, rank)
@@ -139,14 +140,16 @@ def test_an_explained_step_is_what_the_run_read(world: Worlds, data: list[str], 
     }
     assert {key[2] for key in found} == set(range(data_ranks))
     # The models' inputs, taken where they are computed with, are the documents that are named.
-    said = sorted((one.step, tokens_of(one)) for step in range(1, 10) for one in explanation.step("train", step))
+    said = sorted(
+        (one.step, tokens_of(one)) for step in range(1, 10) for one in explanation.microbatches_of_step("train", step)
+    )
     taken = {json.dumps(sorted(row)) for row in fed if row}
     assert sorted(pair for row in taken for pair in map(tuple, json.loads(row))) == said
 
 
 def test_pieces_are_the_tokens_of_the_files(data: list[str]) -> None:
     explanation = explanation_of([*FLAGS, *data], 1)
-    for microbatch in explanation.step("train", 5):
+    for microbatch in explanation.microbatches_of_step("train", 5):
         for sample in microbatch.samples:
             assert sum(piece.length for piece in sample.pieces) == SEQUENCE + 1
             for piece in sample.pieces:
@@ -197,7 +200,7 @@ def test_a_run_that_resumes_with_another_batch_is_explained_from_its_counters(
     world(1).run(real_run, first)
     world(1).run(real_run, second)
     assert_explained(logged(tmp_path / "first"), explanation_of(first, 1))
-    assert_explained(logged(tmp_path / "second"), explanation_of(second, 1, start=Start(3, 12, 0)))
+    assert_explained(logged(tmp_path / "second"), explanation_of(second, 1, start=StartCounters(3, 12, 0)))
 
 
 def test_a_full_validation_sees_every_sample_once_and_is_explained(
@@ -224,7 +227,7 @@ def test_a_full_validation_sees_every_sample_once_and_is_explained(
             lines = [line for rank in range(ranks) for line in found["valid", step, rank]]
             samples = sorted(number for line in lines for number in line["samples"])
             assert samples == [-1] * (-size % 8) + list(range(size))
-            said = [one for rank in range(ranks) for one in explanation.step("valid", step, [rank])]
+            said = [one for rank in range(ranks) for one in explanation.microbatches_of_step("valid", step, [rank])]
             assert [one.hash for one in said] == [line["hash"] for line in lines]
             assert all(not sample.loss for one in said for sample in one.samples if sample.sample is None)
 
@@ -235,7 +238,7 @@ def test_a_document_is_seen_where_the_log_has_its_samples(data: list[str], chang
     shown: dict[tuple[str, int], list[tuple[str, int, int, int, int]]] = {}
     for split, steps in (("train", range(1, 10)), ("valid", (4, 8, 9)), ("test", (9,))):
         for step in steps:
-            for one in sorted(explanation.step(split, step), key=lambda one: one.data_rank):
+            for one in sorted(explanation.microbatches_of_step(split, step), key=lambda one: one.data_rank):
                 for sample in one.samples:
                     for document in dict.fromkeys((piece.prefix, piece.document) for piece in sample.pieces):
                         shown.setdefault((split, *document), []).append(
@@ -257,7 +260,7 @@ def test_the_tool_answers_without_torch_as_a_person_or_a_programme_asks(data: li
     done = subprocess.run([sys.executable, "-c", code, *flags, "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    said = list(explanation_of([*FLAGS, *data], 2).step("train", 6))
+    said = list(explanation_of([*FLAGS, *data], 2).microbatches_of_step("train", 6))
     assert [(line["data_rank"], line["microbatch"], line["hash"]) for line in lines] == [
         (one.data_rank, one.microbatch, one.hash) for one in said
     ] and len(lines) == 8
@@ -266,7 +269,7 @@ def test_the_tool_answers_without_torch_as_a_person_or_a_programme_asks(data: li
 def test_the_tool_prints_documents_loss_and_text(data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([*FLAGS, *data, "--step", "2", "--full-text"])
     out = capsys.readouterr().out
-    [first, *_] = explanation_of([*FLAGS, *data], 1).step("train", 2)
+    [first, *_] = explanation_of([*FLAGS, *data], 1).microbatches_of_step("train", 2)
     assert (
         f"train step 2, microbatch 0, data-parallel rank 0: samples {first.samples[0].sample}, hash {first.hash}" in out
     )

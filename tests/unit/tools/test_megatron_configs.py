@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import flag_fields, words_of
+from megatron.core.config.flags import flag_fields, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
 from megatron.trust.flags.command import read_command
 
 CONFIGS = json.loads((Path(__file__).parent / "megatron_configs.json").read_text())["configs"]
-SEVERAL = {word for field, kind in flag_fields(RequestedRun) for word in words_of(field, kind) if "tuple" in str(kind)}
+SEVERAL = {
+    word for field, kind in flag_fields(RequestedRun) for word in flag_spellings(field, kind) if "tuple" in str(kind)
+}
 # What the accepted ones ask for that is not built: word of the answer -> how many command lines.
 NOT_BUILT = {"(DSA)": 1, "muP": 1, "Megatron's own sharding": 1, "--cuda-graph-impl local": 2}
 

@@ -81,8 +81,8 @@ def test_a_plan_has_the_vocabulary_of_the_tokenizer_at_hand(
 ) -> None:
     data = ROOT / "examples" / "data"
     flags = f"{RUN} --tokenizer-type GPT2BPETokenizer --vocab-file {data / vocabulary} --merge-file {data / 'demo-merges.txt'}".split()
-    options, words = tool.read(["--world-size", "1", "--", *flags])
-    _, config = tool.set_up(options, words)
+    options, words = tool.parse_arguments(["--world-size", "1", "--", *flags])
+    _, config = tool.resolve_setup(options, words)
     assert config.model.true_vocab_size == size
     assert says in capsys.readouterr().err
 

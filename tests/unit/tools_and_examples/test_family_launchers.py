@@ -99,7 +99,7 @@ def test_the_launcher_of_preferences_trains_the_published_network_beside_its_ref
     printed = bash([str(ROOT / name), *PATHS, "--lr", "0.125"], tmp_path, LAUNCH="echo torchrun").stdout
     command = read_command(shlex.split(printed))
     assert not command.unread and command.setting is not None and command.finetuning is not None
-    config = command.setting.as_started().config.resolve(8)
+    config = command.setting.with_elastic_layout().config.resolve(8)
     assert command.setting.world_size == 8 and config.schedule.lr == 0.125
     assert (command.finetuning.finetune_task, config.checkpoint.save_best) == ("dpo", "loss")
     assert config.checkpoint.pretrained_checkpoint == config.tokenizer.tokenizer_model == PATHS[2]

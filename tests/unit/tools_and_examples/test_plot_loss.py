@@ -37,9 +37,11 @@ def test_a_log_of_the_training_programme_is_read_as_it_was_written(tmp_path: Pat
     log = tmp_path / "log.jsonl"
     writers = Writers(LogConfig(log_jsonl=str(log)), speaks=True, console=lambda text: None)
     losses = [3.0, 2.5, 2.25]
-    writers.steps([Step(number, number * 4, 4, 0.1, {"lm loss": loss}) for number, loss in enumerate(losses, start=1)])
-    writers.validation({"lm loss": 2.75}, iteration=2, consumed_samples=8)
-    writers.validation({"lm loss": 9.0}, iteration=3, consumed_samples=12, final="test")
+    writers.write_steps(
+        [Step(number, number * 4, 4, 0.1, {"lm loss": loss}) for number, loss in enumerate(losses, start=1)]
+    )
+    writers.write_validation({"lm loss": 2.75}, iteration=2, consumed_samples=8)
+    writers.write_validation({"lm loss": 9.0}, iteration=3, consumed_samples=12, final="test")
     writers.close()
     curves = plot_loss.read_curves(log, "lm loss")
     assert curves.train == list(enumerate(losses, start=1))

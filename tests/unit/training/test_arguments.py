@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from megatron.core.config.flags import ConfigError, flag, flag_fields, from_namespace, spelling, to_values
+from megatron.core.config.flags import ConfigError, flag, flag_fields, flag_name, from_namespace, to_values
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.dist_checkpointing import store
 from megatron.training.cli.arguments import config_of, make_parser, parse_args, read_args, read_flags
@@ -66,12 +66,12 @@ FIELDS = flag_fields(RequestedRun)
 def test_every_spelling_of_a_flag_sets_its_field(field: dataclasses.Field, kind: Any) -> None:
     parser = make_parser()
     if kind is bool:
-        on = [spelling(field.name), *field.metadata["also"]]
-        off = ["--no-" + spelling(field.name)[2:], *([field.metadata["off"]] if field.metadata["off"] else [])]
+        on = [flag_name(field.name), *field.metadata["also"]]
+        off = ["--no-" + flag_name(field.name)[2:], *([field.metadata["off"]] if field.metadata["off"] else [])]
         cases = [([word], True) for word in on] + [([word], False) for word in off]
     else:
         words, value = sample(kind, field.metadata["parse"])
-        names = [spelling(field.name), *field.metadata["also"]]
+        names = [flag_name(field.name), *field.metadata["also"]]
         cases = [([name, *words], value) for name in names]
         cases += [([f"{name}={words[0]}"], value) for name in names if len(words) == 1]
     for words, value in cases:
@@ -84,8 +84,8 @@ def test_every_flag_is_shown_in_a_group_of_the_help() -> None:
     missing = [
         field.name
         for field, kind in FIELDS
-        if spelling(field.name) not in text
-        and "--no-" + spelling(field.name)[2:] not in text
+        if flag_name(field.name) not in text
+        and "--no-" + flag_name(field.name)[2:] not in text
         and (field.metadata["off"] or "?") not in text
     ]
     assert not missing

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.context_parallel import attention as over_ranks
 from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 from megatron.training.health.causality_check import demand_no_leak, distinct_layers, find_leak, probe_length
 from megatron.training.run import Run
 from tests.helpers import tiny
@@ -63,34 +63,40 @@ def test_a_probe_is_long_enough_for_the_kernel_of_short_windows(monkeypatch: pyt
     assert taken
 
 
-def forgets_documents(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def forgets_documents(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+) -> Tensor:
     return fused.attention(q, k, v, replace(mask, documents=None), dropout, scores)
 
 
-def forgets_windows(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def forgets_windows(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
     return fused.attention(q, k, v, replace(mask, window=None), dropout, scores)
 
 
-def window_off_by_one(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def window_off_by_one(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+) -> Tensor:
     return fused.attention(
         q, k, v, mask if mask.window is None else replace(mask, window=(mask.window[0] + 1, 0)), dropout, scores
     )
 
 
-def sees_the_future(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def sees_the_future(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
     return fused.attention(q, k, v, replace(mask, causal=False), dropout, scores)
 
 
-def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
     return fused.attention(q, k, v, replace(mask, causal=False, window=(-1, 1)), dropout, scores)
 
 
-def blurs_the_border(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def blurs_the_border(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
     moved = mask.documents if mask.documents is None else mask.documents.roll(1, dims=1)
     return fused.attention(q, k, v, replace(mask, documents=moved), dropout, scores)
 
 
-def a_little_of_everything(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def a_little_of_everything(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+) -> Tensor:
     """Masked scores are -10 and not minus infinity: a mask as some people wrote it."""
     seen = mask.as_bool(q.shape[0], k.shape[0], q.device)
     return reference.attention(
@@ -98,7 +104,7 @@ def a_little_of_everything(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, drop
     )
 
 
-def sees_nothing(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: Scores) -> Tensor:
+def sees_nothing(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
     return torch.zeros(*q.shape[:2], q.shape[2] * v.shape[3])
 
 
@@ -153,7 +159,7 @@ def test_the_transport_over_context_ranks_is_probed_too(world: Worlds, transport
 
 def test_every_kind_of_layer_is_probed_once() -> None:
     run = run_with(**WINDOWS, **LONG)
-    found = distinct_layers(run.build, layer_rows(run.config.model))
+    found = distinct_layers(run.build, network_layer_plans(run.config.model))
     assert [(kind.layer, kind.window) for kind in found] == [(0, (5, 0)), (1, None)]
     assert [probe_length(run, kind) for kind in found] == [276, 256]
     assert find_leak(run.build, found[0], 276, separate=False) == ""

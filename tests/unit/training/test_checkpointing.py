@@ -82,7 +82,7 @@ def resume_here(folder: Path, changes: dict[str, Any]) -> tuple[Held, list[float
 
 def held_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """A serial trainer's weights and slots, by name."""
-    slots = {f"{slot} {segment.name}": tensor.clone() for slot, segment, tensor in trainer.optimizer.slots()}
+    slots = {f"{slot} {segment.name}": tensor.clone() for slot, segment, tensor in trainer.optimizer.checkpoint_state()}
     return slots | {f"weight {name}": value for name, value in assemble([held_weights(trainer)]).items()}
 
 
@@ -138,12 +138,14 @@ def test_dropout_streams_start_afresh_in_another_layout_and_say_so(world: Worlds
 
 def test_a_half_precision_run_is_resumed_exactly_in_fp32_and_back(tmp_path: Path) -> None:
     half, _ = train_and_save(tmp_path / "half", bf16=True)
-    masters = {segment.name: tensor.clone() for slot, segment, tensor in half.optimizer.slots() if slot == "master"}
+    masters = {
+        segment.name: tensor.clone() for slot, segment, tensor in half.optimizer.checkpoint_state() if slot == "master"
+    }
     wide, checkpoint = start(load=str(tmp_path / "half"), save=str(tmp_path / "wide"))
     checkpoint.resume()
     assert all(torch.equal(segment.data, masters[segment.name]) for segment in wide.optimizer.segments)
-    moments = {f"{slot} {s.name}": t for slot, s, t in half.optimizer.slots() if slot != "master"}
-    assert all(torch.equal(t, moments[f"{slot} {s.name}"]) for slot, s, t in wide.optimizer.slots())
+    moments = {f"{slot} {s.name}": t for slot, s, t in half.optimizer.checkpoint_state() if slot != "master"}
+    assert all(torch.equal(t, moments[f"{slot} {s.name}"]) for slot, s, t in wide.optimizer.checkpoint_state())
     checkpoint.save()
     again, checkpoint = start(load=str(tmp_path / "wide"), bf16=True)
     checkpoint.resume()
@@ -193,7 +195,7 @@ def test_no_load_optim_keeps_counters_but_starts_optimizer_and_schedule_anew(tmp
         0,
     )
     assert trainer.optimizer.num_steps == 0
-    assert not any(tensor.any() for slot, _, tensor in trainer.optimizer.slots())
+    assert not any(tensor.any() for slot, _, tensor in trainer.optimizer.checkpoint_state())
 
 
 def test_what_was_not_saved_is_missed_unless_it_is_not_asked_for(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.cli.preflight import fit_to_ranks, resolve_and_examine
 from megatron.training.data.batch import Batch
-from megatron.training.data.sample_order import in_turn
+from megatron.training.data.sample_order import microbatch_sample_indices
 from megatron.training.launch.elastic import layout_change
 from megatron.training.report.run_log import read_events
 from megatron.training.step import train_step
@@ -118,7 +118,7 @@ def stretch(changes: dict[str, Any], steps: int) -> tuple[list[float], Seen, Hel
     checkpoint = Checkpoint(trainer)
     checkpoint.resume()
     run = trainer.run
-    order = in_turn(
+    order = microbatch_sample_indices(
         run.config,
         1000,
         consumed_samples=run.progress.consumed_train_samples,

@@ -111,7 +111,7 @@ def test_what_all_ranks_found_together_is_said_by_the_first_alone(
     def main() -> None:
         raise NotFinite("the loss of iteration 7 is nan")
 
-    monkeypatch.setattr(entry, "launcher_place", lambda: LaunchInfo(rank=1, local_rank=1, size=2, store="", job=""))
+    monkeypatch.setattr(entry, "read_launch_info", lambda: LaunchInfo(rank=1, local_rank=1, size=2, store="", job=""))
     monkeypatch.setattr(entry.FailureReporter, "report_failure", lambda self, error: first)
     with pytest.raises(SystemExit) as end:
         entry.run_entry(main)()

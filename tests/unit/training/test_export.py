@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.checkpoint.export import export, token_ids
+from megatron.training.checkpoint.export import export, special_token_ids
 from tests.helpers.architecture import ROOT
 from tests.unit.families.made import GPT2, LLAMA, Made
 
@@ -69,10 +69,10 @@ def test_without_the_tokenizers_files_nothing_is_said_of_its_ids(tmp_path: Path)
 def test_what_begins_a_t5s_answer_is_said_and_a_bert_has_none() -> None:
     words = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(DATA / "demo-bert-vocab.txt")}
     ours = build_tokenizer(TokenizerConfig(**words))
-    assert token_ids({**words, "architecture": "t5"}, None, rows=ours.vocab_size) == {
+    assert special_token_ids({**words, "architecture": "t5"}, None, rows=ours.vocab_size) == {
         "bos_token_id": ours.bos,
         "eos_token_id": ours.eod,
         "decoder_start_token_id": ours.bos,
         "pad_token_id": ours.pad,
     }
-    assert token_ids({**words, "architecture": "bert"}, None, rows=ours.vocab_size) == {}
+    assert special_token_ids({**words, "architecture": "bert"}, None, rows=ours.vocab_size) == {}

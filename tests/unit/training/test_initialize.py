@@ -19,7 +19,7 @@ from megatron.training.checkpoint import inference_model
 from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch import rendezvous
-from megatron.training.launch.launch_info import launcher_place
+from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, started
@@ -162,10 +162,10 @@ def test_the_process_group_knows_a_ranks_gpu(attempt: str, monkeypatch: pytest.M
     given: list[Any] = []
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **how: given.append(how["device_id"]))
     monkeypatch.setattr(rendezvous, "_store_at", lambda *_: torch.distributed.HashStore())
-    place = replace(launcher_place(), rank=1, size=2, store="node0:6000", attempt=attempt)
+    place = replace(read_launch_info(), rank=1, size=2, store="node0:6000", attempt=attempt)
     rendezvous.join_ranks("nccl", place, timedelta(seconds=1), torch.device("cuda", 1))
-    monkeypatch.setattr(initialize, "launcher_place", lambda: place)
-    monkeypatch.setattr(inference_model, "launcher_place", lambda: place)
+    monkeypatch.setattr(initialize, "read_launch_info", lambda: place)
+    monkeypatch.setattr(inference_model, "read_launch_info", lambda: place)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(Mesh, "build", lambda *_: None)
     for name in ("set_current_device", "keep_freed_memory"):
@@ -179,7 +179,7 @@ def test_the_process_group_knows_a_ranks_gpu(attempt: str, monkeypatch: pytest.M
 def test_the_launchers_environment_says_where_this_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    alone = launcher_place()
+    alone = read_launch_info()
     assert (alone.rank, alone.size, alone.store, alone.job) == (0, 1, "", "")
     for name, value in {
         "RANK": "3",
@@ -189,10 +189,10 @@ def test_the_launchers_environment_says_where_this_process_stands(monkeypatch: p
         "SLURM_JOB_ID": "77",
     }.items():
         monkeypatch.setenv(name, value)
-    there = launcher_place()
+    there = read_launch_info()
     assert (there.rank, there.size, there.store, there.meeting, there.job) == (3, 8, "", "node0:6000", "77")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert launcher_place().store == "node0:6000", "torchrun's own store is there before and after the ranks"
+    assert read_launch_info().store == "node0:6000", "torchrun's own store is there before and after the ranks"
 
 
 def test_a_line_that_finds_no_room_on_the_disk_is_lost_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import store
 from megatron.training.health import interrupts
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.health.interrupts import Interrupts
-from megatron.training.run import RunOutcome
+from megatron.training.run import TerminationSignal
 from tests.helpers.programme import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +37,7 @@ def test_the_second_interrupt_counts_only_when_it_is_not_the_first_passed_on(mon
     monkeypatch.setattr(interrupts, "_ONCE", 3600.0)
     first, last, ended = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(interrupts.os, "_exit", lambda code: ended.set() if code == 130 else None)
-    before, ending = signal.getsignal(signal.SIGINT), RunOutcome()
+    before, ending = signal.getsignal(signal.SIGINT), TerminationSignal()
     with ExitConditions(
         TrainConfig(), ending=ending, interrupts=Interrupts(ending, first=first.set, last=last.set)
     ) as watch:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.core.config.flags import add_arguments, flag_fields, known_flags, spelling
+from megatron.core.config.flags import add_arguments, flag_fields, flag_name, known_flags
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import (
     FAMILIES,
@@ -61,7 +61,7 @@ def test_a_refused_value_belongs_to_a_field_that_does_not_allow_it():
     choices = {}
     for field, kind in flag_fields(RequestedRun):
         choices.update(
-            dict.fromkeys((spelling(field.name), *field.metadata["also"]), set(re.findall(r"'([^']+)'", str(kind))))
+            dict.fromkeys((flag_name(field.name), *field.metadata["also"]), set(re.findall(r"'([^']+)'", str(kind))))
         )
     for flag, value in REFUSED_VALUES:
         assert choices[flag] and value not in choices[flag], (flag, value)

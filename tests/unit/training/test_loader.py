@@ -27,7 +27,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.data.batch import Batch
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import needs_text, samples_needed
-from megatron.training.loader import all_once, build_data, microbatches, next_batch, pin_arrays
+from megatron.training.loader import build_data, microbatches, next_batch, pin_arrays, single_pass_microbatches
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -216,7 +216,7 @@ def test_steps_and_samples_of_a_growing_batch_are_counted_as_by_walking(
     schedule = BatchSchedule(tuple(zip(starts, [4, *(4 * size for _, size in sizes)])), unit=4)
     consumed = begin
     for done in range(steps):
-        assert schedule.samples_of(done, begin) == consumed - begin
+        assert schedule.num_samples(done, begin) == consumed - begin
         for sample in (consumed, consumed + schedule.step_after(consumed).global_batch_size - 1):
             assert schedule.num_whole_steps(sample, begin) == done, "the step that takes in this sample"
         consumed += schedule.step_after(consumed).global_batch_size
@@ -312,7 +312,7 @@ def test_all_ranks_together_see_everything_once(ranks: int) -> None:
     seen, lengths = [], set()
     for rank in range(ranks):
         batches = list(
-            all_once(
+            single_pass_microbatches(
                 run_of(rank=rank, ranks=ranks, global_batch_size=2 * ranks),
                 Numbers(37),
                 full_batch=4 * ranks,

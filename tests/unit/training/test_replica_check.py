@@ -56,7 +56,9 @@ def plant(changes: dict[str, Any], rank: int, part: str, place: int, *, slot: st
     value = named(trainer, part)
     if slot:
         value = next(
-            tensor for name, segment, tensor in trainer.optimizer.slots() if name == slot and part in segment.name
+            tensor
+            for name, segment, tensor in trainer.optimizer.checkpoint_state()
+            if name == slot and part in segment.name
         )
     return found(trainer, rank, lambda: flip(value, place), lambda: flip(value, place))
 

@@ -22,7 +22,7 @@ from megatron.core.families.megatron.open import open_megatron
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.resume_settings import Differences, compare_settings
-from megatron.training.checkpoint.resuming import find_wanted, open_wanted
+from megatron.training.checkpoint.resuming import find_requested_checkpoint, open_requested_checkpoint
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.every_setting import DATA, NETWORKS, Changes, changed, fields, resolved
@@ -112,9 +112,9 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
         config = tiny.with_vocabulary(
             from_values(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
         )
-        wanted = find_wanted(config)
+        wanted = find_requested_checkpoint(config)
         assert wanted is not None
-        open_wanted(wanted, config, Axis("world"))
+        open_requested_checkpoint(wanted, config, Axis("world"))
 
     resumed()
     with pytest.raises(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.health.stragglers import Stragglers, straggler_line
+from megatron.training.health.stragglers import StragglerDetector, straggler_line
 from megatron.training.run import Run
 from megatron.training.trainer import build_trainer
 from tests.helpers import tiny
@@ -39,7 +39,7 @@ def slowed(layout: dict[str, int], slow: int) -> str:
 
     run = tiny.run_of(tiny.config(torch.distributed.get_world_size(), num_layers=2, **layout))
     trainer = build_trainer(run, tiny.gpt, forward_step)
-    stragglers = Stragglers(run.mesh)
+    stragglers = StragglerDetector(run.mesh)
     train_on(trainer, 2)
     return stragglers.report(2, count=1)
 

@@ -64,7 +64,7 @@ def dense_run(folder: Path, changes: dict[str, Any]) -> torch.Tensor:
 
 def logits(trainer: Trainer) -> torch.Tensor:
     """What the network says of one batch."""
-    ids = torch.from_numpy(tiny.samples(trainer.run.config, 5)["tokens"][:2])
+    ids = torch.from_numpy(tiny.random_global_batch(trainer.run.config, 5)["tokens"][:2])
     trainer.train_mode(False)
     with torch.no_grad():
         return trainer.stages[0](ids=ids)

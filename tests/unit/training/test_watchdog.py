@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 from megatron.training.health import watchdog
 from megatron.training.health.failures import error_origin, error_text
-from megatron.training.health.watchdog import Answer, HangDetector, RankLost, waited_for
+from megatron.training.health.watchdog import HangDetector, RankLost, RankStatus, blocking_ranks
 from megatron.training.launch.launch_info import LaunchInfo
-from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, lacks_board
+from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, missing_store_warning
 from megatron.training.report.run_log import RunLog, read_events
-from megatron.training.run import RunOutcome
+from megatron.training.run import TerminationSignal
 from tests.helpers import tiny
 
 
-def answer(group: str, counts: Mapping[str, int]) -> Answer:
-    return Answer("node", 0.0, "training", "", group, counts)
+def answer(group: str, counts: Mapping[str, int]) -> RankStatus:
+    return RankStatus("node", 0.0, "training", "", group, counts)
 
 
 def test_the_rank_that_has_begun_fewer_collectives_is_the_one_that_others_wait_for() -> None:
@@ -33,12 +33,12 @@ def test_the_rank_that_has_begun_fewer_collectives_is_the_one_that_others_wait_f
         1: answer(everyone, {everyone: 5}),
         2: answer(everyone, {everyone: 4}),
     }
-    assert waited_for(answers, 3) == [2]
+    assert blocking_ranks(answers, 3) == [2]
 
 
 def test_who_is_silent_is_waited_for() -> None:
     everyone = "world (0, 1, 2)"
-    assert waited_for({0: answer(everyone, {everyone: 5}), 2: answer(everyone, {everyone: 5})}, 3) == [1]
+    assert blocking_ranks({0: answer(everyone, {everyone: 5}), 2: answer(everyone, {everyone: 5})}, 3) == [1]
 
 
 def test_a_chain_of_waits_ends_at_its_cause() -> None:
@@ -50,12 +50,12 @@ def test_a_chain_of_waits_ends_at_its_cause() -> None:
         2: answer("tp (2, 3)", {"tp (2, 3)": 6}),
         3: answer("tp (2, 3)", {"tp (2, 3)": 6, column: 2}),
     }
-    assert waited_for(answers, 4) == [3]
+    assert blocking_ranks(answers, 4) == [3]
 
 
 def test_ranks_that_stand_still_together_blame_nobody() -> None:
     everyone = "world (0, 1)"
-    assert waited_for({rank: answer(everyone, {everyone: 5}) for rank in range(2)}, 2) == []
+    assert blocking_ranks({rank: answer(everyone, {everyone: 5}) for rank in range(2)}, 2) == []
 
 
 def test_the_first_to_claim_a_key_keeps_it_and_a_restart_begins_afresh() -> None:
@@ -83,7 +83,7 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_told(
     run = tiny.run_of(tiny.config(hang_timeout_minutes=0.6 / 60.0))
     with HangDetector(run, place):
         for number in range(10):
-            run.mesh.flight_recorder.begin("training", number + 1)
+            run.mesh.flight_recorder.begin_activity("training", number + 1)
             ended.wait(0.1)
         assert board.read(FIRST_FAILURE) is None
         for _ in range(100):
@@ -124,15 +124,19 @@ def test_a_rank_that_lost_another_and_was_told_to_end_needs_no_patience(signal: 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     place = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", "")
     RendezvousStore.connect(place).claim(FIRST_FAILURE, "rank 1 is gone")
-    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=RunOutcome(signal))
+    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=TerminationSignal(signal))
     with pytest.raises(Exception) as caught, HangDetector(run, place):
         raise RuntimeError("Connection closed by peer")
     assert caught.type is raised and signal in str(caught.value)
 
 
 def test_ranks_without_a_launchers_store_are_told_what_they_cannot_do() -> None:
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lacks_board(LaunchInfo(0, 0, 2, "", "", meeting="127.0.0.1:29500"))
-    assert not lacks_board(LaunchInfo(0, 0, 2, "127.0.0.1:29500", "")) and not lacks_board(LaunchInfo(0, 0, 1, "", ""))
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in missing_store_warning(
+        LaunchInfo(0, 0, 2, "", "", meeting="127.0.0.1:29500")
+    )
+    assert not missing_store_warning(LaunchInfo(0, 0, 2, "127.0.0.1:29500", "")) and not missing_store_warning(
+        LaunchInfo(0, 0, 1, "", "")
+    )
 
 
 def test_an_error_is_described_with_its_place_and_notes() -> None:

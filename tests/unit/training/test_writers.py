@@ -70,7 +70,7 @@ def journal(path):
 
 def test_steps_reach_tensorboard_by_iteration_and_by_samples(tmp_path, shown):
     writers = make(shown, tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
-    writers.steps(STEPS)
+    writers.write_steps(STEPS)
     writers.close()
     found = curves(tmp_path)
     assert found["lm loss"] == [(2, 3.0), (4, 1.0)]
@@ -84,7 +84,7 @@ def test_optional_numbers_and_switches_add_their_curves(tmp_path, shown):
     writers = make(
         shown, tensorboard_dir=str(tmp_path), log_world_size_to_tensorboard=True, log_loss_scale_to_tensorboard=False
     )
-    writers.steps([dataclasses.replace(STEPS[0], num_zeros=12.0, params_norm=3.0, decoupled_learning_rate=0.5)])
+    writers.write_steps([dataclasses.replace(STEPS[0], num_zeros=12.0, params_norm=3.0, decoupled_learning_rate=0.5)])
     writers.close()
     found = curves(tmp_path)
     assert found["world-size"] == [(1, 8.0)] and found["world-size vs samples"] == [(8, 8.0)]
@@ -94,7 +94,7 @@ def test_optional_numbers_and_switches_add_their_curves(tmp_path, shown):
 
 def test_the_loss_of_a_skipped_step_is_no_point_of_its_curve(tmp_path, shown):
     writers = make(shown, tensorboard_dir=str(tmp_path))
-    writers.steps([STEPS[0], dataclasses.replace(STEPS[1], skipped=True)])
+    writers.write_steps([STEPS[0], dataclasses.replace(STEPS[1], skipped=True)])
     writers.close()
     assert curves(tmp_path)["lm loss"] == [(1, 4.0)]
 
@@ -102,9 +102,9 @@ def test_the_loss_of_a_skipped_step_is_no_point_of_its_curve(tmp_path, shown):
 @pytest.mark.parametrize("on", [False, True])
 def test_timers_throughput_and_memory_need_their_switch(tmp_path, shown, on):
     writers = make(shown, tensorboard_dir=str(tmp_path), log_timers_to_tensorboard=on, log_memory_to_tensorboard=on)
-    writers.report(REPORT)
+    writers.write_report(REPORT)
     writers.write_times(4, "(min, max)", {"optimizer-time": 0.5})
-    writers.memory(
+    writers.write_memory(
         4, {"allocated": 1.0, "max allocated": 2.0, "reserved": 3.0, "max reserved": 4.0, "allocated count": 5.0}
     )
     writers.close()
@@ -128,9 +128,9 @@ def test_timers_throughput_and_memory_need_their_switch(tmp_path, shown, on):
 @pytest.mark.parametrize("perplexity", [False, True])
 def test_validation_reaches_the_boards_but_the_final_runs_do_not(tmp_path, shown, perplexity):
     writers = make(shown, tensorboard_dir=str(tmp_path), log_validation_ppl_to_tensorboard=perplexity)
-    writers.validation({"lm loss": math.log(8)}, iteration=4, consumed_samples=32)
-    writers.validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, final="test")
-    writers.validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, set_name="wiki")
+    writers.write_validation({"lm loss": math.log(8)}, iteration=4, consumed_samples=32)
+    writers.write_validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, final="test")
+    writers.write_validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, set_name="wiki")
     writers.close()
     found = curves(tmp_path)
     assert found["lm loss validation"] == [(4, 2.0794)] and found["lm loss validation vs samples"] == [(32, 2.0794)]
@@ -142,9 +142,9 @@ def test_validation_reaches_the_boards_but_the_final_runs_do_not(tmp_path, shown
 def test_the_journal_has_every_step_and_report_once(tmp_path, shown):
     path = tmp_path / "deep" / "log.jsonl"
     writers = make(shown, log_jsonl=str(path), tensorboard_log_interval=100)
-    writers.steps(STEPS)
-    writers.report(REPORT)
-    writers.validation({"lm loss": 1.5}, iteration=4, consumed_samples=32, final="test")
+    writers.write_steps(STEPS)
+    writers.write_report(REPORT)
+    writers.write_validation({"lm loss": 1.5}, iteration=4, consumed_samples=32, final="test")
     writers.close()
     lines = journal(path)
     assert [line["kind"] for line in lines] == ["start", "step", "step", "step", "step", "report", "validation"]
@@ -157,7 +157,7 @@ def test_the_journal_is_strict_json_and_is_appended_to(tmp_path, shown):
     path = tmp_path / "log.jsonl"
     for iteration, loss in ((0, math.nan), (1, -math.inf)):
         writers = Writers(LogConfig(log_jsonl=str(path)), speaks=True, start_iteration=iteration, console=shown.append)
-        writers.steps([dataclasses.replace(STEPS[iteration], losses={"lm loss": loss})])
+        writers.write_steps([dataclasses.replace(STEPS[iteration], losses={"lm loss": loss})])
         writers.close()
 
     def refuse(constant):
@@ -175,16 +175,16 @@ def test_the_journal_is_strict_json_and_is_appended_to(tmp_path, shown):
 
 def test_a_silent_rank_writes_nothing_anywhere(tmp_path, shown):
     writers = make(shown, speaks=False, tensorboard_dir=str(tmp_path / "board"), log_jsonl=str(tmp_path / "log.jsonl"))
-    writers.steps(STEPS)
-    writers.report(REPORT)
-    writers.text("hello")
-    writers.validation({"lm loss": 1.0}, iteration=1, consumed_samples=8)
+    writers.write_steps(STEPS)
+    writers.write_report(REPORT)
+    writers.print_text("hello")
+    writers.write_validation({"lm loss": 1.0}, iteration=1, consumed_samples=8)
     writers.close()
     assert shown == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_report_is_one_line_of_the_console(shown):
-    make(shown).report(REPORT)
+    make(shown).write_report(REPORT)
     (line,) = shown
     assert re.match(
         r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        4/     100 \| consumed samples:           32 \| ",
@@ -218,7 +218,7 @@ def test_weights_and_biases_draws_against_our_iteration(monkeypatch, shown, tmp_
         settings={"num_layers": 2},
         console=shown.append,
     )
-    writers.steps(STEPS[:1])
+    writers.write_steps(STEPS[:1])
     writers.close()
     assert calls[0] == (
         "init",
@@ -247,7 +247,7 @@ def test_samples_reach_weights_and_biases_as_they_are(monkeypatch, shown):
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     writers = Writers(LogConfig(wandb_project="p"), speaks=True, console=shown.append)
-    writers.samples([("a < b", "\n<i>c</i>")], iteration=7)
+    writers.write_samples([("a < b", "\n<i>c</i>")], iteration=7)
     assert logged == [{"sample 1": ("html", "<pre>a &lt; b\n&lt;i&gt;c&lt;/i&gt;</pre>"), "iteration": 7}]
     assert shown == [r" sample 1 at iteration 7 | 'a < b' -> '\n<i>c</i>'"]
 
@@ -255,15 +255,15 @@ def test_samples_reach_weights_and_biases_as_they_are(monkeypatch, shown):
 def test_a_progress_bar_is_shown_on_a_terminal_only(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     writers = Writers(LogConfig(), speaks=True, start_iteration=1, train_iters=10)
-    writers.steps(STEPS)
-    writers.text("a line")
+    writers.write_steps(STEPS)
+    writers.print_text("a line")
     writers.close()
     output = capsys.readouterr()
     assert output.out == "a line\n" and "4/10" in output.err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     writers = Writers(LogConfig(), speaks=True, train_iters=10)
-    writers.steps(STEPS)
-    writers.text("a line")
+    writers.write_steps(STEPS)
+    writers.print_text("a line")
     writers.close()
     output = capsys.readouterr()
     assert output.out == "a line\n" and output.err == ""
@@ -271,11 +271,11 @@ def test_a_progress_bar_is_shown_on_a_terminal_only(monkeypatch, capsys):
 
 def everything(writers):
     for k in range(3):
-        writers.steps(STEPS)
-        writers.report(REPORT)
-        writers.validation({"lm loss": 1.0}, iteration=4, consumed_samples=8)
-        writers.samples([("a", "b")], iteration=4)
-        writers.saved(4, seconds=1.0, blocked=0.1, size=5, failures=0)
+        writers.write_steps(STEPS)
+        writers.write_report(REPORT)
+        writers.write_validation({"lm loss": 1.0}, iteration=4, consumed_samples=8)
+        writers.write_samples([("a", "b")], iteration=4)
+        writers.write_save_result(4, seconds=1.0, blocked=0.1, size=5, failures=0)
     writers.close()
 
 
@@ -290,9 +290,9 @@ def test_a_full_disk_under_the_journal_is_told_once_and_ends_no_run(shown, caplo
 def test_a_journal_that_has_room_again_is_gone_on_with(tmp_path, shown, monkeypatch):
     writers, write = make(shown, log_jsonl=str(tmp_path / "journal")), os.write
     monkeypatch.setattr(run_log.os, "write", lambda file, content: write(file, content[:7]))  # room for so much
-    writers.steps(STEPS[:1])
+    writers.write_steps(STEPS[:1])
     monkeypatch.undo()
-    writers.steps(STEPS[1:])
+    writers.write_steps(STEPS[1:])
     lines = (tmp_path / "journal").read_text().splitlines()
     assert lines[1] == '{"kind"' and [json.loads(line)["iteration"] for line in lines[2:]] == [2, 3, 4]
 
@@ -326,14 +326,14 @@ def test_tensorboard_goes_on_after_a_disk_that_was_full(tmp_path, shown, monkeyp
     name = f"--tensorboard-dir {tmp_path}"
     writers._boards[name]._writer.file_writer.event_writer._async_writer._worker._record_writer._writer = Full()
     for _ in range(100):
-        writers.steps(STEPS)
+        writers.write_steps(STEPS)
         time.sleep(0.01)
         if not writers._boards:
             break
     assert not writers._boards and "Traceback" not in capsys.readouterr().err, "TensorBoard's own thread ends with it"
     monkeypatch.setattr(writers_module, "RETRY_SECONDS", 0.0)
     writers._failed[name] = 0.0  # a minute has gone
-    writers.steps([dataclasses.replace(STEPS[0], iteration=77)])
+    writers.write_steps([dataclasses.replace(STEPS[0], iteration=77)])
     writers.close()
     assert len([line for line in shown if "No space left" in line]) == 1
     assert 77 in dict(curves(tmp_path)["lm loss"]), "and there is room again"
@@ -354,7 +354,7 @@ def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path, shown, caplog,
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # who never reads
     writers = make(shown, log_jsonl=str(tmp_path / "pipe"))
     for _ in range(200):
-        writers.steps(STEPS)
+        writers.write_steps(STEPS)
     os.close(reader)
     assert "--log-jsonl" in caplog.text
     with pytest.raises(OSError, match="it is a pipe"):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.rope import rotary_table_for
 from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -51,7 +51,7 @@ THEIRS = {
 def ours(kind: type, window: tuple[int, int] | None = None, **changes: Any) -> tuple[nn.Module, tiny.Run]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **GROUPED, **changes}))
     module = kind(run.build, LayerPlan(0, window=window)) if kind is SelfAttention else kind(run.build)
-    name_all(module)
+    set_global_names(module)
     materialize(module, run.mesh, seed=3)
     with torch.no_grad():
         for param in module.parameters():
@@ -76,7 +76,7 @@ def hidden() -> Tensor:
 
 
 def run_ours(module: nn.Module, run: tiny.Run, x: Tensor, positions: Tensor | None = None) -> Tensor:
-    return module(x, None, ForwardContext(MaskSpec(), rotary_of(run.build, x, positions)))[0]
+    return module(x, None, ForwardContext(MaskSpec(), rotary_table_for(run.build, x, positions)))[0]
 
 
 def same(found: Tensor, expected: Tensor, pairs: list[tuple[Tensor, Tensor]], tolerance: float) -> None:
@@ -223,7 +223,7 @@ def test_rotations_by_time_height_and_width_are_those_of_qwen2_vl() -> None:
     places = torch.randint(0, 40, (3, B, S), generator=torch.Generator().manual_seed(1))
     x = hidden()
     cos, sin = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)(x, places)
-    table = rotary_of(run.build, x, places)
+    table = rotary_table_for(run.build, x, places)
     torch.testing.assert_close(table.cos[:, :, 0].transpose(0, 1), cos, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(table.sin[:, :, 0].transpose(0, 1), sin, rtol=1e-5, atol=1e-5)
     plain, other = ours(

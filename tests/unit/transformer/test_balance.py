@@ -14,9 +14,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
-from megatron.core.transformer.balance import balancing_share, count_choices, moved_bias, size_share
+from megatron.core.transformer.balance import count_choices, local_balancing_loss, local_z_loss, updated_expert_bias
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
-from megatron.core.transformer.router import normalized_scores, recorded_choices, replay, routers_of
+from megatron.core.transformer.router import normalized_scores, recorded_choices, routers_of, set_replayed_choices
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.report.metrics import Meter, Report
 from megatron.training.step import StepWork, train_step
@@ -63,7 +63,7 @@ def by_hand(scores: Tensor, experts: Tensor) -> Tensor:
 def test_a_balancing_loss_is_that_of_the_published_network_over_k() -> None:
     logits = torch.randn(40, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shares, experts = logits.softmax(-1), logits.topk(3).indices
-    found = balancing_share(shares, count_choices(experts, E), num_tokens=40)
+    found = local_balancing_loss(shares, count_choices(experts, E), num_tokens=40)
     assert float(3 * found) == pytest.approx(
         float(load_balancing_loss_func((logits,), E, 3)), rel=1e-6
     )  # which counts in fp32
@@ -73,8 +73,8 @@ def test_a_balancing_loss_is_that_of_the_published_network_over_k() -> None:
 def test_an_even_choice_costs_one_and_a_collapsed_one_as_much_as_there_are_experts() -> None:
     even, collapsed = torch.full((16, E), 1 / E), torch.eye(E)[torch.zeros(16, dtype=torch.int64)]
     everybody, first = torch.arange(16)[:, None] % E, torch.zeros(16, 1, dtype=torch.int64)
-    assert float(balancing_share(even, count_choices(everybody, E), num_tokens=16)) == pytest.approx(1.0)
-    assert float(balancing_share(collapsed, count_choices(first, E), num_tokens=16)) == pytest.approx(E)
+    assert float(local_balancing_loss(even, count_choices(everybody, E), num_tokens=16)) == pytest.approx(1.0)
+    assert float(local_balancing_loss(collapsed, count_choices(first, E), num_tokens=16)) == pytest.approx(E)
 
 
 def test_choices_are_counted_sequence_by_sequence() -> None:
@@ -87,14 +87,14 @@ def test_choices_are_counted_sequence_by_sequence() -> None:
 def test_the_z_loss_is_the_mean_square_of_the_log_of_the_sum() -> None:
     scores = torch.randn(5, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     expected = sum(math.log(sum(math.exp(s) for s in row)) ** 2 for row in scores.tolist()) / 5
-    assert float(size_share(scores, num_tokens=5)) == pytest.approx(expected, rel=1e-12)
+    assert float(local_z_loss(scores, num_tokens=5)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_biases_rise_where_tokens_are_few_and_fall_where_they_are_many() -> None:
     bias = torch.tensor([0.5, 0.0, -0.25, 1.0])
-    assert torch.equal(moved_bias(bias, torch.tensor([3, 1, 2, 2]), 0.1), torch.tensor([0.4, 0.1, -0.25, 1.0]))
+    assert torch.equal(updated_expert_bias(bias, torch.tensor([3, 1, 2, 2]), 0.1), torch.tensor([0.4, 0.1, -0.25, 1.0]))
     many = torch.tensor([2**40 + 1, 2**40, 2**40, 2**40 - 1])  # fp32 could not tell them apart
-    assert torch.equal(moved_bias(torch.zeros(4), many, 1.0), torch.tensor([-1.0, 0.0, 0.0, 1.0]))
+    assert torch.equal(updated_expert_bias(torch.zeros(4), many, 1.0), torch.tensor([-1.0, 0.0, 0.0, 1.0]))
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -399,7 +399,7 @@ def test_a_replayed_step_is_the_recorded_one_whatever_would_be_chosen_now(change
     assert all(sorted(kept) == [(0, 0), (2, 0), (4, 0), (6, 0)] for kept in choices.values()), (
         "microbatches of two samples"
     )
-    replay(again.stages, choices)
+    set_replayed_choices(again.stages, choices)
     assert train_on(again, 1) == expected
     assert train_on(other, 1) != expected
 
@@ -475,7 +475,7 @@ def test_a_validation_reports_no_balance_and_an_evaluation_between_steps_changes
                 with torch.no_grad():
                     for microbatch in range(4):
                         work.forward(0, microbatch, ())
-                assert set(work.report()) == {"lm loss"}
+                assert set(work.loss_sums()) == {"lm loss"}
                 trainer.train_mode(True)
 
     assert list(losses(True)) == list(losses(False))

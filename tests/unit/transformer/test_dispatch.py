@@ -13,7 +13,7 @@ from megatron.core.transformer.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Dispatcher,
-    LibraryDispatcher,
+    FlexDispatcher,
     LocalDispatcher,
     dispatcher_of,
     permute_tokens,
@@ -183,7 +183,7 @@ def by_library_on_a_rank(kind: str, drops: bool, capacity: int | None) -> tuple[
     sys.modules["deep_ep"] = deep_ep_stand_in
     try:
         chosen = dispatcher_of("flex", EXPERTS, mesh, Kernels(moe_flex_dispatcher=DeepEP))
-        assert isinstance(chosen, LibraryDispatcher)
+        assert isinstance(chosen, FlexDispatcher)
         return mesh.world.rank, through(
             chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, capacity=capacity
         )

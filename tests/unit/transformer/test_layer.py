@@ -14,7 +14,7 @@ from megatron.core.config.plan import layer_plans
 from megatron.core.kernels import reference
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import ForwardContext
@@ -28,7 +28,7 @@ S, B, H = 6, 2, 32
 def stack_of(layers: int = 1, **changes: Any) -> tuple[Stack, tiny.Run]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **changes}))
     stack = Stack(layer_plans(layers), run.build, final_norm=False)
-    name_all(stack)
+    set_global_names(stack)
     materialize(stack, run.mesh, seed=2)
     return stack, run
 

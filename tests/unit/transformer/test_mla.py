@@ -16,10 +16,10 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.kernels.reference import attention
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.rope import rotary_of
+from megatron.core.transformer.rope import rotary_table_for
 from tests.helpers import tiny
 
 S, B, H, N = 7, 2, 32, 8
@@ -48,7 +48,7 @@ def layer_of(
 ) -> tuple[MultiLatentAttention, tiny.Run]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **SIZES, **changes}))
     layer = MultiLatentAttention(run.build, LayerPlan(0, mixer="mla", window=window, rope=rope))
-    name_all(layer)
+    set_global_names(layer)
     materialize(layer, run.mesh, seed=5)
     for name, param in layer.named_parameters():
         if "layernorm" in name:
@@ -57,7 +57,7 @@ def layer_of(
 
 
 def pass_of(run: tiny.Run, x: Tensor) -> ForwardContext:
-    return ForwardContext(MaskSpec(), rotary_of(run.build, x))
+    return ForwardContext(MaskSpec(), rotary_table_for(run.build, x))
 
 
 def by_hand(layer: MultiLatentAttention, x: Tensor, *, scale: float, window: int | None, rope: bool = True) -> Tensor:
@@ -246,7 +246,7 @@ def test_decoding_from_latents_alone_gives_what_the_whole_text_gives(
 ) -> None:
     layer, run = layer_of(window=window, **changes)
     x = torch.randn(S, 1, H, dtype=torch.float64)
-    whole, table = layer(x, None, pass_of(run, x))[0], rotary_of(run.build, x)
+    whole, table = layer(x, None, pass_of(run, x))[0], rotary_table_for(run.build, x)
     cache, found, start = Remembered(), [], 0
     for size in steps:
         part = slice(start, start + size)
@@ -276,7 +276,7 @@ def test_recomputed_keys_and_values_change_no_gradient_and_are_made_twice(module
     for choice in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
         layer, run = layer_of(q_lora_rank=10, qk_layernorm=True, **choice)
         norm = run.build.norm(H)
-        name_all(norm)
+        set_global_names(norm)
         materialize(norm, run.mesh, seed=1)
         calls: list[int] = []
         layer.linear_kv_up_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
@@ -37,9 +37,9 @@ def layer_of(kind: type[nn.Module] = MoELayer, **changes: Any) -> Any:
     run = tiny.run_of(
         tiny.config(**{"fp64": True, "num_experts": E, "moe_router_topk": K, "moe_ffn_hidden_size": 24, **changes})
     )
-    plan = layer_rows(run.config.model)[0]
+    plan = network_layer_plans(run.config.model)[0]
     layer = kind(run.build, plan) if kind is MoELayer else kind(plan, run.build)
-    name_all(layer)
+    set_global_names(layer)
     materialize(layer, run.mesh, seed=3)
     random = torch.Generator().manual_seed(1)
     for param in layer.parameters():
@@ -172,14 +172,14 @@ def test_a_half_precision_layer_stays_half_though_its_router_does_not() -> None:
 
 def test_layers_with_and_without_experts_follow_the_pattern() -> None:
     run = tiny.run_of(tiny.config(num_experts=E, moe_layer_freq="[0]+[1]*3"))
-    kinds = [type(Layer(plan, run.build).mlp) for plan in layer_rows(run.config.model)]
+    kinds = [type(Layer(plan, run.build).mlp) for plan in network_layer_plans(run.config.model)]
     assert kinds == [MLP, MoELayer, MoELayer, MoELayer]
 
 
 def test_experts_start_from_draws_of_their_own_with_the_deviations_of_a_dense_mlp() -> None:
     run = tiny.run_of(tiny.config(num_experts=64, hidden_size=64, moe_ffn_hidden_size=64, init_method_std=0.1, **GATED))
-    layer = MoELayer(run.build, layer_rows(run.config.model)[0])
-    name_all(layer)
+    layer = MoELayer(run.build, network_layer_plans(run.config.model)[0])
+    set_global_names(layer)
     materialize(layer, run.mesh, seed=3)
     up, down = layer.experts.linear_fc1.weight.detach(), layer.experts.linear_fc2.weight.detach()
     assert float(up.std()) == pytest.approx(0.1, rel=0.02)
@@ -227,8 +227,8 @@ def whole_outputs(sizes: dict[str, Any], positions: int) -> Tensor:
     run = tiny.run_of(
         tiny.config(dist.get_world_size(), fp64=True, num_experts=E, moe_ffn_hidden_size=24, **GATED, **sizes)
     )
-    layer = MoELayer(run.build, layer_rows(run.config.model)[0])
-    name_all(layer)
+    layer = MoELayer(run.build, network_layer_plans(run.config.model)[0])
+    set_global_names(layer)
     materialize(layer, run.mesh, seed=3)
     return layer(tokens()[:positions], None, ONE)[0].detach()
 
@@ -236,8 +236,8 @@ def whole_outputs(sizes: dict[str, Any], positions: int) -> Tensor:
 @pytest.mark.parametrize("positions", [1, 3, 4])
 def test_tokens_that_tensor_ranks_cannot_share_evenly_are_routed_too(world: Worlds, positions: int) -> None:
     run = tiny.run_of(tiny.config(fp64=True, num_experts=E, moe_ffn_hidden_size=24, **GATED))
-    alone = MoELayer(run.build, layer_rows(run.config.model)[0])
-    name_all(alone)
+    alone = MoELayer(run.build, network_layer_plans(run.config.model)[0])
+    set_global_names(alone)
     materialize(alone, run.mesh, seed=3)
     expected = alone(tokens()[:positions], None, ONE)[0].detach()
     for sizes in (
@@ -260,10 +260,10 @@ def order_of_events(overlaps: bool) -> list[str]:
             moe_shared_expert_overlap=overlaps,
         )
     )
-    layer, events = MoELayer(run.build, layer_rows(run.config.model)[0]), []
-    name_all(layer)
+    layer, events = MoELayer(run.build, network_layer_plans(run.config.model)[0]), []
+    set_global_names(layer)
     materialize(layer, run.mesh, seed=3)
-    start, finish = collectives.start_async, collectives.finish_async
+    start, finish = collectives.begin_all_to_all, collectives.finish_all_to_all
 
     def heard(name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*arguments: Any) -> Tensor:
@@ -275,8 +275,8 @@ def order_of_events(overlaps: bool) -> list[str]:
 
     layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
     with (
-        patch.object(collectives, "start_async", heard("start", start)),
-        patch.object(collectives, "finish_async", heard("finish", finish)),
+        patch.object(collectives, "begin_all_to_all", heard("start", start)),
+        patch.object(collectives, "finish_all_to_all", heard("finish", finish)),
     ):
         layer(torch.randn(4, 2, H), None, ONE)
     return events

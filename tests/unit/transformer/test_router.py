@@ -15,12 +15,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssTop
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import name_all
+from megatron.core.parallel.spec import set_global_names
 from megatron.core.transformer.balance import sinkhorn
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import (
@@ -28,10 +28,10 @@ from megatron.core.transformer.router import (
     Routing,
     capacity,
     choose_experts,
-    drop,
+    drop_over_capacity,
     expert_weights,
     recorded_choices,
-    replay,
+    set_replayed_choices,
 )
 from tests.helpers import tiny
 
@@ -44,8 +44,8 @@ def router_of(layer: int = 0, **changes: Any) -> Router:
     run = tiny.run_of(
         tiny.config(**{"fp64": True, "num_experts": E, "add_bias_linear": False, "init_method_std": 0.5, **changes})
     )
-    router = Router(run.build, layer_rows(run.config.model)[layer])
-    name_all(router)
+    router = Router(run.build, network_layer_plans(run.config.model)[layer])
+    set_global_names(router)
     materialize(router, run.mesh, seed=layer)
     return router
 
@@ -311,7 +311,7 @@ def test_every_expert_keeps_its_best_or_first_tokens_up_to_capacity(name: str, f
     )
     limit = capacity(len(experts), MoEConfig(num_experts=E, moe_router_topk=2, moe_expert_capacity_factor=factor))
     assert limit == math.ceil(24 * 2 / E * factor)
-    found = drop(Routing(weights, experts), limit, policy, E)
+    found = drop_over_capacity(Routing(weights, experts), limit, policy, E)
     kept = torch.zeros_like(experts, dtype=torch.bool)
     for expert in range(E):
         wishes = [(token, place) for token in range(24) for place in range(2) if experts[token, place] == expert]
@@ -329,10 +329,10 @@ def test_every_expert_keeps_its_best_or_first_tokens_up_to_capacity(name: str, f
 
 def test_of_equal_weights_the_earlier_is_kept() -> None:
     experts = torch.zeros(5, 1, dtype=torch.int64)
-    found = drop(Routing(torch.tensor([[0.5], [0.7], [0.5], [0.7], [0.7]]), experts), 3, "probs", E)
+    found = drop_over_capacity(Routing(torch.tensor([[0.5], [0.7], [0.5], [0.7], [0.7]]), experts), 3, "probs", E)
     assert found.kept.flatten().tolist() == [False, True, False, True, True]
     many = torch.arange(4000)[:, None] % 3  # long enough for a sort to lose the order of equals, if it may
-    found = drop(Routing(torch.full((4000, 1), 0.5), many), 700, "probs", E)
+    found = drop_over_capacity(Routing(torch.full((4000, 1), 0.5), many), 700, "probs", E)
     assert found.kept.flatten().tolist() == [token < 2100 for token in range(4000)]
 
 
@@ -359,7 +359,7 @@ def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
     choices = recorded_choices([router])
     assert set(choices) == {"weight"} and set(choices["weight"]) == {(0, 0), (4, 0)}
     router.weight.data.neg_()
-    replay([router], choices)
+    set_replayed_choices([router], choices)
     for number in (1, 0):  # in any order: choices belong to microbatches
         again = router(tokens(number), passes[number])
         assert torch.equal(again.experts, first[number].experts)
@@ -368,5 +368,5 @@ def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
         assert not torch.equal(again.weights, first[number].weights), "weights follow the router of today"
     with pytest.raises(AssertionError, match="no choice was recorded for the microbatch from sample 8 on"):
         router(tokens(), ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=8)))
-    replay([router], None)
+    set_replayed_choices([router], None)
     assert not torch.equal(router(tokens(0), passes[0]).experts, first[0].experts)

@@ -13,7 +13,7 @@ from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels.mask import MaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import local_shards, name_all, spec_of
+from megatron.core.parallel.spec import local_shards, set_global_names, spec_of
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
 from megatron.core.transformer.passing import ForwardContext
@@ -33,7 +33,7 @@ def mixer_of(kind: str, ranks: int = 1, **changes: Any) -> tuple[nn.Module, tiny
     settings = {"init_method_std": 0.3, "normalization": "RMSNorm", "fp64": True, **changes}
     run = tiny.run_of(tiny.config(ranks, **settings))
     mixer = KINDS[kind](run.build)
-    name_all(mixer)
+    set_global_names(mixer)
     materialize(mixer, run.mesh, seed=5)
     return mixer, run
 
@@ -112,7 +112,7 @@ def test_decoding_token_by_token_gives_the_whole_pass(kind: str) -> None:
     x = torch.randn(40, B, H, dtype=torch.float64)
     with torch.no_grad():
         whole, _ = mixer(x, None, ForwardContext(MaskSpec()))
-        start, state = mixer.decode(x[:17], mixer.first_state(B))
+        start, state = mixer.decode(x[:17], mixer.initial_state(B))
         outputs = [start]
         for t in range(17, 40):
             output, state = mixer.decode(x[t : t + 1], state)
@@ -162,7 +162,7 @@ def _pass(
         for shard in local_shards(spec, mesh):
             total[shard.box.slices()] = gradient[shard.local.slices()]
         gradients[spec.name] = collectives.all_reduce(total, mesh.tp) if spec.shards else total
-    return pieces[cut.in_order(range(cut.size), x.device)], gradients
+    return pieces[cut.sorting_permutation(range(cut.size), x.device)], gradients
 
 
 @pytest.mark.parametrize(

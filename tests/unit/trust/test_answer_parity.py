@@ -9,10 +9,10 @@ import pytest
 from megatron.core.parallel import collectives
 from megatron.preference import data as data_module
 from megatron.preference.settings import PreferenceConfig
-from megatron.tools.check_parity import read, small_form
+from megatron.tools.check_parity import parse_arguments, small_config
 from megatron.trust.parity.parity import Parity, compare
 from megatron.trust.parity.proxy_config import ProxyConfig
-from megatron.trust.parity.short_run import STEPS, short_run, short_run_bytes, short_run_of
+from megatron.trust.parity.short_run import STEPS, deserialize_short_run, serialized_short_run, short_run
 from tests.helpers.world import Worlds
 
 FLAGS = (
@@ -40,13 +40,13 @@ DEFAULT = (("kto", "cp2"),)
 
 def small(task: str, layout: str) -> ProxyConfig:
     """A run of finetune.py, made small as the tool makes it."""
-    return small_form(*read(f"{FLAGS} {LAYOUTS[layout]} --finetune-task {task}".split()))
+    return small_config(*parse_arguments(f"{FLAGS} {LAYOUTS[layout]} --finetune-task {task}".split()))
 
 
-def checked(world: Worlds, one: ProxyConfig, function: Any = short_run_bytes) -> Parity:
+def checked(world: Worlds, one: ProxyConfig, function: Any = serialized_short_run) -> Parity:
     """What is said of it. function: what ranks run."""
     ranks = world(one.world_size).run(function, one.config, STEPS, one.finetuning)
-    return compare(short_run(one.serial, STEPS, one.finetuning), [short_run_of(rank) for rank in ranks])
+    return compare(short_run(one.serial, STEPS, one.finetuning), [deserialize_short_run(rank) for rank in ranks])
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def _with_local_divergence(config: Any, steps: int, finetuning: PreferenceConfig
     with pytest.MonkeyPatch.context() as patch:
         local = type("Local", (), {**vars(collectives), "all_reduce": staticmethod(lambda x, *_: x)})
         patch.setattr(data_module, "collectives", local)
-        return short_run_bytes(config, steps, finetuning)
+        return serialized_short_run(config, steps, finetuning)

@@ -59,10 +59,10 @@ def test_a_small_sum_of_many_ranks_takes_the_tree() -> None:
 
 def test_a_ring_between_nodes_uses_the_ports_of_all_its_ranks_on_a_node() -> None:
     machine = replace(PLAIN, node=4, inside=Link(100.0, 0.0), network=Link(10.0, 0.0))
-    assert machine.path(range(4)).rate == 100.0
-    assert machine.path((0, 4)).rate == 10.0
-    assert machine.path(range(8)).rate == 40.0  # four ports
-    assert replace(machine, network=Link(50.0, 0.0)).path(range(8)).rate == 100.0  # and no more than inside
+    assert machine.slowest_link(range(4)).rate == 100.0
+    assert machine.slowest_link((0, 4)).rate == 10.0
+    assert machine.slowest_link(range(8)).rate == 40.0  # four ports
+    assert replace(machine, network=Link(50.0, 0.0)).slowest_link(range(8)).rate == 100.0  # and no more than inside
 
 
 def test_an_exchange_sends_what_is_for_other_nodes_through_its_own_port() -> None:

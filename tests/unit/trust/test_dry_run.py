@@ -20,7 +20,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.dry_run import dry_run, real_trace
-from megatron.trust.simulate.memory import forwards_waiting, why_worst
+from megatron.trust.simulate.memory import explain_highest_peak, forwards_waiting
 from megatron.trust.simulate.trace import TOGETHER, Trace
 from tests.helpers import tiny
 
@@ -412,7 +412,9 @@ def test_the_first_stage_is_worst_by_its_activations_and_the_report_says_so():
     dry = dry_run(config, 4)
     assert dry.worst_trace.place["pp"] == 0
     assert [forwards_waiting(trace) for trace in dry.traces] == [4, 3, 2, 1]
-    assert "rank 0 (tp 0, pp 0, ep 0) needs" in why_worst(dry) and "4 forward passes wait" in why_worst(dry)
+    assert "rank 0 (tp 0, pp 0, ep 0) needs" in explain_highest_peak(
+        dry
+    ) and "4 forward passes wait" in explain_highest_peak(dry)
 
 
 def test_ranks_of_a_stage_share_a_trace_and_every_rank_has_one():

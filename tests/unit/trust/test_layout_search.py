@@ -12,7 +12,7 @@ from megatron.core.models.flops import rank_memory
 from megatron.core.parallel.grid import axis_ranks
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import read_command
-from megatron.trust.plan.analytic_estimate import analytic_estimate, microbatches, rank0_groups, with_vocabulary
+from megatron.trust.plan.analytic_estimate import analytic_estimate, num_microbatches, rank0_groups, with_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.plan.layout_search import RECOMPUTE, Layout, LayoutRanking, search_layouts
@@ -39,7 +39,7 @@ def needed(layout: Layout, ranks: int, flags: str = "") -> float | None:
     return max(
         held.total
         for held in rank_memory(
-            config, stages_of(config), data_parallel_size=layout.dp, num_microbatches=microbatches(config, ranks)
+            config, stages_of(config), data_parallel_size=layout.dp, num_microbatches=num_microbatches(config, ranks)
         )
     )
 

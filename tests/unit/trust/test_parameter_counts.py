@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_ranks
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags import parameter_counts as built
-from megatron.trust.flags.parameter_counts import check_build, mesh_of
+from megatron.trust.flags.parameter_counts import check_build, mesh_without_groups
 from megatron.trust.flags.repair import RequestedSetup, smallest_repair
 
 BASE: dict[str, Any] = {
@@ -204,7 +204,7 @@ def test_a_missing_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_parameter_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = built.network_on
+    whole = built.build_stage_on_meta
 
     def wide(*arguments: Any) -> GPTModel:
         network = whole(*arguments)
@@ -213,7 +213,7 @@ def test_a_parameter_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         linear.extra.spec = dataclasses.replace(linear.weight.spec, name="extra")
         return network
 
-    monkeypatch.setattr(built, "network_on", wide)
+    monkeypatch.setattr(built, "build_stage_on_meta", wide)
     said = check_build(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems
     assert len(said) == 2 and all("parameters" in line for line in said), said
 
@@ -233,7 +233,7 @@ def test_a_mesh_made_by_hand_is_where_its_rank_is() -> None:
     config = config_of(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     lists = axis_ranks(config.parallel, 8)
     for rank in range(8):
-        mesh = mesh_of(lists, rank)
+        mesh = mesh_without_groups(lists, rank)
         assert (mesh.tp.rank, mesh.dp.rank, mesh.pp.rank) == (
             rank % 2,
             rank // 2 % 2,

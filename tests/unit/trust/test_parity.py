@@ -18,9 +18,9 @@ from megatron.trust.parity.short_run import (
     RecordedActivation,
     ShortRun,
     ShortStep,
+    deserialize_short_run,
+    serialized_short_run,
     short_run,
-    short_run_bytes,
-    short_run_of,
 )
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -74,7 +74,7 @@ def small(layout: str, model: str) -> ProxyConfig:
     return proxy_config(tiny.config(ranks, **MODELS[model], **changes), ranks)
 
 
-def checked(world: Worlds, layout: str, model: str, function: Any = short_run_bytes, *arguments: Any) -> Parity:
+def checked(world: Worlds, layout: str, model: str, function: Any = serialized_short_run, *arguments: Any) -> Parity:
     """What is said of a row of the table. function: what ranks run."""
     one = small(layout, model)
     ranks = (
@@ -82,13 +82,13 @@ def checked(world: Worlds, layout: str, model: str, function: Any = short_run_by
         if one.world_size > 1
         else [function(*arguments, one.config)]
     )
-    return compare(short_run(one.serial), [short_run_of(rank) for rank in ranks])
+    return compare(short_run(one.serial), [deserialize_short_run(rank) for rank in ranks])
 
 
 def rehearse_planted(name: str, config: Any) -> bytes:
     """On every rank: rehearse with a mistake."""
     with planted(name):
-        return short_run_bytes(config)
+        return serialized_short_run(config)
 
 
 def agrees(world: Worlds, layout: str, model: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
@@ -75,7 +75,7 @@ def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layo
     }
     assert {axis: size > 1 for axis, size in sizes(found).items()} == {axis: size > 1 for axis, size in before.items()}
     kinds = [
-        {(row.mixer, row.cross, row.window is not None, row.rope, row.mlp) for row in layer_rows(one.model)}
+        {(row.mixer, row.cross, row.window is not None, row.rope, row.mlp) for row in network_layer_plans(one.model)}
         for one in (config, found.config)
     ]
     assert kinds[0] == kinds[1]
@@ -217,7 +217,7 @@ def test_what_cannot_be_compared_is_switched_off_and_said() -> None:
 
 def test_too_few_ranks_for_anything_are_refused_with_the_rule() -> None:
     config = config_of("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4)
-    assert all(one.ranks <= 2 for one in small_degrees(config, 4, 2))
+    assert all(one.num_ranks <= 2 for one in small_degrees(config, 4, 2))
     with pytest.raises(ConfigError, match="no small form of this config on at most 0 ranks"):
         proxy_config(config, 4, most_ranks=0)
 

@@ -20,7 +20,7 @@ from megatron.trust.flags.parameter_counts import check_build
 from megatron.trust.parity.local_ranks import RankFailed
 from megatron.trust.parity.parity import compare
 from megatron.trust.parity.proxy_config import proxy_config
-from megatron.trust.parity.short_run import short_run, short_run_bytes, short_run_of
+from megatron.trust.parity.short_run import deserialize_short_run, serialized_short_run, short_run
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
@@ -93,13 +93,13 @@ def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
         pass  # a feature that is not run dry, which says so
     try:
         done = (
-            world(small.world_size).run(short_run_bytes, small.config)
+            world(small.world_size).run(serialized_short_run, small.config)
             if small.world_size > 1
-            else [short_run_bytes(small.config)]
+            else [serialized_short_run(small.config)]
         )
     except (PoolFailed, RankFailed) as error:
         return f"does not run: {error}"
-    found = compare(short_run(small.serial), [short_run_of(one) for one in done])
+    found = compare(short_run(small.serial), [deserialize_short_run(one) for one in done])
     return "" if found.same else f"computes another step, {found.start}"
 
 

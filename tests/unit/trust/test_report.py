@@ -13,7 +13,7 @@ import pytest
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.trust.plan.planner import RunPlan, explain_peak, memory_savings, plan, with_advice
-from megatron.trust.plan.report import TALL, axis_ticks, memory_picture, page, plain, schedule_picture, text
+from megatron.trust.plan.report import TALL, axis_ticks, memory_picture, page, report_values, schedule_picture, text
 from megatron.trust.simulate.trace import DryRun, Event
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 from tests.unit.trust.hand_made import PLAIN, VOCABULARY, config_of, op, run_of, setting_of
@@ -90,7 +90,7 @@ def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
 
 def test_the_json_has_the_numbers_of_the_plan() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    found = json.loads(json.dumps(plain(planned)))
+    found = json.loads(json.dumps(report_values(planned)))
     assert found["fits"] and found["worst_rank"] == 1 and found["time"]["seconds"] == 27.0
     assert [rank["peak"] for rank in found["ranks"]] == [GIB // 4, GIB // 2]
     assert all(sum(rank["at_peak"].values()) == rank["peak"] for rank in found["ranks"])

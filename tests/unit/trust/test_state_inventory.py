@@ -16,7 +16,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.core.config.flags import to_values
 from megatron.core.dist_checkpointing.tree import ShardedTensor
-from megatron.core.kernels.table import Need, select
+from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.cli.arguments import config_of, read_args
@@ -86,7 +86,9 @@ def session(flags: list[str], folder: Path) -> Iterator[Session]:
     run = replace(
         tiny.run_of(config),
         tokenizer=NullTokenizer(VOCABULARY + 1),
-        kernels=select(Need(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}),
+        kernels=select_kernels(
+            KernelRequirements(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}
+        ),
     )
     trainer = build_trainer(run, pretrain_gpt.model, pretrain_gpt.forward_step)
     checkpoint = Checkpoint(trainer)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.adapters import ALL_LINEAR, EXPERTS, PROJECTIONS, LinearShape, chosen_layers, read_target
-from megatron.core.config.flags import spelling
-from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.adapter import AdapterConfig
 
 _OF_ADAPTERS = (
@@ -21,10 +21,10 @@ _OF_ADAPTERS = (
 )
 
 
-def _adapter_numbers(s: Setting) -> str:
+def _adapter_numbers(s: RuleInput) -> str:
     config, usual = s.run.model.adapter, AdapterConfig()
     if not config.has_adapters:
-        given = [spelling(name) for name in _OF_ADAPTERS if getattr(config, name) != getattr(usual, name)]
+        given = [flag_name(name) for name in _OF_ADAPTERS if getattr(config, name) != getattr(usual, name)]
         given += ["--lora-plus-ratio"] if s.run.optimizer.lora_plus_ratio != 1.0 else []
         return f"{', '.join(given)}: of adapters, and there are none; give --lora-rank" if given else ""
     problems = []
@@ -39,7 +39,7 @@ def _adapter_numbers(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _adapter_needs_base(s: Setting) -> str:
+def _adapter_needs_base(s: RuleInput) -> str:
     folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
     if folder is None:
         return ""
@@ -48,7 +48,7 @@ def _adapter_needs_base(s: Setting) -> str:
     return ""
 
 
-def _adapter_targets(s: Setting) -> str:
+def _adapter_targets(s: RuleInput) -> str:
     model, problems = s.run.model, list[str]()
     config = model.adapter
     if not config.has_adapters or (config.lora_rank or 0) < 1:
@@ -56,7 +56,7 @@ def _adapter_targets(s: Setting) -> str:
     broken = [target for target in config.lora_targets if read_target(config, target)[0] < 1]
     if broken:
         return f"--lora-targets {' '.join(broken)}: write NAME, NAME=RANK or NAME=RANK:ALPHA, a rank being 1 or more"
-    rows = layer_rows(model)
+    rows = network_layer_plans(model)
     kinds: dict[str, set[bool]] = {}
     for target in config.lora_targets:
         chosen = chosen_layers(model, rows, target)
@@ -92,7 +92,7 @@ def _target_problems(config: AdapterConfig, target: str, chosen: list[tuple[str,
         yield f"{flag} and adapters of experts ({target}) do not go together; name other --lora-targets, or drop it"
 
 
-def _adapter_conflicts(s: Setting) -> str:
+def _adapter_conflicts(s: RuleInput) -> str:
     run, problems = s.run, []
     config = run.model.adapter
     if not config.has_adapters and not config.freeze:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from megatron.core.config.flags import ConfigError, spelling
-from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import ConfigError, flag_name
+from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
 
 _YARN = (
@@ -21,12 +21,12 @@ _YARN = (
 )
 
 
-def patterns(s: Setting) -> str:
+def layer_pattern_problems(s: RuleInput) -> str:
     """What says which layers have a property can be read, and has something to say it of."""
     run = s.run
     model, problems = run.model, []
     try:
-        layer_rows(model)
+        network_layer_plans(model)
     except ConfigError as error:
         problems.append(str(error))
     if model.window_attn_skip_freq is not None and model.window_size is None:
@@ -44,7 +44,7 @@ def patterns(s: Setting) -> str:
 def _query_norms(model: ModelConfig) -> list[str]:
     """Norms of queries and keys, beside the clipping of their scores."""
     problems = []
-    normed = [spelling(name) for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
+    normed = [flag_name(name) for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
     if (
         model.qk_clip and normed and not model.mla.multi_latent_attention
     ):  # whose norms stand before the matrices that shrink
@@ -63,14 +63,14 @@ def _query_norms(model: ModelConfig) -> list[str]:
     return problems
 
 
-def attention(s: Setting) -> str:
+def attention(s: RuleInput) -> str:
     """Windows, sinks, caps, gates and clipping of scores."""
     run = s.run
     model, problems = run.model, []
     for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
         value = getattr(model, name)
         if value is not None and value <= 0:
-            problems.append(f"{spelling(name)} {value:g} must be above 0")
+            problems.append(f"{flag_name(name)} {value:g} must be above 0")
     if not 0 <= model.qk_clip_alpha <= 1:
         problems.append(f"--qk-clip-alpha {model.qk_clip_alpha:g} is a share, from 0 to 1")
     problems += _query_norms(model)
@@ -93,14 +93,14 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> list[str]:
     rope = model.rope
     problems = []
     given = [
-        spelling(field.name)
+        flag_name(field.name)
         for field in fields(RopeConfig)
         if field.name in _YARN and getattr(rope, field.name) != field.default
     ]
     if given and not yarn:
         problems.append(f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out")
     other = [
-        spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
+        flag_name(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
     ]
     if other and yarn and not model.mla.multi_latent_attention:  # which has a rule of its own
         problems.append(
@@ -115,7 +115,7 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> list[str]:
     return problems
 
 
-def positions(s: Setting) -> str:
+def rotary_problems(s: RuleInput) -> str:
     """Rotations: one way to stretch them, and sections that fit."""
     run = s.run
     model, rope, problems = run.model, run.model.rope, []
@@ -154,13 +154,15 @@ def _attention_variants(model: ModelConfig) -> list[str]:
         "qk_l2_norm": model.qk_l2_norm,
         "qk_clip": model.qk_clip,
     }
-    return [spelling(name) for name, on in given.items() if on]
+    return [flag_name(name) for name, on in given.items() if on]
 
 
 RULES = (
     Rule(
-        "layer-patterns", patterns, "what says which layers have a property can be read and has a property to speak of"
+        "layer-patterns",
+        layer_pattern_problems,
+        "what says which layers have a property can be read and has a property to speak of",
     ),
     Rule("attention", attention, "variants of attention and of the gated MLP have sound numbers and fit together"),
-    Rule("rotations", positions, "rotations are stretched in one way, by sound numbers"),
+    Rule("rotations", rotary_problems, "rotations are stretched in one way, by sound numbers"),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import CheckpointConfig
 
 
@@ -19,7 +19,7 @@ def _export_problems(checkpoint: CheckpointConfig) -> list[str]:
     return problems
 
 
-def _best_problems(s: Setting) -> list[str]:
+def _best_problems(s: RuleInput) -> list[str]:
     """What --save-best needs."""
     checkpoint, train = s.run.checkpoint, s.run.train
     if checkpoint.save_best is None:
@@ -40,7 +40,7 @@ def _best_problems(s: Setting) -> list[str]:
     return problems
 
 
-def _checkpoint_problems(s: Setting) -> str:
+def _checkpoint_problems(s: RuleInput) -> str:
     checkpoint = s.run.checkpoint
     problems = _best_problems(s)
     if checkpoint.save_interval is not None and checkpoint.save is None:
@@ -65,7 +65,7 @@ def _checkpoint_problems(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _bad_steps(s: Setting, *, checks: bool) -> list[str]:
+def _bad_steps(s: RuleInput, *, checks: bool) -> list[str]:
     """What --on-bad-step needs. checks: whether a step is looked at."""
     faults, checkpoint = s.run.faults, s.run.checkpoint
     problems = []
@@ -86,7 +86,7 @@ def _bad_steps(s: Setting, *, checks: bool) -> list[str]:
     return problems
 
 
-def _rerun_problems(s: Setting, *, checks: bool) -> list[str]:
+def _rerun_problems(s: RuleInput, *, checks: bool) -> list[str]:
     """What --rerun-mode needs. checks: whether a step is looked at."""
     faults = s.run.faults
     problems = []
@@ -111,11 +111,11 @@ def _rerun_problems(s: Setting, *, checks: bool) -> list[str]:
     return problems
 
 
-def _fault_tolerance_problems(s: Setting) -> str:
+def _fault_tolerance_problems(s: RuleInput) -> str:
     faults, train, checkpoint, problems = s.run.faults, s.run.train, s.run.checkpoint, []
     counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
     wrong = [
-        f"{spelling(name)} {getattr(faults, name)}"
+        f"{flag_name(name)} {getattr(faults, name)}"
         for name in counts
         if getattr(faults, name) is not None and getattr(faults, name) < 1
     ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def context(s: Setting) -> str:
+def context(s: RuleInput) -> str:
     """Networks, sequences and heads that can be divided over the context ranks."""
     run = s.run
     model, parallel, problems = run.model, run.parallel, []
@@ -92,7 +92,7 @@ def _context_parallel_transports(run: RunConfig) -> list[str]:
     return problems
 
 
-def hybrid_context_parallel(s: Setting) -> str:
+def hybrid_context_parallel(s: RuleInput) -> str:
     """Sequences that are divided by their length have ranks to be divided over, and a loss that does not mind."""
     run, world_size = s.run, s.world_size
     model, parallel, train, problems = run.model, run.parallel, run.train, []

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.plan import layer_rows
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.cuda_graphs import GraphConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def graphs(s: Setting) -> str:
+def graphs(s: RuleInput) -> str:
     """A recording does the same work on the same places of memory, and asks the host for nothing."""
     run = s.run
     config, usual = run.graphs, GraphConfig()
     if config.cuda_graph_impl == "none":
         given = [
-            spelling(name)
+            flag_name(name)
             for name in ("cuda_graph_modules", "cuda_graph_warmup_steps")
             if getattr(config, name) != getattr(usual, name)
         ]
         return f"{' and '.join(given)}: for --cuda-graph-impl local only; add it" if given else ""
-    problems = [f"--cuda-graph-impl local: {why}" for why in (*_obstacles(run), *_random_streams(run))]
+    problems = [f"--cuda-graph-impl local: {why}" for why in (*_capture_obstacles(run), *_random_streams(run))]
     if config.cuda_graph_warmup_steps < 1:
         problems.append(
             f"--cuda-graph-warmup-steps {config.cuda_graph_warmup_steps}: libraries make their plans in a step that is not recorded; "
@@ -31,7 +31,7 @@ def graphs(s: Setting) -> str:
     if (
         config.modules == ("mlp",)
         and run.model.num_layers
-        and all(plan.mlp != "dense" for plan in layer_rows(run.model))
+        and all(plan.mlp != "dense" for plan in network_layer_plans(run.model))
     ):
         problems.append(
             "--cuda-graph-modules mlp: no layer has an MLP without experts, whose rows are known only as they are computed; choose attn"
@@ -39,7 +39,7 @@ def graphs(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _obstacles(run: RunConfig) -> Iterator[str]:
+def _capture_obstacles(run: RunConfig) -> Iterator[str]:
     """What a recording could not see, and what to leave out."""
     parallel, model = run.parallel, run.model
     backend = model.attention_backend
@@ -58,7 +58,7 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
         "context ranks talk inside of attention; leave out --context-parallel-size": parallel.context_parallel_size > 1,
         "sequences of changing lengths have no one recording; leave out --hybrid-context-parallel": parallel.hybrid_context_parallel,
         "pieces travel between the products of a layer; leave out --tp-comm-overlap": parallel.tp_comm_overlap,
-        "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": parallel.defers_weights,
+        "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": parallel.defers_weight_gradients,
         "two passes at once would use the same memory; leave out --overlap-moe-expert-parallel-comm": parallel.overlap_moe_expert_parallel_comm,
         "scores are watched from outside of the layers; leave out --qk-clip": model.qk_clip,
         "a layer that serves several depths gets its gradient at once; leave out --mtp-use-repeated-layer": model.mtp.mtp_use_repeated_layer,

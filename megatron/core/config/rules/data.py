@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.rules.rule import Rule, RuleInput
 
 
-def _data_sources(s: Setting) -> str:
+def _data_sources(s: RuleInput) -> str:
     data = s.run.data
     per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
     given = [
@@ -33,10 +33,10 @@ def _data_sources(s: Setting) -> str:
     return ""
 
 
-def _fill_in_the_middle(s: Setting) -> str:
+def _fill_in_the_middle(s: RuleInput) -> str:
     fill = s.run.data.fill
     given = [
-        spelling(field.name)
+        flag_name(field.name)
         for field in fields(fill)
         if field.name != "fim_data" and getattr(fill, field.name) != field.default
     ]
@@ -48,13 +48,13 @@ def _fill_in_the_middle(s: Setting) -> str:
     for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
         rate = getattr(fill, name)
         if rate is not None and not 0 <= rate <= 1:
-            problems.append(f"{spelling(name)} {rate:g} is a probability, from 0 to 1")
+            problems.append(f"{flag_name(name)} {rate:g} is a probability, from 0 to 1")
     if fill.fim_fragment_rate is not None and fill.fim_split_sample is None:
         problems.append("--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments")
     return "\n  ".join(problems)
 
 
-def _conversation_data(s: Setting) -> str:
+def _conversation_data(s: RuleInput) -> str:
     data, problems = s.run.data, []
     if not data.chat.sft:
         return (
@@ -75,11 +75,11 @@ def _conversation_data(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _masked_text(s: Setting) -> str:
+def _masked_text(s: RuleInput) -> str:
     """What belongs to masked text, and what to windows of text only."""
     model, data, masking = s.run.model, s.run.data, s.run.data.masking
     if model.architecture == "gpt":
-        given = [spelling(field.name) for field in fields(masking) if getattr(masking, field.name) != field.default]
+        given = [flag_name(field.name) for field in fields(masking) if getattr(masking, field.name) != field.default]
         return f"{', '.join(given)}: for pretrain_bert.py and pretrain_t5.py only; leave out" if given else ""
     problems = []
     if not 0 < masking.mask_prob < 1:
@@ -96,7 +96,7 @@ def _masked_text(s: Setting) -> str:
         "fim_data": data.fill.fim_data,
         "sft": data.chat.sft,
     }
-    names = [spelling(name) for name, on in windows.items() if on]
+    names = [flag_name(name) for name, on in windows.items() if on]
     if names:
         problems.append(f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out")
     if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:

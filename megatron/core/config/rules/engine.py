@@ -26,7 +26,7 @@ from megatron.core.config.rules import (
     run,
     vision,
 )
-from megatron.core.config.rules.rule import Setting
+from megatron.core.config.rules.rule import RuleInput
 from megatron.core.config.settings.run import RunConfig
 
 _FILES = (
@@ -56,7 +56,7 @@ ALWAYS = tuple(rule for file in _FILES for rule in getattr(file, "ALWAYS", ()))
 
 def broken_rules(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """(name, what to say) of every rule that this config breaks. The config is resolved."""
-    setting = Setting(config, world_size)
+    setting = RuleInput(config, world_size)
     lacking = [(rule.name, message) for rule in NEEDS if (message := rule.says(setting))]
     yield from lacking
     for rule in ALWAYS + (() if lacking else RULES):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -15,7 +15,7 @@ def _shared_expert(run: RunConfig) -> list[str]:
     problems = []
     if moe.moe_shared_expert_intermediate_size is None:
         given = [
-            spelling(name) for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap") if getattr(moe, name)
+            flag_name(name) for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap") if getattr(moe, name)
         ]
         if given:
             problems.append(
@@ -33,7 +33,7 @@ def _shared_expert(run: RunConfig) -> list[str]:
     return problems
 
 
-def experts(s: Setting) -> str:
+def experts(s: RuleInput) -> str:
     """What is said of experts has experts to speak of, and parts that belong together."""
     run = s.run
     model, moe, problems = run.model, run.model.moe, []
@@ -50,7 +50,7 @@ def experts(s: Setting) -> str:
         problems.append("--moe-enable-deepep contradicts --moe-flex-dispatcher-backend alltoall; leave one out")
     if moe.moe_expert_capacity_factor is None:
         given = [
-            spelling(name)
+            flag_name(name)
             for name, default in (("moe_pad_expert_input_to_capacity", False), ("moe_token_drop_policy", "probs"))
             if getattr(moe, name) != default
         ]
@@ -64,7 +64,7 @@ def _flags_without_experts(run: RunConfig) -> str:
     moe, parallel = run.model.moe, run.parallel
     elsewhere = ("num_experts", "moe_use_upcycling", "moe_upcycling_granularity")  # rules of their own speak of these
     given = [
-        spelling(field.name)
+        flag_name(field.name)
         for field in fields(moe)
         if field.name not in elsewhere and getattr(moe, field.name) != field.default
     ]
@@ -77,7 +77,7 @@ def _flags_without_experts(run: RunConfig) -> str:
     return f"{', '.join(given)}: there are no experts; give --num-experts, or leave out" if given else ""
 
 
-def expert_layout(s: Setting) -> str:
+def expert_layout(s: RuleInput) -> str:
     """Experts and their widths can be divided over the ranks."""
     run, world_size = s.run, s.world_size
     moe, parallel, problems = run.model.moe, run.parallel, []

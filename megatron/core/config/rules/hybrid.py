@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan import read_layout
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import ModelConfig
 
 
-def _pattern(s: Setting) -> str:
+def _pattern(s: RuleInput) -> str:
     model = s.run.model
     hybrid, problems = model.hybrid, list(model.hybrid.problems())
     if not (min(hybrid.ratios) >= 0 and sum(hybrid.ratios) <= 1):
@@ -34,10 +34,10 @@ def _pattern(s: Setting) -> str:
         problems.append("E in --hybrid-layer-pattern and --num-experts go together; give both or neither")
     if ("+" in symbols) != model.mla.multi_latent_attention:
         problems.append("+ in --hybrid-layer-pattern and --multi-latent-attention go together; give both or neither")
-    return "\n  ".join([*problems, *_cuts(s)])
+    return "\n  ".join([*problems, *_pattern_separator_problems(s)])
 
 
-def _cuts(s: Setting) -> Iterator[str]:
+def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
     """What is wrong with the marks of a pattern, / and |."""
     hybrid, parallel = s.run.model.hybrid, s.run.parallel
     depths = s.run.model.mtp.mtp_num_layers or 0
@@ -56,7 +56,7 @@ def _cuts(s: Setting) -> Iterator[str]:
         yield ("| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one")
 
 
-def _sizes(s: Setting) -> str:
+def _state_size_problems(s: RuleInput) -> str:
     model, hybrid = s.run.model, s.run.model.hybrid
     used = {
         "mamba": (hybrid.mamba_num_heads or 0, hybrid.mamba_num_groups, "--mamba-num-heads", "--mamba-num-groups"),
@@ -67,7 +67,7 @@ def _sizes(s: Setting) -> str:
             "--linear-num-key-heads",
         ),
     }
-    problems = [problem for mixer in sorted(model.state_mixers) if (problem := _undivided(s, *used[mixer]))]
+    problems = [problem for mixer in sorted(model.state_mixers) if (problem := _head_division_problem(s, *used[mixer]))]
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
         problems.append(f"--mamba-time-step-limit {limits}: give the smallest and the largest, such as 0.001 inf")
@@ -81,10 +81,10 @@ def _sizes(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _beside(s: Setting) -> str:
+def _parallel_mamba_problems(s: RuleInput) -> str:
     """Mamba-2 beside attention, and fixed factors."""
     model = s.run.model
-    problems, given = list(model.multipliers.problems()), model.multipliers.given()
+    problems, given = list(model.multipliers.problems()), model.multipliers.flags_given()
     if model.hybrid.parallel_mamba and (
         model.architecture != "gpt"
         or model.hybrid.hybrid_layer_pattern is not None
@@ -128,7 +128,7 @@ def _norms_of_states(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _undivided(s: Setting, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
+def _head_division_problem(s: RuleInput, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
     """Why heads and their groups cannot be divided."""
     tp = s.run.parallel.tp
     named = f"{heads_flag} {heads} and {groups_flag} {groups}"
@@ -141,6 +141,12 @@ def _undivided(s: Setting, heads: int, groups: int, heads_flag: str, groups_flag
 
 RULES = (
     Rule("hybrid-pattern", _pattern, "the symbols of a hybrid say all that its layers are"),
-    Rule("multipliers", _beside, "Mamba-2 beside attention, and fixed factors, are for plain decoders"),
-    Rule("states", _sizes, "heads of layers with a state come in whole groups, which the tensor ranks can divide"),
+    Rule(
+        "multipliers", _parallel_mamba_problems, "Mamba-2 beside attention, and fixed factors, are for plain decoders"
+    ),
+    Rule(
+        "states",
+        _state_size_problems,
+        "heads of layers with a state come in whole groups, which the tensor ranks can divide",
+    ),
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron.core.config.flags import ConfigError, spelling
+from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import read_layout
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import MLAConfig, MTPConfig, RopeConfig
 from megatron.core.config.settings.run import RunConfig
 
@@ -25,7 +25,7 @@ def _rope_variants(rope: RopeConfig) -> list[str]:
             "--multi-latent-attention rotates neighbouring channels together as it is; leave --rotary-interleaved out"
         )
     stretched = [
-        spelling(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
+        flag_name(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
     ]
     if stretched:
         problems.append(
@@ -35,10 +35,10 @@ def _rope_variants(rope: RopeConfig) -> list[str]:
     return problems
 
 
-def _without_latents(run: RunConfig) -> str:
+def _flags_without_mla(run: RunConfig) -> str:
     """What is left over when there are no latents."""
     mla = run.model.mla
-    given = [spelling(field.name) for field in fields(MLAConfig) if getattr(mla, field.name) != field.default]
+    given = [flag_name(field.name) for field in fields(MLAConfig) if getattr(mla, field.name) != field.default]
     problems = [f"{', '.join(given)}: for --multi-latent-attention only; add it or leave out"] if given else []
     if "mla_up_proj" in (run.recompute.recompute_modules or ()):
         problems.append(
@@ -47,15 +47,15 @@ def _without_latents(run: RunConfig) -> str:
     return "\n  ".join(problems)
 
 
-def latents(s: Setting) -> str:
+def mla_problems(s: RuleInput) -> str:
     """Latent attention has sizes, positions that rotate, and heads of its own."""
     run = s.run
     model, mla, rope = run.model, run.model.mla, run.model.rope
     if not mla.multi_latent_attention:
-        return _without_latents(run)
+        return _flags_without_mla(run)
     problems = []
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    small = [f"{spelling(name)} {size}" for name in sizes if (size := getattr(mla, name)) is not None and size < 1]
+    small = [f"{flag_name(name)} {size}" for name in sizes if (size := getattr(mla, name)) is not None and size < 1]
     if small:
         problems.append(f"{', '.join(small)}: each must be at least 1")
     if model.architecture != "gpt":
@@ -73,7 +73,7 @@ def latents(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def multi_token_prediction(s: Setting) -> str:
+def multi_token_prediction(s: RuleInput) -> str:
     """Multi-token prediction has layers, and tokens to predict."""
     run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length
@@ -86,7 +86,7 @@ def multi_token_prediction(s: Setting) -> str:
             f"{depths or 'not given'}"
         )
     if depths is None:
-        given = [spelling(field.name) for field in fields(MTPConfig) if getattr(mtp, field.name) != field.default]
+        given = [flag_name(field.name) for field in fields(MTPConfig) if getattr(mtp, field.name) != field.default]
         if given:
             problems.append(f"{', '.join(given)}: nothing is predicted ahead; give --mtp-num-layers or leave out")
         return "\n  ".join(problems)
@@ -112,6 +112,6 @@ def _layout_letters(layout: str) -> str:
 
 
 ALWAYS = (
-    Rule("latent-attention", latents, "latent attention has sizes and rotations, and nothing that it replaces"),
+    Rule("latent-attention", mla_problems, "latent attention has sizes and rotations, and nothing that it replaces"),
     Rule("multi-token-prediction", multi_token_prediction, "multi-token prediction has layers, and tokens to predict"),
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.core.config.flags import ConfigError, spelling
-from megatron.core.config.plan import group_problem
-from megatron.core.config.rules.rule import Rule, Setting, divisors
+from megatron.core.config.flags import ConfigError, flag_name
+from megatron.core.config.plan import microbatch_group_problem
+from megatron.core.config.rules.rule import Rule, RuleInput, divisors
 from megatron.core.config.stages import stages_of
 
 
-def _world_size(s: Setting) -> str:
+def _world_size(s: RuleInput) -> str:
     tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
     needed = tp * pp * cp
     if s.world_size % needed == 0:
@@ -20,7 +20,7 @@ def _world_size(s: Setting) -> str:
     )
 
 
-def _attention_heads(s: Setting) -> str:
+def _attention_heads(s: RuleInput) -> str:
     heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
     return (
         ""
@@ -32,7 +32,7 @@ def _attention_heads(s: Setting) -> str:
     )
 
 
-def _query_groups(s: Setting) -> str:
+def _query_groups(s: RuleInput) -> str:
     heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
     if heads % groups:
         return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors(heads)}"
@@ -44,7 +44,7 @@ def _query_groups(s: Setting) -> str:
     return ""
 
 
-def _ffn_width(s: Setting) -> str:
+def _ffn_width(s: RuleInput) -> str:
     ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
     return (
         ""
@@ -56,7 +56,7 @@ def _ffn_width(s: Setting) -> str:
     )
 
 
-def _head_size(s: Setting) -> str:
+def _head_size(s: RuleInput) -> str:
     model, latent = s.run.model, s.run.model.mla.multi_latent_attention
     if (
         not latent
@@ -80,7 +80,7 @@ def _head_size(s: Setting) -> str:
     return ""
 
 
-def _sequence_parallel(s: Setting) -> str:
+def _sequence_parallel(s: RuleInput) -> str:
     length, tp = s.run.train.seq_length, s.run.parallel.tp
     if not s.run.parallel.sequence_parallel or length % tp == 0:
         return ""
@@ -90,7 +90,7 @@ def _sequence_parallel(s: Setting) -> str:
     )
 
 
-def _pipeline_stages(s: Setting) -> str:
+def _pipeline_stages(s: RuleInput) -> str:
     parallel = s.run.parallel
     if parallel.num_layers_per_virtual_pipeline_stage and (
         parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None
@@ -117,7 +117,7 @@ def _pipeline_stages(s: Setting) -> str:
         )
     if parallel.pp == 1 and len(stages) > 1:
         asking = [
-            spelling(name)
+            flag_name(name)
             for name in (
                 "num_virtual_stages_per_pipeline_rank",
                 "num_layers_per_virtual_pipeline_stage",
@@ -132,7 +132,7 @@ def _pipeline_stages(s: Setting) -> str:
     return ""
 
 
-def _interleaved_schedule(s: Setting) -> str:
+def _interleaved_schedule(s: RuleInput) -> str:
     parallel, train = s.run.parallel, s.run.train
     unit = train.micro_batch_size * parallel.data_parallel_size(s.world_size)
     try:
@@ -148,10 +148,10 @@ def _interleaved_schedule(s: Setting) -> str:
     )
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pp
     sizes = (size for size in range(start, train.global_batch_size + 1, max(1, step)) if size % unit == 0)
-    return next(filter(None, (group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
+    return next(filter(None, (microbatch_group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
 
 
-def _padded_vocabulary(s: Setting) -> str:
+def _padded_vocabulary(s: RuleInput) -> str:
     model, tp = s.run.model, s.run.parallel.tp
     if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
         return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
@@ -166,7 +166,7 @@ def _padded_vocabulary(s: Setting) -> str:
     return ""
 
 
-def _fully_sharded(s: Setting) -> str:
+def _fully_sharded(s: RuleInput) -> str:
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
         alone = parallel.torch_fsdp2_no_reshard_after_forward
@@ -182,7 +182,7 @@ def _fully_sharded(s: Setting) -> str:
         "hybrid_context_parallel": "gives ranks different numbers of microbatches, and all must gather a layer as often",
     }
     problems = [
-        f"{spelling(name)} {why}; leave it out, or --use-torch-fsdp2"
+        f"{flag_name(name)} {why}; leave it out, or --use-torch-fsdp2"
         for name, why in reasons.items()
         if getattr(parallel, name) not in (False, None)
     ]

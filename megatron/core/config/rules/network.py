@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.config.settings.model import ModelConfig
 
 
-def _position_range(s: Setting) -> str:
+def _position_range(s: RuleInput) -> str:
     longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
     return (
         ""
@@ -20,7 +20,7 @@ def _position_range(s: Setting) -> str:
     )
 
 
-def _encoder_decoder_lengths(s: Setting) -> str:
+def _encoder_decoder_lengths(s: RuleInput) -> str:
     """What the lengths and depths of an encoder and a decoder must keep to."""
     model, train, problems = s.run.model, s.run.train, []
     if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
@@ -33,10 +33,10 @@ def _encoder_decoder_lengths(s: Setting) -> str:
             f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
             "encoder reads; keep one"
         )
-    return "\n  ".join(problems + (_decoder_lengths(s) if model.architecture == "t5" else _no_decoder(s)))
+    return "\n  ".join(problems + (_decoder_lengths(s) if model.architecture == "t5" else _flags_without_decoder(s)))
 
 
-def _no_decoder(s: Setting) -> list[str]:
+def _flags_without_decoder(s: RuleInput) -> list[str]:
     given = {
         "--decoder-num-layers": s.run.model.decoder_num_layers,
         "--decoder-seq-length": s.run.train.decoder_seq_length,
@@ -45,7 +45,7 @@ def _no_decoder(s: Setting) -> list[str]:
     return [f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"] if names else []
 
 
-def _decoder_lengths(s: Setting) -> list[str]:
+def _decoder_lengths(s: RuleInput) -> list[str]:
     model, train, problems = s.run.model, s.run.train, []
     length, tp = train.decoder_seq_length, s.run.parallel.tp
     if model.rope.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
@@ -65,14 +65,14 @@ def _decoder_lengths(s: Setting) -> list[str]:
     return problems
 
 
-def _one_activation(s: Setting) -> str:
+def _one_activation(s: RuleInput) -> str:
     model = s.run.model
     names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
-    chosen = [spelling(name) for name in names if getattr(model, name)]
+    chosen = [flag_name(name) for name in names if getattr(model, name)]
     return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
 
 
-def _relative_position_bias(s: Setting) -> str:
+def _relative_position_bias(s: RuleInput) -> str:
     """T5's bias belongs to T5."""
     model, rope = s.run.model, s.run.model.rope
     if rope.position_embedding_type != "relative":
@@ -121,16 +121,16 @@ def _norms_of_t5(model: ModelConfig) -> str:
     """Norms behind a sublayer, of which cross attention has none."""
     for name in ("norm_after_sublayer", "sandwich_norm"):
         if getattr(model, name) and model.architecture == "t5":
-            return f"{spelling(name)} knows no norm behind the cross attention of a T5; leave it out"
+            return f"{flag_name(name)} knows no norm behind the cross attention of a T5; leave it out"
     return ""
 
 
-def _norm_settings(s: Setting) -> str:
+def _norm_settings(s: RuleInput) -> str:
     model = s.run.model
     if problem := _norm_places(model) or _norms_of_t5(model):
         return problem
     if model.kernels.requested_kernels.get("residual_norm", "apart") != "apart" and (
-        not model.sums_before_norms or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())
+        not model.has_plain_pre_norm or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())
     ):
         return "--kernel residual_norm=triton sums and norms at once, and here the sum is another, or one of them is recomputed; leave it out"
     if model.softmax_scale is not None and model.softmax_scale <= 0:
@@ -138,16 +138,16 @@ def _norm_settings(s: Setting) -> str:
     return ""
 
 
-def _dropout_range(s: Setting) -> str:
+def _dropout_range(s: RuleInput) -> str:
     wrong = [
-        f"{spelling(name)} {getattr(s.run.model, name)}"
+        f"{flag_name(name)} {getattr(s.run.model, name)}"
         for name in ("hidden_dropout", "attention_dropout")
         if not 0.0 <= getattr(s.run.model, name) < 1.0
     ]
     return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
 
 
-def _recompute_settings(s: Setting) -> str:
+def _recompute_settings(s: RuleInput) -> str:
     choice = s.run.recompute
     full = choice.recompute_granularity == "full"
     problems = []
@@ -166,15 +166,15 @@ def _recompute_settings(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _kernel_choices(s: Setting) -> str:
+def _kernel_choices(s: RuleInput) -> str:
     return "\n  ".join(s.run.model.kernels.problems(compiles=s.run.compilation.compile))
 
 
-def _compilation(s: Setting) -> str:
+def _compilation(s: RuleInput) -> str:
     """What is wrong with these settings and how to mend it, a line each, or an empty string."""
     config, usual = s.run.compilation, CompileConfig()
     given = [
-        spelling(name) for name in ("compile_mode", "compile_backend") if getattr(config, name) != getattr(usual, name)
+        flag_name(name) for name in ("compile_mode", "compile_backend") if getattr(config, name) != getattr(usual, name)
     ]
     if not config.compile:
         return f"{' and '.join(given)}: for --compile only; add it" if given else ""

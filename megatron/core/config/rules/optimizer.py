@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.config.settings.run import OffloadConfig
 
@@ -33,7 +33,7 @@ def _cpu_offload_problems(config: OptimizerConfig) -> list[str]:
     return problems
 
 
-def update_rule(s: Setting) -> str:
+def update_rule(s: RuleInput) -> str:
     """Numbers of update rules, and settings of rules that are not chosen."""
     run = s.run
     config, problems = run.optimizer, []
@@ -47,13 +47,13 @@ def update_rule(s: Setting) -> str:
             flags = (name for name in names if name.startswith(f"{prefix}_"))
             problems += _flags_without_effect(config, OptimizerConfig(), flags, f"--optimizer {prefix}")
     problems += [
-        f"{spelling(name)} {getattr(config, name):g} must be above 0"
+        f"{flag_name(name)} {getattr(config, name):g} must be above 0"
         for name in names
         if name.startswith("adafactor_") and getattr(config, name) <= 0
     ]
     for name in ("lion_beta1", "lion_beta2", "muon_momentum"):
         if not 0.0 <= getattr(config, name) < 1.0:
-            problems.append(f"{spelling(name)} {getattr(config, name):g} is a share from 0 up to, but not, 1")
+            problems.append(f"{flag_name(name)} {getattr(config, name):g} is a share from 0 up to, but not, 1")
     if config.muon_num_ns_steps < 1:
         problems.append(
             f"--muon-num-ns-steps {config.muon_num_ns_steps} makes nothing orthogonal; give 5, or 8 for polar_express"
@@ -66,7 +66,7 @@ def update_rule(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def low_precision_state(s: Setting) -> str:
+def low_precision_state(s: RuleInput) -> str:
     """Formats of the optimizer's state."""
     run = s.run
     precision, problems = run.precision, []
@@ -98,7 +98,7 @@ def low_precision_state(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def activation_offloading(s: Setting) -> str:
+def activation_offloading(s: RuleInput) -> str:
     """Activations in the memory of the CPU."""
     run = s.run
     config, problems = run.offload, []
@@ -130,7 +130,7 @@ def activation_offloading(s: Setting) -> str:
 
 
 def _flags_without_effect(config: Any, usual: Any, names: Iterable[str], wants: str) -> list[str]:
-    given = [spelling(name) for name in names if getattr(config, name) != getattr(usual, name)]
+    given = [flag_name(name) for name in names if getattr(config, name) != getattr(usual, name)]
     return [f"{', '.join(given)}: for {wants} only; add it, or leave out"] if given else []
 
 

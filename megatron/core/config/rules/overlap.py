@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron.core.config.plan import read_layout
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import RunConfig
 
 
-def overlap(s: Setting) -> str:
+def overlap(s: RuleInput) -> str:
     """What is overlapped is done at all, in pieces that can be."""
     run = s.run
     parallel, problems = run.parallel, []

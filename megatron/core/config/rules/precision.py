@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron.core.config.adapters import linear_layers
-from megatron.core.config.flags import spelling
+from megatron.core.config.flags import flag_name
 from megatron.core.config.plan import LayerPlan
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import RunConfig
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -26,10 +26,10 @@ def _flags_of_other_recipes(run: RunConfig) -> list[str]:
         problems.append(f"{given}: these are about --fp8-recipe delayed; choose it, or leave out")
     if not low.first_last_layers_bf16 and (given := _flags_given(run, _ENDS)):
         problems.append(f"{given}: these are about --first-last-layers-bf16; give it, or leave out")
-    negative = [f"{spelling(name)} {getattr(low, name)}" for name in _ENDS if getattr(low, name) < 0]
+    negative = [f"{flag_name(name)} {getattr(low, name)}" for name in _ENDS if getattr(low, name) < 0]
     if negative:
         problems.append(f"{', '.join(negative)}: a number of layers is at least 0")
-    elif not any(low.is_rounded(layer, num_layers) for layer in range(num_layers)):
+    elif not any(low.is_low_precision_layer(layer, num_layers) for layer in range(num_layers)):
         problems.append(
             f"--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 leave none of {num_layers} layers to "
             f"{_format_flag(run)}; choose fewer"
@@ -37,7 +37,7 @@ def _flags_of_other_recipes(run: RunConfig) -> list[str]:
     return problems
 
 
-def low_precision(s: Setting) -> str:
+def low_precision(s: RuleInput) -> str:
     """Matrices in low precision have one format, parts that belong together, and the run a format to fall back to."""
     run = s.run
     low, _num_layers, problems = run.precision.low, run.model.num_layers_of(), []
@@ -64,12 +64,12 @@ def low_precision(s: Setting) -> str:
             f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_format_flag(run)} finds no scales in "
             "common; leave one of them out"
         )
-    if low.holds_weights:
-        problems += _kept_weights(run)
+    if low.has_quantized_weights:
+        problems += _quantized_weight_problems(run)
     return "\n  ".join(problems)
 
 
-def _kept_weights(run: RunConfig) -> Iterator[str]:
+def _quantized_weight_problems(run: RunConfig) -> Iterator[str]:
     """What is in the way of weights that are kept in 8 bits."""
     low, optimizer = run.precision.low, run.optimizer
     flag, other = (
@@ -93,10 +93,10 @@ def _kept_weights(run: RunConfig) -> Iterator[str]:
         yield f"{flag} keeps main weights of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 
 
-def low_precision_sizes(s: Setting) -> str:
+def low_precision_sizes(s: RuleInput) -> str:
     """Every rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits, so all layouts round alike."""
     run = s.run
-    multiple, unfit = run.precision.low.multiple, dict[str, None]()
+    multiple, unfit = run.precision.low.matrix_size_multiple, dict[str, None]()
     for what, size, ranks in _matrix_sizes(run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
             over = f" over {ranks} ranks" if ranks > 1 else ""
@@ -141,7 +141,7 @@ def _flags_given(run: RunConfig, names: tuple[str, ...]) -> str:
     """Those of the flags that are not at their default."""
     low = run.precision.low
     return ", ".join(
-        spelling(field.name)
+        flag_name(field.name)
         for field in fields(low)
         if field.name in names and getattr(low, field.name) != field.default
     )

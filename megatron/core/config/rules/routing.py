@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.moe import MoEConfig
 
 
-def router_choice(s: Setting) -> str:
+def router_choice(s: RuleInput) -> str:
     """How many experts a token uses, out of which groups, by which scores."""
     run = s.run
     moe = run.model.moe
@@ -68,7 +68,7 @@ def _expert_group_problems(moe: MoEConfig) -> list[str]:
     return []
 
 
-def load_balancing(s: Setting) -> str:
+def load_balancing(s: RuleInput) -> str:
     """What keeps the choice even."""
     run = s.run
     moe, problems = run.model.moe, []
@@ -96,7 +96,7 @@ def load_balancing(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def upcycling(s: Setting) -> str:
+def upcycling(s: RuleInput) -> str:
     """A dense checkpoint can become these experts, and the network still say the same."""
     run = s.run
     model, moe, problems = run.model, run.model.moe, []

@@ -9,7 +9,7 @@ from megatron.core.config.settings.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RuleInput:
     """What rules look at."""
 
     run: RunConfig
@@ -21,7 +21,7 @@ class Rule:
     """`says` returns what is wrong and how to mend it, or an empty string. sentence: what holds where it is kept."""
 
     name: str
-    says: Callable[[Setting], str]
+    says: Callable[[RuleInput], str]
     sentence: str = ""
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.rules.rule import Rule, Setting
+from megatron.core.config.flags import flag_name
+from megatron.core.config.rules.rule import Rule, RuleInput
 
 
-def _required_sizes(setting: Setting) -> str:
+def _required_sizes(setting: RuleInput) -> str:
     run = setting.run
     required = {
         "num_layers": run.model,
@@ -20,10 +20,10 @@ def _required_sizes(setting: Setting) -> str:
     lacking = [name for name, part in required.items() if getattr(part, name) is None]
     taken = any(required[name] is run.model for name in lacking) and not run.checkpoint.use_checkpoint_args
     hint = "; --load FOLDER --use-checkpoint-args takes a network's shape from its checkpoint" if taken else ""
-    return f"{', '.join(map(spelling, lacking))} must be given{hint}" if lacking else ""
+    return f"{', '.join(map(flag_name, lacking))} must be given{hint}" if lacking else ""
 
 
-def _positive_sizes(setting: Setting) -> str:
+def _positive_sizes(setting: RuleInput) -> str:
     run = setting.run
     counts = {
         "num_layers": run.model,
@@ -51,14 +51,14 @@ def _positive_sizes(setting: Setting) -> str:
         "save_retain_interval": run.checkpoint,
     }
     wrong = [
-        f"{spelling(name)} {getattr(part, name)}"
+        f"{flag_name(name)} {getattr(part, name)}"
         for name, part in counts.items()
         if getattr(part, name) is not None and getattr(part, name) < 1
     ]
     return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
 
 
-def _global_batch(s: Setting) -> str:
+def _global_batch(s: RuleInput) -> str:
     train = s.run.train
     unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
     size, evaluated = train.global_batch_size, train.eval_global_batch_size
@@ -86,7 +86,7 @@ def _global_batch(s: Setting) -> str:
     )
 
 
-def _duration(s: Setting) -> str:
+def _duration(s: RuleInput) -> str:
     train = s.run.train
     if train.train_iters is not None and train.train_samples is not None:
         return "--train-iters and --train-samples both say how long to train; keep one"
@@ -95,15 +95,15 @@ def _duration(s: Setting) -> str:
     return ""
 
 
-def _learning_rate(s: Setting) -> str:
+def _learning_rate(s: RuleInput) -> str:
     if s.run.schedule.lr is None and not s.run.train.skip_train:
         return "--lr must be given (or --skip-train)"
     return ""
 
 
-def _number_format(s: Setting) -> str:
+def _number_format(s: RuleInput) -> str:
     precision = s.run.precision
-    chosen = [spelling(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
+    chosen = [flag_name(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
         return f"{' and '.join(chosen)} contradict each other; keep one"
     if precision.loss_scale is not None and not precision.fp16:
@@ -113,7 +113,7 @@ def _number_format(s: Setting) -> str:
     return ""
 
 
-def _generated_samples(s: Setting) -> str:
+def _generated_samples(s: RuleInput) -> str:
     train, problems = s.run.train, []
     online = s.run.data.multimodal.online_evaluation_config
     if online is not None and s.run.parallel.context_parallel_size > 1:
@@ -123,7 +123,7 @@ def _generated_samples(s: Setting) -> str:
         )
     if train.eval_generate is None:
         given = [
-            spelling(name)
+            flag_name(name)
             for name, usual in (("eval_generate_tokens", 64), ("eval_generate_temperature", 0.0))
             if getattr(train, name) != usual
         ]
@@ -144,7 +144,7 @@ def _generated_samples(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _elastic(s: Setting) -> str:
+def _elastic(s: RuleInput) -> str:
     run = s.run
     if not run.parallel.elastic:
         return ""

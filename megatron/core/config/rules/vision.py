@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from megatron.core.config.flags import spelling
-from megatron.core.config.rules.rule import Rule, Setting, divisors
+from megatron.core.config.flags import flag_name
+from megatron.core.config.rules.rule import Rule, RuleInput, divisors
 from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.config.settings.vision import VisionConfig
 
 
-def _has_images(s: Setting) -> bool:
+def _has_images(s: RuleInput) -> bool:
     return s.run.model.has_vision or s.run.model.architecture == "vit"
 
 
-def _without_images(s: Setting) -> str:
+def _flags_without_images(s: RuleInput) -> str:
     """What belongs to images, where there are none."""
     if _has_images(s):
         return ""
     vision, data = s.run.model.vision, s.run.data.multimodal
     given = [
-        spelling(field.name)
+        flag_name(field.name)
         for config, usual in ((vision, VisionConfig()), (data, MultimodalConfig()))
         for field in fields(usual)
         if getattr(config, field.name) != getattr(usual, field.name)
@@ -29,7 +29,7 @@ def _without_images(s: Setting) -> str:
     return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
 
 
-def _image_and_encoder_sizes(s: Setting) -> str:
+def _image_and_encoder_sizes(s: RuleInput) -> str:
     """What the sizes of images and of the encoder must keep to."""
     if not _has_images(s):
         return ""
@@ -61,14 +61,14 @@ def _image_and_encoder_sizes(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _in_the_sequence(s: Setting) -> str:
+def _image_sequence_problems(s: RuleInput) -> str:
     """What the rows of images need of the sequence and of the layout."""
     model, problems = s.run.model, []
     if not model.has_vision:
         return ""
-    if model.vision.patch_dim > 0 and model.vision.rows >= s.run.train.seq_length:
+    if model.vision.patch_dim > 0 and model.vision.num_image_embeddings >= s.run.train.seq_length:
         problems.append(
-            f"an image takes {model.vision.rows} places of --seq-length {s.run.train.seq_length}, and no text has room; give a "
+            f"an image takes {model.vision.num_image_embeddings} places of --seq-length {s.run.train.seq_length}, and no text has room; give a "
             "longer one, --pixel-shuffle, or smaller images"
         )
     if model.mtp.mtp_num_layers:
@@ -84,7 +84,7 @@ def _in_the_sequence(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-def _tile_settings(s: Setting) -> str:
+def _tile_settings(s: RuleInput) -> str:
     data, problems = s.run.data.multimodal, []
     if not _has_images(s):
         return ""
@@ -106,11 +106,11 @@ def _tile_settings(s: Setting) -> str:
     problems += _smolvlm_tiles(s) if data.cuts_as_smolvlm else []
     for name, value in (("max_image_pixels", data.max_image_pixels), ("max_image_bytes", data.max_image_bytes)):
         if value < 1:
-            problems.append(f"{spelling(name)} {value} leaves every image out; give a positive number")
+            problems.append(f"{flag_name(name)} {value} leaves every image out; give a positive number")
     return "\n  ".join(problems)
 
 
-def _smolvlm_tiles(s: Setting) -> list[str]:
+def _smolvlm_tiles(s: RuleInput) -> list[str]:
     """What SmolVLM's way of cutting images needs: a square of tiles at most, and the whole image behind them."""
     data, vision, problems = s.run.data.multimodal, s.run.model.vision, []
     side = math.isqrt(max(1, data.max_num_tiles))
@@ -128,7 +128,7 @@ def _smolvlm_tiles(s: Setting) -> list[str]:
     return problems
 
 
-def _classifier_problems(s: Setting) -> str:
+def _classifier_problems(s: RuleInput) -> str:
     """What a vision transformer by itself cannot do."""
     if s.run.model.architecture != "vit":
         return ""
@@ -144,14 +144,14 @@ def _classifier_problems(s: Setting) -> str:
     return "\n  ".join(problems)
 
 
-ALWAYS = (Rule("images", _without_images, "what belongs to images is given where there are some"),)
+ALWAYS = (Rule("images", _flags_without_images, "what belongs to images is given where there are some"),)
 RULES = (
     Rule(
         "image-sizes",
         _image_and_encoder_sizes,
         "images are cut into whole patches, and the encoder's width into whole heads",
     ),
-    Rule("images-in-text", _in_the_sequence, "a sequence has room for an image and an answer"),
+    Rule("images-in-text", _image_sequence_problems, "a sequence has room for an image and an answer"),
     Rule("image-tiles", _tile_settings, "tiles have their flags"),
     Rule(
         "image-classifier", _classifier_problems, "a vision transformer by itself keeps each image whole on every rank"

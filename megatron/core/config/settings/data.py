@@ -14,7 +14,7 @@ DataFiles = Literal["none", "datasets", "lines"]
 
 
 @dataclass(frozen=True, slots=True)
-class FillConfig:
+class FIMConfig:
     """Fill in the middle.
 
     Documents of a sample are rearranged, so that a model learns to write what stands between two texts.
@@ -153,7 +153,7 @@ class DataConfig:
         role="data",
     )
     num_dataset_builder_threads: int = flag(1, "threads that build the indices of a blend's datasets", role="free")
-    fill: FillConfig = FillConfig()
+    fill: FIMConfig = FIMConfig()
     chat: ChatConfig = ChatConfig()
     masking: MaskingConfig = MaskingConfig()
     multimodal: MultimodalConfig = MultimodalConfig()
@@ -237,7 +237,7 @@ class TokenizerConfig:
     )
 
     @property
-    def known_size(self) -> int:
+    def vocab_size_from_flags(self) -> int:
         """Ids of the tokenizer, as far as flags alone say; else as many as GPT-2's has."""
         return self.vocab_size if self.tokenizer_type == "NullTokenizer" and self.vocab_size else 50257
 

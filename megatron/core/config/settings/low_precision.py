@@ -67,21 +67,21 @@ class LowPrecisionConfig:
         return self.fp8_recipe if self.fp8_format is not None else ""
 
     @property
-    def holds_weights(self) -> bool:
+    def has_quantized_weights(self) -> bool:
         """Whether weights are kept rounded."""
         return self.fp8_param_gather or self.fp4_param_gather
 
     @property
-    def block(self) -> int:
+    def scale_block_size(self) -> int:
         """Elements of a row that share a scale; 0: all of the tensor do, or nothing is rounded."""
         return {"mxfp8": 32, "blockwise": 128, "nvfp4": 16}.get(self.recipe, 0)
 
     @property
-    def multiple(self) -> int:
+    def matrix_size_multiple(self) -> int:
         """What sizes of matrices must be multiples of: whole blocks, and rows that GPUs multiply in 8 bits."""
-        return max(16, self.block) if self.recipe else 1
+        return max(16, self.scale_block_size) if self.recipe else 1
 
-    def is_rounded(self, layer: int, num_layers: int) -> bool:
+    def is_low_precision_layer(self, layer: int, num_layers: int) -> bool:
         """Whether a layer, counted from 0, multiplies in 8 or 4 bits. Layers past the last (multi-token prediction) do."""
         if not self.recipe:
             return False

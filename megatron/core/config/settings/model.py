@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import ConfigError, flag, plain
+from megatron.core.config.flags import ConfigError, flag, plain_field
 from megatron.core.config.hybrid_pattern import pattern_of_ratios
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.hybrid import HybridConfig
@@ -148,7 +148,7 @@ class RequestedModel:
         128, "pad the vocabulary to a multiple of this times the tensor size", role="free"
     )
     padded_vocab_size: int | None = flag(None, "exact padded vocabulary, instead of computing it", role="free")
-    true_vocab_size: int | None = plain(
+    true_vocab_size: int | None = plain_field(
         None, role="network"
     )  # the tokenizer's size, filled in once the tokenizer is there
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own", role="network")
@@ -273,16 +273,16 @@ class RequestedModel:
     adapter: AdapterConfig = AdapterConfig()
     vision: VisionConfig = VisionConfig()
     # What only encoders of images have; `vision_encoder` sets it.
-    quick_gelu: bool = plain(False, role="network")
-    layer_scale: float | None = plain(
+    quick_gelu: bool = plain_field(False, role="network")
+    layer_scale: float | None = plain_field(
         None, role="network"
     )  # initial factor of what a sublayer adds, learned by channel
-    qkv_without_bias: bool = plain(False, role="network")
-    architecture: Literal["gpt", "bert", "t5", "vit"] = plain(
+    qkv_without_bias: bool = plain_field(False, role="network")
+    architecture: Literal["gpt", "bert", "t5", "vit"] = plain_field(
         "gpt", role="network"
     )  # said by the entry script, as is the next
     # A head that gives a text one number at its last token, in the place of the output layer (reward models).
-    reward_head: bool = plain(False, role="adaptable")
+    reward_head: bool = plain_field(False, role="adaptable")
 
     def resolve(self) -> ModelConfig:
         """Fill in the sizes that follow from others; fields already given stay as they are.
@@ -400,7 +400,7 @@ class ModelConfig(RequestedModel):
         return self.mla.multi_latent_attention or self.rope.position_embedding_type in ("rope", "yarn", "mrope")
 
     @property
-    def sums_before_norms(self) -> bool:
+    def has_plain_pre_norm(self) -> bool:
         """Whether a layer norms, for its MLP, the sum of its input and what attention adds, as it is."""
         elsewhere = (
             self.apply_residual_connection_post_layernorm
@@ -433,12 +433,12 @@ class ModelConfig(RequestedModel):
         return next((name for name, on in chosen.items() if on), "gelu")
 
     @property
-    def kernel_wishes(self) -> dict[str, str]:
+    def kernel_requests(self) -> dict[str, str]:
         """Op -> the kernel that was asked for."""
         return {
             "attention": self.attention_backend,
             "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop",
-            "moe_flex_dispatcher": self.moe.library,
+            "moe_flex_dispatcher": self.moe.dispatcher_library,
             **self.kernels.requested_kernels,
         }
 
@@ -450,8 +450,8 @@ class ModelConfig(RequestedModel):
             "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
             "gated_activation": self.gated,
             "bias_activation": "bias_activation" in self.kernels.requested_kernels,
-            "rotary": self.uses_rotary and not self.rotates_fused_heads,
-            "rotary_qkv": self.rotates_fused_heads,
+            "rotary": self.uses_rotary and not self.applies_rope_to_qkv,
+            "rotary_qkv": self.applies_rope_to_qkv,
             "grouped_linear": bool(self.moe.num_experts),
             "moe_flex_dispatcher": bool(self.moe.num_experts),
             "permute": bool(self.moe.num_experts),
@@ -472,7 +472,7 @@ class ModelConfig(RequestedModel):
         return self.add_bias_linear and self.multipliers.mlp[0] == 1.0
 
     @property
-    def rotates_fused_heads(self) -> bool:
+    def applies_rope_to_qkv(self) -> bool:
         """Whether queries and keys are rotated as the fused projection has them, without norms between."""
         return self.uses_rotary and not (
             self.mla.multi_latent_attention or self.qk_layernorm or self.qk_layernorm_across_heads
@@ -503,7 +503,7 @@ class ModelConfig(RequestedModel):
         return self.mla.qk_pos_emb_head_dim if self.mla.multi_latent_attention else self.kv_channels
 
     @property
-    def rotates_pairs(self) -> bool:
+    def has_interleaved_rotary(self) -> bool:
         """Whether rotation pairs neighbouring channels, as latent attention always does, or the two halves of a head."""
         return self.mla.multi_latent_attention or self.rope.rotary_interleaved
 
@@ -518,7 +518,7 @@ class ModelConfig(RequestedModel):
         )
 
     @property
-    def uneven_heads(self) -> bool:
+    def has_uneven_head_sizes(self) -> bool:
         """Whether a value head has another size than a key head."""
         return self.head_sizes[0] != self.head_sizes[1]
 

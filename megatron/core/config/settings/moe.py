@@ -97,7 +97,7 @@ class MoEConfig:
         return self.moe_ffn_hidden_size or 0
 
     @property
-    def library(self) -> str:
+    def dispatcher_library(self) -> str:
         """Which library is to send tokens; "" if none is to be asked for."""
         if not self.num_experts or self.moe_token_dispatcher_type != "flex":
             return ""

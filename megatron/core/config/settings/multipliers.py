@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megatron.core.config.flags import flag, spelling
+from megatron.core.config.flags import flag, flag_name
 
 MIXER_PARTS, MLP_PARTS = ("z", "x", "B", "C", "dt"), ("gate", "output")
 
@@ -44,10 +44,10 @@ class MultiplierConfig:
         gate, output = self.mlp_multipliers or (1.0, 1.0)
         return gate, output
 
-    def given(self) -> list[str]:
+    def flags_given(self) -> list[str]:
         """The flags of those that are not one."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return [spelling(name) for name, value in values.items() if value not in ((), 1.0)]
+        return [flag_name(name) for name, value in values.items() if value not in ((), 1.0)]
 
     def problems(self) -> Iterator[str]:
         """Numbers that are no factors."""
@@ -56,6 +56,6 @@ class MultiplierConfig:
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             if field.name in parts and value and len(value) != len(parts[field.name]):
-                yield f"{spelling(field.name)} has {len(value)} factors; give one each of {', '.join(parts[field.name])}, or none"
+                yield f"{flag_name(field.name)} has {len(value)} factors; give one each of {', '.join(parts[field.name])}, or none"
             elif any(not math.isfinite(one) or one == 0 for one in values):
-                yield f"{spelling(field.name)} {' '.join(f'{one:g}' for one in values)}: a factor is a number other than 0"
+                yield f"{flag_name(field.name)} {' '.join(f'{one:g}' for one in values)}: a factor is a number other than 0"

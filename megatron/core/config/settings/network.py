@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.config.flags import roles_of, to_values
-from megatron.core.config.plan import layer_rows
+from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, RequestedModel
 from megatron.core.config.settings.moe import MoEConfig
@@ -67,8 +67,11 @@ def network_fields() -> dict[str, str]:
 
 def unused_settings(model: ModelConfig) -> frozenset[str]:
     """Settings of which this network makes no use, since others say so. model: resolved."""
-    rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in layer_rows(model)}
-    latent, mixers = model.mla.multi_latent_attention, set[str]().union(*(plan.mixers for plan in layer_rows(model)))
+    rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in network_layer_plans(model)}
+    latent, mixers = (
+        model.mla.multi_latent_attention,
+        set[str]().union(*(plan.mixers for plan in network_layer_plans(model))),
+    )
     without_effect: dict[tuple[str, ...], bool] = {
         _ROTARY: not model.uses_rotary,
         _SCALING: not (model.uses_rotary and rope.use_rope_scaling),
@@ -121,7 +124,7 @@ def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 def canonical_values(model: ModelConfig) -> dict[str, Any]:
     """Values by field name, where one network has one spelling only."""
-    values, rows = to_values(model), layer_rows(model)
+    values, rows = to_values(model), network_layer_plans(model)
     values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     values["moe_layer_freq"] = [plan.mlp for plan in rows]

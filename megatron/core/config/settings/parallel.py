@@ -156,7 +156,7 @@ class ParallelConfig:
         return self.pipeline_schedule in ("zb-h1", "zb-v")
 
     @property
-    def defers_weights(self) -> bool:
+    def defers_weight_gradients(self) -> bool:
         """Whether layers leave gradients of weights for later in a backward pass."""
         return self.splits_backward or self.delay_wgrad_compute
 

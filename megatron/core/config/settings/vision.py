@@ -196,7 +196,7 @@ class VisionConfig:
         return 0 if dropped else self.traits.class_tokens
 
     @property
-    def rows(self) -> int:
+    def num_image_embeddings(self) -> int:
         """Rows that an image, or a tile of one, takes in the sequence of the language model."""
         factor = self.pixel_shuffle_factor if self.pixel_shuffle else 1
         return (self.patch_grid[0] // factor) * (self.patch_grid[1] // factor) + self.kept_class_tokens

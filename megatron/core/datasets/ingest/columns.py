@@ -56,7 +56,7 @@ def read_rows(number: int, span: InputSpan, place: SourcePosition, keys: Sequenc
             rows = max(1, CHUNK_BYTES * max(1, batch.num_rows) // max(1, batch.nbytes))
             for low in range(skipped, stop, rows):
                 piece = batch.slice(low, min(rows, stop - low))
-                texts = [_bytes_of(piece.column(key)) for key in keys]
+                texts = [_text_bytes(piece.column(key)) for key in keys]
                 start, end = (
                     SourcePosition(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows)
                 )
@@ -122,7 +122,7 @@ def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str
             raise DataError(f"{source.path}: column {key!r} holds {kind}, not text; name another with --json-keys")
 
 
-def _bytes_of(column: pyarrow.Array) -> list[bytes | None]:
+def _text_bytes(column: pyarrow.Array) -> list[bytes | None]:
     """The texts as bytes, as they stand in the file: whether they are UTF-8 is for the reader of records to say."""
     import pyarrow
 

@@ -13,7 +13,7 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.ingest.records import UNREADABLE, Drops, RecordBatch, read_records
 from megatron.core.datasets.ingest.sentences import Split, sentence_splitter
 from megatron.core.datasets.ingest.source import Chunk
-from megatron.core.datasets.marks import refuse_frame
+from megatron.core.datasets.marks import refuse_added_special_tokens
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 
@@ -52,7 +52,7 @@ class Encoded:
     drops: Drops
 
 
-class Encoder:
+class RecordEncoder:
     """A tokenizer and a splitter of sentences, of which each process has its own.
 
     `ConfigError` for a tokenizer that is not built, or whose ids are not those of a sentence alone.
@@ -62,7 +62,7 @@ class Encoder:
         self.job = job
         self._tokenizer = build_tokenizer(job.tokenizer)
         if job.language:
-            refuse_frame(self._tokenizer)
+            refuse_added_special_tokens(self._tokenizer)
         self._memory: int | None = None
         self._split: Split | None = sentence_splitter(job.language, job.keep_newlines) if job.language else None
 
@@ -71,7 +71,7 @@ class Encoder:
         """What it says of itself; keep no reference, or memory grows."""
         return self._tokenizer
 
-    def read(self, chunk: Chunk) -> tuple[RecordBatch, list[list[list[str]]]]:
+    def read_records_and_sentences(self, chunk: Chunk) -> tuple[RecordBatch, list[list[list[str]]]]:
         """The records of a chunk, and for each key the sentences of every document, when those are wanted."""
         records = read_records(chunk, self.job.keys)
         if self._split is None:
@@ -79,7 +79,7 @@ class Encoder:
         return records, [[self._split(text) for text in texts] for texts in records.texts]
 
     def encode(self, records: RecordBatch, sentences: list[list[list[str]]]) -> Encoded:
-        """The ids of what `read` found. A document that the tokenizer cannot read is left out under every key."""
+        """The ids of what `read_records_and_sentences` found. A document that the tokenizer cannot read is left out under every key."""
         documents = sentences or [[[text] for text in texts] for texts in records.texts]
         try:
             columns = [self._encode_column(column) for column in documents]
@@ -92,7 +92,7 @@ class Encoder:
             if not bad:
                 raise
             retained = sorted(set(range(len(records.numbers))).difference(bad))
-            records = records.without(bad, UNREADABLE)
+            records = records.drop_documents(bad, UNREADABLE)
             columns = [self._encode_column([column[place] for place in retained]) for column in documents]
         self._rebuild_tokenizer()
         return Encoded(columns, records.drops)

@@ -166,7 +166,7 @@ def read_spans(spans: Sequence[InputSpan], keys: Sequence[str], place: SourcePos
             yield from read_rows(number, span, start, keys)
 
 
-def name_record(span: InputSpan, record: int) -> str:
+def record_location(span: InputSpan, record: int) -> str:
     """FILE:NUMBER of a record of a span, both counted from 1; the number is that of the whole file."""
     source = span.source
     before = lines_before(source, span.start) if source.has_lines else span.start

@@ -92,7 +92,7 @@ def read_lines(number: int, span: InputSpan, place: SourcePosition) -> Iterator[
     with open_lines(source) as (file, raw):
         digest = xxhash.xxh3_128() if source.path == STANDARD_INPUT else None
         if digest:
-            _skip_again(file, place, digest)
+            _skip_consumed_input(file, place, digest)
             position = place.unit
         else:
             position = _skip_to_line(file, source, max(place.unit, span.start))
@@ -157,7 +157,7 @@ def _skip_to_line(file: BinaryIO, source: InputFile, start: int) -> int:
     return start - 1 + len(file.readline())
 
 
-def _skip_again(file: BinaryIO, place: SourcePosition, digest: xxhash.xxh3_128) -> None:
+def _skip_consumed_input(file: BinaryIO, place: SourcePosition, digest: xxhash.xxh3_128) -> None:
     """Read once more what standard input gave to the run that is continued."""
     left = place.unit
     while left and (content := file.read(min(left, CHUNK_BYTES))):

@@ -25,11 +25,11 @@ from megatron.core.datasets.indexed import (
     idx_path,
 )
 from megatron.core.datasets.ingest import journal
-from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, Encoder
-from megatron.core.datasets.ingest.inputs import name_record, read_spans, shard_spans, source_fingerprint
+from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, RecordEncoder
+from megatron.core.datasets.ingest.inputs import read_spans, record_location, shard_spans, source_fingerprint
 from megatron.core.datasets.ingest.journal import PARTIAL, DroppedRecords, JournalState, Totals
 from megatron.core.datasets.ingest.records import BLANK, PLACES
-from megatron.core.datasets.ingest.sentences import version
+from megatron.core.datasets.ingest.sentences import nltk_version
 from megatron.core.datasets.ingest.source import Chunk, InputFile, SourcePosition
 from megatron.core.datasets.ingest.workers import encode_all
 from megatron.core.datasets.sidecar import Fingerprint, sidecar_path
@@ -61,14 +61,14 @@ class PreprocessOptions:
         return f"{self.output_prefix}-{self.shard[0]:0{width}d}-of-{self.shard[1]:0{width}d}"
 
     @property
-    def level(self) -> Literal["document", "sentence"]:
+    def sequence_level(self) -> Literal["document", "sentence"]:
         """What a sequence of the output is."""
         return "document" if self.job.language is None else "sentence"
 
     @property
     def pairs(self) -> list[str]:
         """The prefix of each pair that is written."""
-        return [f"{self.prefix}_{key}_{self.level}" for key in self.job.keys]
+        return [f"{self.prefix}_{key}_{self.sequence_level}" for key in self.job.keys]
 
 
 def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals:
@@ -80,7 +80,7 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
     """
     prefix = order.prefix
     with journal.lock_prefix(prefix):
-        encoder = Encoder(order.job)
+        encoder = RecordEncoder(order.job)
         mark, dtype = fingerprint(encoder.tokenizer), best_dtype(encoder.tokenizer.vocab_size)
         engine = encoder.tokenizer.engine
         command = _command_fingerprint(order, mark)
@@ -89,7 +89,7 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
         state = journal.load(prefix, command)
         if state is not None and state.done:
             start(state.totals, engine)
-            _finish_again(order, mark, dtype, state.marks)
+            _finish_interrupted_pairs(order, mark, dtype, state.marks)
             totals = state.totals
         else:
             with _open_builders(order, mark, dtype, state.marks if state else None) as builders:
@@ -106,7 +106,7 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
         return totals
 
 
-def measure(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
+def measure_throughput(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
     """(documents, seconds) of reading and encoding the first documents, about so many; nothing is written."""
     documents, began = 0, time.perf_counter()
     chunks = _limit_records(
@@ -133,7 +133,7 @@ def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[st
         "tokenizer": mark,
         "json-keys": job.keys,
         "append-eod": job.append_eod,
-        "split-sentences": job.language and [job.language, job.keep_newlines, f"NLTK {version()}"],
+        "split-sentences": job.language and [job.language, job.keep_newlines, f"NLTK {nltk_version()}"],
         "shard": order.shard,
         "kinds of input": [source.kind for source in order.sources],
         "input": [source_fingerprint(source) for source in order.sources],
@@ -162,13 +162,13 @@ def _open_builder(
 ) -> IndexedDatasetBuilder:
     try:
         return IndexedDatasetBuilder(
-            pair, dtype, tokenizer=mark, shard=order.shard, level=order.level, partial=PARTIAL, marks=marks
+            pair, dtype, tokenizer=mark, shard=order.shard, level=order.sequence_level, partial=PARTIAL, marks=marks
         )
     except DataError as error:
         raise DataError(f"{error}; {journal.RESTART}" if marks else str(error)) from error
 
 
-def _finish_again(
+def _finish_interrupted_pairs(
     order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress]
 ) -> None:
     """Finish the pairs of a run that died after its last document.
@@ -205,7 +205,7 @@ class _Writer:
         self._spans = shard_spans(order.sources, order.shard)
         self._marked = time.monotonic()
 
-    def write_all(self, report: Report, work: Encoder | EncodeOptions) -> None:
+    def write_all(self, report: Report, work: RecordEncoder | EncodeOptions) -> None:
         """Read, encode and write everything from the place on."""
         self._refuse_bad_lines()
         chunks = read_spans(self._spans, self._order.job.keys, self._place)
@@ -226,7 +226,7 @@ class _Writer:
             total = totals.dropped.setdefault(reason, DroppedRecords())
             total.count += drop.count
             for record in drop.records[: PLACES - len(total.places)]:
-                total.places.append(name_record(span, record))
+                total.places.append(record_location(span, record))
         self._refuse_bad_lines()
         for number, (builder, column) in enumerate(zip(self._builders, encoded.columns)):
             builder.add_documents(column.ids, column.lengths, column.sequences)

@@ -16,7 +16,7 @@ BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(slots=True)
-class DroppedRecord:
+class DropCount:
     """Records left out for one reason: how many, and the numbers of the first, counted from 1 in their span."""
 
     count: int = 0
@@ -29,7 +29,7 @@ class DroppedRecord:
             self.records.append(record)
 
 
-Drops = dict[str, DroppedRecord]
+Drops = dict[str, DropCount]
 
 
 @dataclass(slots=True)
@@ -43,10 +43,10 @@ class RecordBatch:
     numbers: list[int]
     drops: Drops
 
-    def without(self, bad: Sequence[int], reason: str) -> RecordBatch:
+    def drop_documents(self, bad: Sequence[int], reason: str) -> RecordBatch:
         """The same without the documents at these places."""
         drops, gone = dict(self.drops), set(bad)
-        drops[reason] = DroppedRecord()
+        drops[reason] = DropCount()
         for place in sorted(gone):
             drops[reason].add(self.numbers[place])
         retained = [place for place in range(len(self.numbers)) if place not in gone]
@@ -72,7 +72,7 @@ def read_records(chunk: Chunk, keys: Sequence[str]) -> RecordBatch:
         try:
             texts = read(row, keys)
         except ValueError as error:
-            records.drops.setdefault(str(error), DroppedRecord()).add(number)
+            records.drops.setdefault(str(error), DropCount()).add(number)
             continue
         records.numbers.append(number)
         for column, text in zip(records.texts, texts):

@@ -44,7 +44,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Split:
     return split
 
 
-def version() -> str:
+def nltk_version() -> str:
     """The version of NLTK, on which the borders of sentences depend."""
     try:
         import nltk
@@ -55,7 +55,7 @@ def version() -> str:
 
 def _sentence_splitter(language: str) -> Callable[[str], list[tuple[int, int]]]:
     """What finds (start, end) of every sentence."""
-    version()
+    nltk_version()
     from nltk.tokenize import punkt
 
     if (TABLES / language).is_dir() and language.isalpha():

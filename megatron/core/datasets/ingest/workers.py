@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, Encoder
+from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, RecordEncoder
 from megatron.core.datasets.ingest.source import Chunk
 
 DEPTH = 2  # chunks that wait for each stage
@@ -34,14 +34,16 @@ Item = TypeVar("Item")
 
 
 def encode_all(
-    chunks: Iterator[Chunk], work: Encoder | EncodeOptions, workers: int
+    chunks: Iterator[Chunk], work: RecordEncoder | EncodeOptions, workers: int
 ) -> Generator[tuple[Chunk, Encoded]]:
     """Every chunk, its content left out, with what it became. work: for one worker, an encoder that is there already."""
     if workers > 1:
-        yield from _encode_by_processes(chunks, work.job if isinstance(work, Encoder) else work, workers)
+        yield from _encode_by_processes(chunks, work.job if isinstance(work, RecordEncoder) else work, workers)
         return
-    encoder = work if isinstance(work, Encoder) else Encoder(work)
-    for chunk, (records, sentences) in read_ahead((_without_content(chunk), encoder.read(chunk)) for chunk in chunks):
+    encoder = work if isinstance(work, RecordEncoder) else RecordEncoder(work)
+    for chunk, (records, sentences) in read_ahead(
+        (_without_content(chunk), encoder.read_records_and_sentences(chunk)) for chunk in chunks
+    ):
         yield chunk, encoder.encode(records, sentences)
 
 
@@ -50,7 +52,7 @@ def _without_content(chunk: Chunk) -> Chunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _End:
+class _QueueEnd:
     """The last thing in a queue: nothing more comes, or this error."""
 
     error: BaseException | None
@@ -61,7 +63,7 @@ def read_ahead(items: Iterable[Item], depth: int = DEPTH) -> Iterator[Item]:
     ready: queue.Queue = queue.Queue(depth)
     unwanted = threading.Event()
 
-    def put(item: Item | _End) -> None:
+    def put(item: Item | _QueueEnd) -> None:
         while not unwanted.is_set():
             try:
                 return ready.put(item, timeout=LOOK_AGAIN)
@@ -69,20 +71,20 @@ def read_ahead(items: Iterable[Item], depth: int = DEPTH) -> Iterator[Item]:
                 continue
 
     def fill() -> None:
-        end = _End(None)
+        end = _QueueEnd(None)
         try:
             for item in items:
                 put(item)
                 if unwanted.is_set():
                     break
         except BaseException as error:  # the consumer raises it
-            end = _End(error)
+            end = _QueueEnd(error)
         put(end)
 
     thread = threading.Thread(target=fill, daemon=True)
     thread.start()
     try:
-        while not isinstance(item := ready.get(), _End):
+        while not isinstance(item := ready.get(), _QueueEnd):
             yield item
         if item.error is not None:
             raise item.error
@@ -155,9 +157,9 @@ def _worker_main(job: EncodeOptions, work: Connection, results: Connection) -> N
     """The life of a worker: it ends when its pipe does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and closes the pipe
     try:
-        encoder = Encoder(job)
+        encoder = RecordEncoder(job)
         while True:
-            results.send(encoder.encode(*encoder.read(work.recv())))
+            results.send(encoder.encode(*encoder.read_records_and_sentences(work.recv())))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ConfigError, DataError) as error:

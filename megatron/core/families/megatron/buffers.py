@@ -16,7 +16,7 @@ ALIGNED, PACKED = 64, 1
 _SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000  # elements, where the arguments say nothing
 
 
-class Unreadable(Exception):
+class UnreadableStateError(Exception):
     """Why the optimizer's state cannot be told apart, in a sentence."""
 
 
@@ -63,7 +63,7 @@ def bucket_sizes(
     return [*bucket_lengths, start] if filled else bucket_lengths
 
 
-def largest_bucket(arguments: dict[str, object], ranks: int) -> int | None:
+def bucket_size_limit(arguments: dict[str, object], ranks: int) -> int | None:
     """Elements at which a bucket ends, from the arguments of a run; None for buffers in one piece."""
     if not arguments.get("overlap_grad_reduce"):
         return None

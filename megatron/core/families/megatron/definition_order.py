@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.families.megatron.buffers import Unreadable
+from megatron.core.families.megatron.buffers import UnreadableStateError
 from megatron.core.parallel.boxes import Box
 
 # Names of siblings stand in the order in which their parent defines them.
@@ -108,7 +108,7 @@ class WriterLayout:
             if arguments.get(name)
         ]
         if pipeline > 1 and odd:
-            raise Unreadable(f"its run divided the layers by --{odd[0].replace('_', '-')}")
+            raise UnreadableStateError(f"its run divided the layers by --{odd[0].replace('_', '-')}")
         fused = arguments.get("transformer_impl") == "transformer_engine"
         native = not fused or bool(arguments.get("moe_use_legacy_grouped_gemm"))
         grouped = ("native" if native else "fused") if arguments.get("moe_grouped_gemm") else ""
@@ -130,7 +130,9 @@ class WriterLayout:
         first, last = self.first, self.last
         if first is not None or last is not None:
             if self.chunks > 1:
-                raise Unreadable("its run has an interleaved pipeline with other numbers of layers at its ends")
+                raise UnreadableStateError(
+                    "its run has an interleaved pipeline with other numbers of layers at its ends"
+                )
             rest = self.pipeline - (first is not None) - (last is not None)
             each = (self.layers - (first or 0) - (last or 0)) // max(rest, 1)
             if first is not None and layer < first:
@@ -140,7 +142,9 @@ class WriterLayout:
             return (first is not None) + (layer - (first or 0)) // each, 0
         each = self.layers // (self.pipeline * self.chunks)
         if each * self.pipeline * self.chunks != self.layers:
-            raise Unreadable(f"{self.layers} layers do not divide over {self.pipeline} stages of {self.chunks} chunks")
+            raise UnreadableStateError(
+                f"{self.layers} layers do not divide over {self.pipeline} stages of {self.chunks} chunks"
+            )
         return layer // each % self.pipeline, layer // each // self.pipeline
 
 
@@ -167,11 +171,11 @@ def local_parameters(
                 chunks[stage[1]].append(_rank_parameter(part, one, ranks, tensor))
     if ranks.pipeline > 1 and tied:
         words = next(one for one in model if one.key == _WORDS)
-        _share_words(chunks, _rank_parameter(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1)
+        _mark_tied_embedding(chunks, _rank_parameter(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1)
     return [sorted(chunk, key=lambda one: _sort_key(one.name)) for chunk in chunks]
 
 
-def _share_words(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:
+def _mark_tied_embedding(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:
     """Mark the tied matrix as shared by the first and the last stage, the last of which holds it as its output layer."""
     if last:
         chunks[-1].append(replace(words, name="output_layer.weight", shared=True))
@@ -187,7 +191,7 @@ def _sort_key(name: str) -> tuple[int, ...]:
         elif counted := re.fullmatch(r"(weight|bias)?(\d+)", word):
             places.append(int(counted[2]) + (len(_ORDER) * 1000 if counted[1] == "bias" else 0))
         else:
-            raise Unreadable(f"the place of {name} in the order of parameters is not known here")
+            raise UnreadableStateError(f"the place of {name} in the order of parameters is not known here")
     return tuple(places)
 
 
@@ -220,7 +224,7 @@ def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: G
         return [places[rank]]
     if len(places) == 2 * size and "linear_fc1" in one.key:
         return [places[rank], places[size + rank]]
-    raise Unreadable(f"{one.key} is saved in {len(places)} boxes, which are not those of {size} tensor ranks")
+    raise UnreadableStateError(f"{one.key} is saved in {len(places)} boxes, which are not those of {size} tensor ranks")
 
 
 def _rank_parameter(part: GlobalParameter, one: GlobalParameter, ranks: WriterLayout, rank: int) -> LocalParameter:
@@ -260,7 +264,7 @@ def _expert_parameters(
         boxes = [box for box in part.boxes if box.offset[lead] == index and box.shape[lead] == 1]
         name = f"{linear}.{kind}{number}" if ranks.grouped else f"local_experts.{number}.{linear}.{kind}"
         if not boxes:
-            raise Unreadable(f"{one.key} is not saved expert by expert")
+            raise UnreadableStateError(f"{one.key} is not saved expert by expert")
         experts.append(
             _stack_boxes(
                 f"{layer}.mlp.experts.{name}", one.key, _boxes_on_rank(boxes, lead + 1, rank, size, one), lead + 1
@@ -275,7 +279,7 @@ def _grouped_experts(
     """All experts of a rank as one matrix with axes exchanged: [experts, h, f], and gate beside up."""
     boxes = [box for box in part.boxes if box.offset[lead] == mine.start and box.shape[lead] == len(mine)]
     if not boxes:
-        raise Unreadable(f"{one.key} is not saved by expert ranks")
+        raise UnreadableStateError(f"{one.key} is not saved by expert ranks")
     boxes = _boxes_on_rank(boxes, lead + 1, rank, size, one)
     rows, columns = boxes[0].shape[lead + 1 :]
     parts = tuple(

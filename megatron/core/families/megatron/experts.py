@@ -49,7 +49,7 @@ class StackedExperts:
         return self.tensors[0].dtype
 
 
-def expert_of(name: str) -> tuple[str, int] | None:
+def split_expert_name(name: str) -> tuple[str, int] | None:
     """(name of the stack, number of the expert) of a parameter of one expert; None for any other."""
     one = _ONE.match(name)
     if one is None:
@@ -67,7 +67,7 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
         flat = _FLAT.match(name)
-        if one := expert_of(name):
+        if one := split_expert_name(name):
             stacks.setdefault(one[0], {})[one[1]] = tensor
         elif flat:
             rows = tensor.shape[0] if flat[2] == "1" else tensor.shape[0] // experts

@@ -25,11 +25,11 @@ from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.experts import with_experts_apart
-from megatron.core.families.megatron.export_arguments import arguments_of, flags_beside, padded_vocabulary
+from megatron.core.families.megatron.export_arguments import additional_flags, arguments_of, padded_vocabulary
 from megatron.core.families.megatron.export_index import write_tensors
 from megatron.core.families.megatron.expressible import without_counterpart
 from megatron.core.families.megatron.hybrid import pieces_of
-from megatron.core.families.megatron.names import Layout, divided_over, is_over_vocabulary, split_shards
+from megatron.core.families.megatron.names import Layout, is_over_vocabulary, sharding_problem, split_shards
 from megatron.core.parallel.boxes import whole_box
 
 _WORDS = "embedding.word_embeddings.weight"
@@ -186,18 +186,18 @@ def _tensor_format(name: str, export: _Export) -> Tensor:
 def _distributed_name(name: str, export: _Export) -> str:
     """A parameter's name among the tensors of a distributed checkpoint."""
     if export.fused:
-        name = _with_fused_norm(name, export.names)
+        name = _transformer_engine_name(name, export.names)
     elif (
         not export.model.mla.multi_latent_attention
     ):  # local layers are stored under Transformer Engine's names, even before experts
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
             ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
         )
-    name = _of_hybrid(name, export)
+    name = _hybrid_name(name, export)
     return _EXPERTS.sub(r".mlp.experts.experts.\1", name).replace(".mtp_model_layer.", ".transformer_layer.")
 
 
-def _of_hybrid(name: str, export: _Export) -> str:
+def _hybrid_name(name: str, export: _Export) -> str:
     """The name of a parameter, which for the norm behind the last layer of a hybrid is another."""
     return name.replace("decoder.final_layernorm.", "decoder.final_norm.") if export.model.is_hybrid else name
 
@@ -228,7 +228,7 @@ def write_legacy(
         problems = [
             f"{name}: {reason} cannot be divided over {tensor_size} tensor ranks"
             for name in export.names
-            if (reason := divided_over(name, tensor_size, export.layout))
+            if (reason := sharding_problem(name, tensor_size, export.layout))
         ]
         if export.model.mtp.mtp_num_layers:
             problems.append(
@@ -251,8 +251,8 @@ def write_legacy(
             place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
             place.mkdir()
             model: dict[str, Tensor | None] = {
-                _of_stage(
-                    _of_hybrid(_with_fused_norm(name, export.names) if fused_norms else name, export),
+                _stage_local_name(
+                    _hybrid_name(_transformer_engine_name(name, export.names) if fused_norms else name, export),
                     export.layers // pipeline_size,
                 ): shards[t]
                 for name, shards in with_experts_apart(held).items()
@@ -266,7 +266,7 @@ def write_legacy(
 
 def flags_for_megatron(source: Source) -> str:
     """Flags that Megatron needs with `--use-checkpoint-args`, or nothing."""
-    return flags_beside(from_values(RequestedModel, source.settings).resolve())
+    return additional_flags(from_values(RequestedModel, source.settings).resolve())
 
 
 def _export_problems(model: ModelConfig, names: list[str]) -> list[str]:
@@ -283,7 +283,7 @@ def _pipeline_rank_of(name: str, layers: int, pipeline_size: int) -> int:
     return 0 if name.startswith("embedding.") else pipeline_size - 1
 
 
-def _with_fused_norm(name: str, names: Collection[str]) -> str:
+def _transformer_engine_name(name: str, names: Collection[str]) -> str:
     """Transformer Engine's name of a parameter."""
     for norm, product in _FUSED:
         if norm in name and name.replace(norm, product).rpartition(".")[0] + ".weight" in names:
@@ -291,6 +291,6 @@ def _with_fused_norm(name: str, names: Collection[str]) -> str:
     return name
 
 
-def _of_stage(name: str, layers_of_a_stage: int) -> str:
+def _stage_local_name(name: str, layers_of_a_stage: int) -> str:
     """The name with layers counted from the first of the stage."""
     return _LAYER.sub(lambda match: f"{match[1]}.{int(match[2]) % layers_of_a_stage}.", name)

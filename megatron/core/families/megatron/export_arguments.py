@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.config.flags import spelling, to_values
+from megatron.core.config.flags import flag_name, to_values
 from megatron.core.config.layer_pattern import read_pattern
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
@@ -89,14 +89,14 @@ def _hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-def flags_beside(model: ModelConfig) -> str:
+def additional_flags(model: ModelConfig) -> str:
     """What is given to Megatron with `--use-checkpoint-args`, since that takes only part of a network from a checkpoint.
 
     Empty when it takes all of this one. model: resolved.
     """
     values, usual, idle = to_values(model), to_values(ModelConfig()), unused_settings(model)
     words = [
-        f"{spelling(name)}{_shell_value(values[name])}"
+        f"{flag_name(name)}{_shell_value(values[name])}"
         for name in network_fields()
         if name not in _TAKEN | _OURS | idle
         and values[name] != usual[name]
@@ -126,7 +126,7 @@ def _shell_value(value: Any) -> str:
 def _megatron_value(name: str, value: Any, layers: int) -> Any:
     """A value as Megatron has it: patterns are numbers or lists."""
     if name in _PATTERNS and isinstance(value, str):
-        pattern = read_pattern(value, layers, spelling(name))
+        pattern = read_pattern(value, layers, flag_name(name))
         return pattern if isinstance(pattern, int) else list(pattern)
     if name == "window_size" and isinstance(value, str):
         return tuple(int(size) for size in value.strip("() ").split(","))

@@ -26,7 +26,7 @@ _FORMAT = {
 }
 
 
-class _OneByOne(DefaultSavePlanner):
+class _LazySavePlanner(DefaultSavePlanner):
     """Plans with shapes, and asks for the values of a tensor when it is written."""
 
     def __init__(self, values: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -58,7 +58,7 @@ def write_tensors(
         warnings.simplefilter("ignore")  # that no process group is there
         checkpoint.save(
             {**formats, **dict.fromkeys(states)},
-            planner=_OneByOne(values),
+            planner=_LazySavePlanner(values),
             no_dist=True,
             storage_writer=checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1),
         )

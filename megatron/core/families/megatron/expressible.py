@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.config.flags import spelling, to_values
+from megatron.core.config.flags import flag_name, to_values
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
 
@@ -110,7 +110,7 @@ def without_counterpart(model: ModelConfig) -> list[str]:
     values, usual, idle = to_values(model), to_values(ModelConfig()), unused_settings(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
     lines = [
-        f"{spelling(name)}{_flag_value(values[name])}: Megatron builds no such network"
+        f"{flag_name(name)}{_flag_value(values[name])}: Megatron builds no such network"
         for name in network_fields()
         if name not in idle
         and values[name] != usual[name]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable, spans
+from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError, spans
 from megatron.core.families.megatron.definition_order import (
     GlobalParameter,
     LocalParameter,
@@ -66,7 +66,7 @@ def unflatten_entries(tensors: Mapping[str, IndexEntry]) -> Entries:
         if weight is None or stored.shape == weight.shape:
             continue
         if len(stored.shape) != len(weight.shape) + 1:
-            raise Unreadable(f"{key} has the shape {stored.shape}, its weight {weight.shape}; {WAY_OUT}")
+            raise UnreadableStateError(f"{key} has the shape {stored.shape}, its weight {weight.shape}; {WAY_OUT}")
         boxes = []
         for chunk in weight.chunks:
             place = tuple(start // size for start, size in zip(chunk.box.offset, chunk.box.shape))
@@ -75,7 +75,9 @@ def unflatten_entries(tensors: Mapping[str, IndexEntry]) -> Entries:
     return unflat
 
 
-def by_parameter(tensors: Mapping[str, IndexEntry], arguments: Mapping[str, Any], read: Read, *, tied: bool) -> Entries:
+def unflatten_buckets(
+    tensors: Mapping[str, IndexEntry], arguments: Mapping[str, Any], read: Read, *, tied: bool
+) -> Entries:
     """Entries `optimizer.state.<slot>.<parameter>` for what is stored in buckets.
 
     read: the values of a box. tied: words and output layer are one matrix. Raises `Unreadable` when it cannot be known what
@@ -93,7 +95,7 @@ def by_parameter(tensors: Mapping[str, IndexEntry], arguments: Mapping[str, Any]
         members = _buffer_parameters(model, ranks, chain, group, number, tensors, tied=tied)
         layout = spans([(one.name, one.size) for one in members], buffer.sizes)
         if layout is None:
-            raise Unreadable(
+            raise UnreadableStateError(
                 f"buffer {number} of group {group} has {sum(buffer.sizes)} elements in {len(buffer.sizes)} buckets, and the "
                 f"{len(members)} parameters of its rank do not fill them in an order that is known here; {WAY_OUT}"
             )
@@ -131,7 +133,9 @@ def _flat_buffers(tensors: Mapping[str, IndexEntry]) -> dict[tuple[int, int, int
         if _FLAT.match(key):
             match = _BUCKET.match(key)
             if not match:
-                raise Unreadable(f"{key} is stored in flat buckets of another kind than dp_reshardable; {WAY_OUT}")
+                raise UnreadableStateError(
+                    f"{key} is stored in flat buckets of another kind than dp_reshardable; {WAY_OUT}"
+                )
             place = (int(match["chain"] or 0), int(match["group"]), int(match["buffer"]))
             by_buffer.setdefault(place, {}).setdefault(match["slot"], {})[int(match["bucket"])] = stored
     buffers = {}
@@ -140,7 +144,7 @@ def _flat_buffers(tensors: Mapping[str, IndexEntry]) -> dict[tuple[int, int, int
             slots.keys() != {"param", "exp_avg", "exp_avg_sq"}
             or len({tuple(sorted(buckets)) for buckets in slots.values()}) > 1
         ):
-            raise Unreadable(
+            raise UnreadableStateError(
                 f"buffer {place[2]} of group {place[1]} holds {', '.join(sorted(slots))}, and not Adam's state; {WAY_OUT}"
             )
         buffers[place] = Buffer(
@@ -173,7 +177,7 @@ def _buffer_parameters(
         tensor, pipeline = group % ranks.tensor, group // ranks.tensor
         expert_tensor = tensor
     if pipeline >= ranks.pipeline:
-        raise Unreadable(
+        raise UnreadableStateError(
             f"there is a group {group}, and the arguments say {ranks.tensor} tensor and {ranks.pipeline} pipeline ranks; {WAY_OUT}"
         )
     chunks = local_parameters(
@@ -185,7 +189,9 @@ def _buffer_parameters(
         for dtype in dict.fromkeys(tensors[one.parts[0].key].dtype for one in here):
             members.append([one for one in here if tensors[one.parts[0].key].dtype == dtype])
     if number >= len(members):
-        raise Unreadable(f"there is a buffer {number} of group {group}, and its rank has {len(members)}; {WAY_OUT}")
+        raise UnreadableStateError(
+            f"there is a buffer {number} of group {group}, and its rank has {len(members)}; {WAY_OUT}"
+        )
     return members[number]
 
 
@@ -194,10 +200,10 @@ def _demand_same_weights(state: IndexEntry, weight: IndexEntry, slot: str, read:
     covered = {chunk.box.offset for chunk in state.chunks}
     missing = [chunk for chunk in weight.chunks if chunk.box.offset not in covered]
     if missing:
-        raise Unreadable(f"no buffer holds {weight.key} from {missing[0].box.offset} on; {WAY_OUT}")
+        raise UnreadableStateError(f"no buffer holds {weight.key} from {missing[0].box.offset} on; {WAY_OUT}")
     theirs = {chunk.box.offset: chunk for chunk in weight.chunks}
     for chunk in state.chunks if slot == "param" else ():
         if chunk.box.size <= _COMPARED:
             mine, model = read(state, chunk), read(weight, theirs[chunk.box.offset])
             if not torch.equal(mine.to(model.dtype), model):
-                raise Unreadable(f"the optimizer's fp32 weights are not those of {weight.key}; {WAY_OUT}")
+                raise UnreadableStateError(f"the optimizer's fp32 weights are not those of {weight.key}; {WAY_OUT}")

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.families.megatron.experts import expert_of
+from megatron.core.families.megatron.experts import split_expert_name
 from megatron.core.families.megatron.stored import Chunk, IndexEntry
 from megatron.core.parallel.boxes import Box
 
@@ -33,7 +33,7 @@ def is_fsdp(names: Collection[str]) -> bool:
     return "args" in names and any(name.startswith("model.module.") for name in names)
 
 
-def as_distributed(tensors: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
+def to_torch_dist_entries(tensors: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
     """Entries under the names of the distributed format: weights by their own, moments as `optimizer.state.<slot>.<parameter>`."""
     renamed: dict[str, IndexEntry] = {}
     for key, stored in tensors.items():
@@ -64,16 +64,16 @@ def _stack_experts(entries: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
     """Experts as one tensor with a leading axis."""
     tensors, stacks = {}, dict[str, dict[int, IndexEntry]]()
     for key, stored in entries.items():
-        if one := expert_of(key):
+        if one := split_expert_name(key):
             stacks.setdefault(one[0], {})[one[1]] = stored
         else:
             tensors[key] = stored
     for key, experts in stacks.items():
         first = next(iter(experts.values()))
-        chunks = tuple(_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)
+        chunks = tuple(_chunk_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)
         tensors[key] = IndexEntry(key, (len(experts), *first.shape), first.dtype, chunks)
     return tensors
 
 
-def _of_expert(chunk: Any, expert: int) -> Chunk:
+def _chunk_of_expert(chunk: Any, expert: int) -> Chunk:
     return replace(chunk, box=Box((expert, *chunk.box.offset), (1, *chunk.box.shape)))

@@ -44,7 +44,7 @@ _PIECES = (
 Held = TypeVar("Held")
 
 
-class Readable(Protocol):
+class LazyTensor(Protocol):
     """What makes a tensor when it is asked for."""
 
     def to(self, device: str, /) -> Tensor:
@@ -52,10 +52,10 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class ConcatenatedTensor:
     """Pieces of a parameter, end to end."""
 
-    pieces: Sequence[Readable]
+    pieces: Sequence[LazyTensor]
 
     def to(self, device: str) -> Tensor:
         """Return the whole tensor [rows, ...] on a device. On "meta" nothing is read."""
@@ -63,14 +63,14 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSizes:
+class MixerPieceSizes:
     """Rows of the pieces of one parameter, by the names of pieces that Mamba-2 and the delta net have."""
 
     mamba: Mapping[str, int]
     delta: Mapping[str, int]
 
     @staticmethod
-    def of(settings: Mapping[str, Any]) -> StateSizes:
+    def from_settings(settings: Mapping[str, Any]) -> MixerPieceSizes:
         """From the settings of a model."""
         known = {
             field.name: settings[field.name] for field in fields(HybridConfig) if settings.get(field.name) is not None
@@ -80,7 +80,7 @@ class StateSizes:
         inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
         keys, value_heads = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim, hybrid.linear_num_value_heads
         values = value_heads * hybrid.linear_value_head_dim
-        return StateSizes(
+        return MixerPieceSizes(
             {"z": inner, "x": inner, "B": shared, "C": shared, "dt": heads},
             {"query": keys, "key": keys, "value": values, "z": values, "beta": value_heads, "alpha": value_heads},
         )
@@ -96,9 +96,9 @@ def pieces_of(name: str) -> tuple[str, ...]:
     return next((pieces for pattern, pieces in _PIECES if pattern.search(name)), ())
 
 
-def join_pieces(entries: Mapping[str, Readable]) -> dict[str, Readable]:
+def join_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Entries by names (ours), in which the pieces of a parameter are one. Raises `CheckpointError` where some are missing."""
-    joined: dict[str, Readable] = {}
+    joined: dict[str, LazyTensor] = {}
     for name, held in entries.items():
         whole, _, piece = name.rpartition(".")
         pieces = pieces_of(whole)
@@ -107,7 +107,7 @@ def join_pieces(entries: Mapping[str, Readable]) -> dict[str, Readable]:
         elif missing := [f"{whole}.{one}" for one in pieces if f"{whole}.{one}" not in entries]:
             raise CheckpointError(f"the checkpoint has {name}, and lacks {', '.join(missing)}")
         elif whole not in joined:
-            joined[whole] = Joined([entries[f"{whole}.{one}"] for one in pieces])
+            joined[whole] = ConcatenatedTensor([entries[f"{whole}.{one}"] for one in pieces])
     return joined
 
 
@@ -144,9 +144,9 @@ def hybrid_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def settings_in(names: Iterable[str], settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def infer_hybrid_settings(names: Iterable[str], settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What a network's parameters (ours) say of its layers, where that is no GPT; and how the settings contradict them."""
-    symbols, stated = symbols_in(names), str(settings.get("hybrid_layer_pattern") or "").replace("|", "")
+    symbols, stated = infer_layer_symbols(names), str(settings.get("hybrid_layer_pattern") or "").replace("|", "")
     if stated == symbols or not (stated or "M" in symbols):
         return {}, []
     if stated:
@@ -155,14 +155,14 @@ def settings_in(names: Iterable[str], settings: Mapping[str, Any]) -> tuple[dict
     return {"hybrid_layer_pattern": symbols, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}, []
 
 
-def in_pairs(entries: Mapping[str, Held], arguments: Mapping[str, Any]) -> dict[str, Held]:
+def merge_layer_pairs(entries: Mapping[str, Held], arguments: Mapping[str, Any]) -> dict[str, Held]:
     """Entries by names (ours) in which every two layers of a hybrid of pairs are one."""
     if not pairs_of(arguments):
         return dict(entries)
     return {_LAYER.sub(lambda match: str(int(match[1]) // 2), name): held for name, held in entries.items()}
 
 
-def symbols_in(names: Iterable[str]) -> str:
+def infer_layer_symbols(names: Iterable[str]) -> str:
     """The symbols of a network with these parameters (ours), whose layers have one part each; empty for others."""
     layers: dict[int, set[str]] = {}
     for name in names:

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.buffers import Unreadable
+from megatron.core.families.megatron.buffers import UnreadableStateError
 from megatron.core.families.megatron.experts import StackedExperts, with_stacked_experts
-from megatron.core.families.megatron.hybrid import in_pairs
+from megatron.core.families.megatron.hybrid import merge_layer_pairs
 from megatron.core.families.megatron.names import flatten_state, our_names
 from megatron.core.families.megatron.pickles import attributes, read_torch_file
 from megatron.core.families.megatron.progress import saved_counters
@@ -91,7 +91,7 @@ def _optimizer_state(files: Mapping[tuple[int, int], RankFile], parts: Mapping[s
             place: rank_state(file.path, file.content, file.chunks, attributes(file.content.get("args")))
             for place, file in files.items()
         }
-    except Unreadable as error:
+    except UnreadableStateError as error:
         return {}, f"the optimizer's state is left out: {error}"
     optimizer_shards: Shards = {}
     for slot in dict.fromkeys(slot for state in states.values() for slot in state):
@@ -140,7 +140,7 @@ def _read_files(folder: Path) -> dict[tuple[int, int], RankFile]:
             for t in range(tensor)
             if (t, p) not in files
         ]
-        problems += _against_arguments(files[min(files)], tensor, pipeline)
+        problems += _rank_count_problems(files[min(files)], tensor, pipeline)
     if problems or not files:
         raise CheckpointError(f"{folder} is no complete checkpoint of Megatron's", problems)
     return files
@@ -161,7 +161,7 @@ def _rank_file(path: Path, place: re.Match[str]) -> RankFile | str:
     return RankFile(file, int(place[1]), int(place[2] or 0), content)
 
 
-def _against_arguments(file: RankFile, tensor: int, pipeline: int) -> Iterator[str]:
+def _rank_count_problems(file: RankFile, tensor: int, pipeline: int) -> Iterator[str]:
     """Ranks at the end of an axis that are missing leave no hole; the arguments tell."""
     arguments = attributes(file.content.get("args"))
     sizes = {
@@ -198,7 +198,7 @@ def _join_tensor_ranks(
                 ours = _shift_layer_number(renamed[name], before[_stack_name(renamed[name])])
                 joined.setdefault(ours, [part[name] for part in here])
             before += _layer_counts(map(renamed.__getitem__, names))
-    return in_pairs(joined, arguments), problems
+    return merge_layer_pairs(joined, arguments), problems
 
 
 def _with_stacked_experts(chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]], experts: int) -> RankChunks:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.hybrid import StateSizes
+from megatron.core.families.megatron.hybrid import MixerPieceSizes
 
 _RENAMED: tuple[tuple[str, str], ...] = (
     (r"^module\.", ""),
@@ -88,7 +88,7 @@ class Layout:
     version: float
     latent: tuple[int, int] = (0, 0)
     output_gate: bool = False
-    states: StateSizes | None = None
+    states: MixerPieceSizes | None = None
     zero_centred: bool = False
 
     @staticmethod
@@ -106,12 +106,12 @@ class Layout:
                 int(settings.get("kv_lora_rank") or 0) + int(settings.get("qk_pos_emb_head_dim") or 0),
             ),
             bool(settings.get("attention_output_gate")),
-            StateSizes.of(settings),
+            MixerPieceSizes.from_settings(settings),
             bool(settings.get("apply_layernorm_1p")),
         )
 
     @property
-    def turns(self) -> tuple[int, ...]:
+    def heads_per_part(self) -> tuple[int, ...]:
         """Heads of each part of the matrix of attention: queries, their gates, keys, values."""
         return (self.heads, *((self.heads,) if self.output_gate else ()), self.groups, self.groups)
 
@@ -166,17 +166,17 @@ def merge_shards(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
     name: this project's. shards: [rows/tp, ...] or [rows, columns/tp], in Megatron's order.
     """
     if _HEADS.search(name):
-        return _concat_fused_parts([_heads_in(shard, layout, len(shards)) for shard in shards])
+        return _concat_fused_parts([_ungroup_qkv_heads(shard, layout, len(shards)) for shard in shards])
     if _KEYS_AND_VALUES.search(name):
-        return _concat_fused_parts([_keys_in(shard, layout, len(shards)) for shard in shards])
+        return _concat_fused_parts([_ungroup_kv_heads(shard, layout, len(shards)) for shard in shards])
     if layout.gated and _GATED.search(name):
         return _concat_fused_parts([shard.chunk(2) for shard in shards])
     if len(shards) == 1:
         return shards[0]
     if pieces := layout.pieces(name):
-        return _concat_fused_parts(_pieces_in(name, shards, pieces))
+        return _concat_fused_parts(_split_fused_pieces(name, shards, pieces))
     if experts := _EXPERTS.search(name):
-        return _experts_in(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
+        return _merge_expert_shards(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if latent := _LATENT.search(name):  # some versions cut them, others hold them whole on every rank
         cut_rows = shards[0].shape[0] < layout.latent[latent[1] == "kv"]
         return torch.cat(list(shards)) if cut_rows else shards[0]
@@ -193,20 +193,20 @@ def split_shards(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_
     Transformer Engine.
     """
     if _HEADS.search(name):
-        return list(_heads_out(whole, layout).chunk(ranks))
+        return list(_group_qkv_heads(whole, layout).chunk(ranks))
     if layout.gated and _GATED.search(name):
         gate, up = (part.chunk(ranks) for part in whole.chunk(2))
         return [torch.cat(pair) for pair in zip(gate, up)]
     if pieces := layout.pieces(name):
         return [torch.cat(parts) for parts in zip(*(piece.chunk(ranks) for piece in whole.split(pieces)))]
     if experts := _EXPERTS.search(name):
-        return _experts_out(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
+        return _split_expert_shards(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if _ROWS.search(name) or (_LATENT.search(name) and not whole_latents):
         return list(whole.chunk(ranks))
     return list(whole.chunk(ranks, dim=1)) if _COLUMNS.search(name) else [whole] * ranks
 
 
-def divided_over(name: str, ranks: int, layout: Layout) -> str:
+def sharding_problem(name: str, ranks: int, layout: Layout) -> str:
     """Why a parameter cannot be shared by so many tensor ranks, or nothing."""
     if any(rows % ranks for rows in layout.pieces(name)):
         return f"pieces of {', '.join(map(str, layout.pieces(name)))} rows"
@@ -218,7 +218,7 @@ def _concat_fused_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     return torch.cat([torch.cat(list(column)) for column in zip(*parts)])
 
 
-def _pieces_in(name: str, shards: Sequence[Tensor], pieces: Sequence[int]) -> list[Sequence[Tensor]]:
+def _split_fused_pieces(name: str, shards: Sequence[Tensor], pieces: Sequence[int]) -> list[Sequence[Tensor]]:
     """Each rank's rows as its parts of the pieces, of which there are so many rows together."""
     rows = sum(len(shard) for shard in shards)
     if sum(pieces) != rows:
@@ -226,20 +226,20 @@ def _pieces_in(name: str, shards: Sequence[Tensor], pieces: Sequence[int]) -> li
     return [shard.split([size // len(shards) for size in pieces]) for shard in shards]
 
 
-def _heads_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
+def _ungroup_qkv_heads(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
     """One rank's rows as [q, k, v]."""
     rest = shard.shape[1:]
     heads, groups = layout.heads // ranks, layout.groups // ranks
-    size = shard.shape[0] // (sum(layout.turns) // ranks)
+    size = shard.shape[0] // (sum(layout.heads_per_part) // ranks)
     if layout.version < 1:
         return [part.reshape(-1, *rest) for part in shard.view(3, heads, size, *rest).unbind(0)]
     if layout.version < 2:
         return [part.reshape(-1, *rest) for part in shard.view(heads, size, 3, *rest).unbind(2)]
-    turns = shard.view(groups, -1, size, *rest).split([part // layout.groups for part in layout.turns], dim=1)
+    turns = shard.view(groups, -1, size, *rest).split([part // layout.groups for part in layout.heads_per_part], dim=1)
     return [part.reshape(-1, *rest) for part in turns]
 
 
-def _experts_in(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: bool) -> Tensor:
+def _merge_expert_shards(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: bool) -> Tensor:
     """All experts' matrices [e, outputs, inputs] or biases [e, outputs], whose widths the ranks share."""
     if not first:
         return shards[0] if bias else torch.cat(list(shards), dim=2)
@@ -250,7 +250,7 @@ def _experts_in(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: 
     return torch.cat(list(shards), dim=1)
 
 
-def _experts_out(whole: Tensor, ranks: int, layout: Layout, *, first: bool, bias: bool) -> list[Tensor]:
+def _split_expert_shards(whole: Tensor, ranks: int, layout: Layout, *, first: bool, bias: bool) -> list[Tensor]:
     """The part of every expert's matrix or bias that each rank holds."""
     if not first:
         return [whole] * ranks if bias else list(whole.chunk(ranks, dim=2))
@@ -259,7 +259,7 @@ def _experts_out(whole: Tensor, ranks: int, layout: Layout, *, first: bool, bias
     return list(whole.chunk(ranks, dim=1))
 
 
-def _keys_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
+def _ungroup_kv_heads(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
     """One rank's rows of a cross attention as [k, v]."""
     rest, heads = shard.shape[1:], layout.heads // ranks
     size = shard.shape[0] // (2 * heads)
@@ -272,10 +272,10 @@ def _keys_in(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
     return [part.reshape(-1, *rest) for part in parts]
 
 
-def _heads_out(whole: Tensor, layout: Layout) -> Tensor:
+def _group_qkv_heads(whole: Tensor, layout: Layout) -> Tensor:
     """Reorder [q | k | v] into rows grouped by key head: its queries, its key, its value."""
     rest = whole.shape[1:]
-    size = whole.shape[0] // sum(layout.turns)
-    parts = whole.split([heads * size for heads in layout.turns])
+    size = whole.shape[0] // sum(layout.heads_per_part)
+    parts = whole.split([heads * size for heads in layout.heads_per_part])
     turns = [part.view(layout.groups, -1, size, *rest) for part in parts]
     return torch.cat(turns, dim=1).reshape(-1, *rest)

@@ -2,7 +2,7 @@
 
 Megatron's checkpoints hold more than tensors: the pickled arguments of the run, its own enums and loss scalers, random
 states as numpy arrays. torch's restricted unpickler (`weights_only`) builds tensors and plain containers only. Here the
-classes of Megatron, of argparse and of numpy are stood in for by `Record`, which keeps attributes and can do nothing; a
+classes of Megatron, of argparse and of numpy are stood in for by `InertObject`, which keeps attributes and can do nothing; a
 file that names anything else is refused before it is unpickled.
 """
 
@@ -32,7 +32,7 @@ _PROTOCOL = 2
 _PICKLES_BEFORE = 3  # pickles before the content in a file from before torch 1.6: magic number, protocol, system
 
 
-class Record:
+class InertObject:
     """What is kept of an object of an unknown class: its attributes. Calls and items of the original do not exist."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -52,15 +52,15 @@ def read_torch_file(path: str | Path) -> Any:
     try:
         is_zip = zipfile.is_zipfile(path)
         names = _names_in_zip(path) if is_zip else _names_in_old_file(path)
-        _refuse_strangers(names, path)
-        with torch.serialization.safe_globals(_stand_ins(names)):
+        _refuse_unknown_globals(names, path)
+        with torch.serialization.safe_globals(_inert_safe_globals(names)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
-        raise CheckpointError(f"{path} cannot be read as a file of torch.save: {_first_line(error)}") from None
+        raise CheckpointError(f"{path} cannot be read as a file of torch.save: {_short_error_text(error)}") from None
 
 
 def read_torch_bytes(content: bytes, where: str) -> Any:
@@ -68,13 +68,13 @@ def read_torch_bytes(content: bytes, where: str) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             names = _names_of(archive)
-        _refuse_strangers(names, where)
-        with torch.serialization.safe_globals(_stand_ins(names)):
+        _refuse_unknown_globals(names, where)
+        with torch.serialization.safe_globals(_inert_safe_globals(names)):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
-        raise CheckpointError(f"{where} is damaged: {_first_line(error)}") from None
+        raise CheckpointError(f"{where} is damaged: {_short_error_text(error)}") from None
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -82,15 +82,17 @@ def attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return dict(value)
     return (
-        {name: item for name, item in vars(value).items() if name != "arguments"} if isinstance(value, Record) else {}
+        {name: item for name, item in vars(value).items() if name != "arguments"}
+        if isinstance(value, InertObject)
+        else {}
     )
 
 
-def _stand_ins(names: Iterable[str]) -> list[Any]:
-    return [(Record, name) for name in sorted(names) if _INERT.fullmatch(name)]
+def _inert_safe_globals(names: Iterable[str]) -> list[Any]:
+    return [(InertObject, name) for name in sorted(names) if _INERT.fullmatch(name)]
 
 
-def _refuse_strangers(names: set[str], where: str | Path) -> None:
+def _refuse_unknown_globals(names: set[str], where: str | Path) -> None:
     strangers = sorted(name for name in names if not _INERT.fullmatch(name) and not _TORCH_DECIDES.fullmatch(name))
     if strangers:
         raise CheckpointError(
@@ -136,7 +138,7 @@ def _names_in_pickle(content: bytes) -> set[str]:
     return globals_used
 
 
-def _first_line(error: Exception) -> str:
+def _short_error_text(error: Exception) -> str:
     """What went wrong, without torch's advice to load the file unsafely."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):

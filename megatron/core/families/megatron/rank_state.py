@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.buffers import WAY_OUT, Span, Unreadable, joined_spans, largest_bucket
+from megatron.core.families.megatron.buffers import WAY_OUT, Span, UnreadableStateError, bucket_size_limit, joined_spans
 from megatron.core.families.megatron.pickles import read_torch_file
 
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -68,9 +68,9 @@ def rank_state(
     ]
     flat, numbered = path.with_name("distrib_optim.pt"), content.get("optimizer")
     if flat.is_file():
-        optimizer_state = _of_buffers(read_torch_file(flat), parameters, arguments, flat)
+        optimizer_state = _distributed_optimizer_state(read_torch_file(flat), parameters, arguments, flat)
     elif isinstance(numbered, Mapping):
-        optimizer_state = _of_numbers(numbered, parameters, path)
+        optimizer_state = _plain_optimizer_state(numbered, parameters, path)
     else:
         return {}
     state: State = {slot: [{} for _ in chunks] for slot in optimizer_state}
@@ -80,7 +80,7 @@ def rank_state(
     return state
 
 
-def _of_numbers(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path) -> Slots:
+def _plain_optimizer_state(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path) -> Slots:
     """State of a plain optimizer."""
     inner = optimizer.get("optimizer", optimizer)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping) or not inner["state"]:
@@ -97,7 +97,7 @@ def _of_numbers(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], p
         if main:
             slots["master"] |= _main_weights(main[place], members, path)
     if left:
-        raise Unreadable(f"{path}: no group of the optimizer has {left[0].name}; {WAY_OUT}")
+        raise UnreadableStateError(f"{path}: no group of the optimizer has {left[0].name}; {WAY_OUT}")
     if slots["master"]:  # one that the model has in fp32 is its own main weight
         slots["master"] = {one.key: one.weight for one in parameters} | slots["master"]
     return {slot: tensors for slot, tensors in slots.items() if tensors}
@@ -107,7 +107,7 @@ def _main_weights(weights: Iterable[Any], members: Sequence[Parameter], path: Pa
     """The fp32 weights of a group's members that the model has in low precision, by key."""
     rounded = [member for member in members if member.weight.dtype != torch.float32]
     return {
-        member.key: _same_weights(_checked_shape(tensor, member, path), member, path)
+        member.key: _require_matching_weights(_checked_shape(tensor, member, path), member, path)
         for member, tensor in zip(rounded, chain(weights, repeat(None)))
     }
 
@@ -116,7 +116,7 @@ def _group_parameters(parameters: Sequence[Parameter], group: Mapping[str, Any],
     """The parameters of a group. what: the group, in words."""
     members = [parameter for parameter in parameters if _belongs_to_group(parameter, group)]
     if len(members) != len(group["params"]):
-        raise Unreadable(
+        raise UnreadableStateError(
             f"{what} has {len(group['params'])} parameters where {len(members)} of the network belong to it; {WAY_OUT}"
         )
     return members
@@ -130,7 +130,7 @@ def _belongs_to_group(parameter: Parameter, group: Mapping[str, Any]) -> bool:
     return decays == decayed and (not decoupled or bool(_SHARED.search(parameter.name)))
 
 
-def same_ends(master: Tensor, weight: Tensor) -> bool:
+def weights_match(master: Tensor, weight: Tensor) -> bool:
     """Return whether fp32 main weights (any shape) belong to a parameter:
 
     first and last elements are compared, so that large files are not read twice.
@@ -144,26 +144,28 @@ def same_ends(master: Tensor, weight: Tensor) -> bool:
 def _checked_shape(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.shape != parameter.weight.shape:
         shape = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
-        raise Unreadable(
+        raise UnreadableStateError(
             f"{path}: the optimizer's state of {parameter.name} is {shape}, its weight {tuple(parameter.weight.shape)}; {WAY_OUT}"
         )
     return tensor
 
 
-def _same_weights(master: Tensor, parameter: Parameter, path: Path) -> Tensor:
-    if not same_ends(master, parameter.weight):
-        raise Unreadable(f"{path}: the optimizer's fp32 weights are not those of {parameter.name}; {WAY_OUT}")
+def _require_matching_weights(master: Tensor, parameter: Parameter, path: Path) -> Tensor:
+    if not weights_match(master, parameter.weight):
+        raise UnreadableStateError(f"{path}: the optimizer's fp32 weights are not those of {parameter.name}; {WAY_OUT}")
     return master
 
 
-def _of_buffers(content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path) -> Slots:
+def _distributed_optimizer_state(
+    content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path
+) -> Slots:
     """State of a distributed optimizer; every tensor is a view of its buffer."""
     states = content if isinstance(content, list) else [content]
     left, slots = list(parameters), Slots((slot, {}) for slot in SLOTS.values())
     for number, state in enumerate(states):
         members = left if len(states) == 1 else [one for one in left if bool(_EXPERT.search(one.name)) == (number > 0)]
         for place, formats, buffer in _numbered_buffers(state, path):
-            here = _of_format(members, formats, place)
+            here = _parameters_in_buffer(members, formats, place)
             layout = _layout_of(buffer, here, arguments, path)
             for one in here:
                 span = slice(layout[one.key].start, layout[one.key].stop)
@@ -172,7 +174,7 @@ def _of_buffers(content: Any, parameters: Sequence[Parameter], arguments: Mappin
             left = [one for one in left if one not in here]
             members = [one for one in members if one not in here]
     if left:
-        raise Unreadable(f"{path}: no buffer of the optimizer holds {left[0].name}; {WAY_OUT}")
+        raise UnreadableStateError(f"{path}: no buffer of the optimizer holds {left[0].name}; {WAY_OUT}")
     return slots
 
 
@@ -190,7 +192,7 @@ def _numbered_buffers(state: Any, path: Path) -> Iterator[tuple[int, Any, Any]]:
             yield place, formats, buffer
 
 
-def _of_format(members: Sequence[Parameter], formats: Any, place: int) -> list[Parameter]:
+def _parameters_in_buffer(members: Sequence[Parameter], formats: Any, place: int) -> list[Parameter]:
     """Parameters of one buffer: of its format, and of one chunk, where there are buffers of several."""
     rounded = formats[0] if isinstance(formats, tuple) else formats
     alike = [one for one in members if not isinstance(rounded, torch.dtype) or one.weight.dtype == rounded]
@@ -204,17 +206,17 @@ def _layout_of(buffer: Any, members: Sequence[Parameter], arguments: Mapping[str
     if not isinstance(buffer, Mapping) or any(
         not isinstance(buffer.get(name), Tensor) or buffer[name].dim() != 1 for name in SLOTS
     ):
-        raise Unreadable(
+        raise UnreadableStateError(
             f"{path} holds no buffers of {', '.join(SLOTS)}, but those of a release that this does not read; {WAY_OUT}"
         )
     weights, sizes = buffer["param"], [(one.key, one.weight.numel()) for one in members]
     ranks = int(arguments.get("data_parallel_size") or 1) * int(arguments.get("context_parallel_size") or 1)
     shared = {one.key for one in members if _SHARED.search(one.name)}
     total = int(buffer.get("numel_unpadded") or weights.numel())
-    for layout in joined_spans(sizes, total, largest_bucket(dict(arguments), ranks), shared):
-        if all(same_ends(weights[layout[one.key].start : layout[one.key].stop], one.weight) for one in members):
+    for layout in joined_spans(sizes, total, bucket_size_limit(dict(arguments), ranks), shared):
+        if all(weights_match(weights[layout[one.key].start : layout[one.key].stop], one.weight) for one in members):
             return layout
-    raise Unreadable(
+    raise UnreadableStateError(
         f"{path}: its buffer of {total} elements does not hold the {sum(size for _, size in sizes)} of this model's "
         f"weights in an order that is known here; {WAY_OUT}"
     )

@@ -12,7 +12,7 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.hybrid import hybrid_settings, settings_in
+from megatron.core.families.megatron.hybrid import hybrid_settings, infer_hybrid_settings
 
 _RENAMED = {"layernorm_epsilon": "norm_epsilon"}  # the new name wins where both are there
 _PATTERNS = frozenset(
@@ -41,7 +41,7 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     """
     settings = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
     settings |= {name: _our_value(name, value) for name, value in arguments.items() if name in _model_fields()}
-    settings = _stated(settings)
+    settings = _without_none(settings)
     if arguments.get("use_rotary_position_embeddings"):
         settings["position_embedding_type"] = "rope"
     if arguments.get("tokenizer_type") == "NullTokenizer" and arguments.get("vocab_size"):
@@ -49,15 +49,15 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         settings["null_tokenizer_ids"] = arguments["vocab_size"] + ("null_tokenizer_eod_id" not in arguments)
     if arguments.get("encoder_num_layers") and not settings.get("num_layers"):
         settings["num_layers"] = arguments["encoder_num_layers"]
-    if _is_of_core(arguments):  # which has the argument, and never starts a residual after the norm
+    if _is_megatron_core(arguments):  # which has the argument, and never starts a residual after the norm
         settings.pop("apply_residual_connection_post_layernorm", None)
     settings |= hybrid_settings(arguments)
     if _fuses_gelu(arguments):
         settings["openai_gelu"] = True
-    return {**_without_disabled_features(_stated(settings)), **given}
+    return {**_without_disabled_features(_without_none(settings)), **given}
 
 
-def _stated(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -103,7 +103,7 @@ def _fuses_gelu(arguments: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_of_core(arguments: Mapping[str, Any]) -> bool:
+def _is_megatron_core(arguments: Mapping[str, Any]) -> bool:
     """Whether Megatron Core's layers made the network, and not those that Megatron-LM had before."""
     newer = "deprecated_use_mcore_models" in arguments and not arguments.get("use_legacy_models")
     return newer or bool(arguments.get("use_mcore_models"))
@@ -134,13 +134,13 @@ def complete_settings(
     shapes: of the parameters (our names); of one that ranks share, of one rank's. Raises `CheckpointError` when the settings
     contradict the tensors, or when the number of heads cannot be known.
     """
-    derived, hidden_size = _of_shapes(shapes), shapes[_WORDS][1]
+    derived, hidden_size = _settings_of_shapes(shapes), shapes[_WORDS][1]
     wrong = [
         f"{name}: {settings[name]} in the settings, {value} in the tensors"
         for name, value in derived.items()
         if name != "bert_binary_head" and settings.get(name, value) != value
     ]
-    layers, contradictions = settings_in(shapes, settings)
+    layers, contradictions = infer_hybrid_settings(shapes, settings)
     if wrong + contradictions:
         raise CheckpointError(f"{where} contradicts itself", wrong + contradictions)
     derived |= layers
@@ -156,7 +156,7 @@ def complete_settings(
     return whole
 
 
-def _of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _settings_of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """What parameters tell of their network."""
     depths = {
         stack: len({match[1] for name in shapes for match in [re.match(rf"{stack}\.layers\.(\d+)\.", name)] if match})

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import Format
+from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merge_shards
 from megatron.core.families.megatron.progress import parameter_of_state
@@ -50,10 +50,10 @@ class MegatronSource:
         self.skipped, self.run_settings = skipped, run_settings
         self._shards, self._layout = shards, layout
         self._last: tuple[str, Tensor] | None = None
-        self.formats: dict[str, Format] = {}
+        self.formats: dict[str, TensorFormat] = {}
         for name in shards:
             whole = self._unpadded_tensor(name, "meta")
-            self.formats[name] = Format(tuple(whole.shape), whole.dtype)
+            self.formats[name] = TensorFormat(tuple(whole.shape), whole.dtype)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor (any shape), in the dtype it was saved in.

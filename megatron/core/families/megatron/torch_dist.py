@@ -22,12 +22,12 @@ import torch
 
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.buffers import WAY_OUT, Unreadable
-from megatron.core.families.megatron.flat_state import by_parameter, is_flat, unflatten_entries
-from megatron.core.families.megatron.fsdp import COMMON, STEP, as_distributed, is_fsdp
-from megatron.core.families.megatron.hybrid import in_pairs, join_pieces
+from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError
+from megatron.core.families.megatron.flat_state import is_flat, unflatten_buckets, unflatten_entries
+from megatron.core.families.megatron.fsdp import COMMON, STEP, is_fsdp, to_torch_dist_entries
+from megatron.core.families.megatron.hybrid import join_pieces, merge_layer_pairs
 from megatron.core.families.megatron.names import our_names
-from megatron.core.families.megatron.pickles import Record, attributes, read_torch_bytes, read_torch_file
+from megatron.core.families.megatron.pickles import InertObject, attributes, read_torch_bytes, read_torch_file
 from megatron.core.families.megatron.progress import parameter_of_state, saved_counters
 from megatron.core.families.megatron.source import MegatronSource, make_source
 from megatron.core.families.megatron.stored import Chunk, IndexEntry, StoredTensor, assemble_tensor, values_of_chunk
@@ -52,12 +52,12 @@ def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) 
     common = _common_state(folder, texts, tensors)
     arguments = attributes(common.get("args"))
     if is_fsdp((*texts, *tensors)):
-        tensors = as_distributed(tensors)
-    tensors, skipped = _with_state(tensors, texts, folder, arguments)
+        tensors = to_torch_dist_entries(tensors)
+    tensors, skipped = _add_optimizer_state(tensors, texts, folder, arguments)
     entries = {name: StoredTensor(stored, folder) for name, stored in _by_our_names(tensors).items()}
     return make_source(
         folder,
-        {name: [held] for name, held in join_pieces(in_pairs(entries, arguments)).items()},
+        {name: [held] for name, held in join_pieces(merge_layer_pairs(entries, arguments)).items()},
         arguments,
         given=given or {},
         values=saved_counters({**common, "optimizer": [common.get("optimizer"), *_optimizer_groups(texts, folder)]}),
@@ -103,11 +103,11 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "collections" and name == "OrderedDict":
             return dict
         if re.fullmatch(r"torch\.distributed(\.\w+)*|torch\.serialization|pathlib(\._local)?|megatron(\.\w+)*", module):
-            return _IndexRecord
+            return _InertIndexObject
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
 
 
-class _IndexRecord(Record):
+class _InertIndexObject(InertObject):
     """A record that also keeps a state that is a tuple, as tensor properties have."""
 
     def __setstate__(self, state: Any) -> None:
@@ -199,23 +199,23 @@ def _common_of_fsdp(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[s
     return {**common, "optimizer": [{"step": step} for step in steps]}
 
 
-def _with_state(
+def _add_optimizer_state(
     tensors: Mapping[str, IndexEntry], texts: Mapping[str, Chunk], folder: Path, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, IndexEntry], str]:
     """Entries in which all state of the optimizer is there by parameter; or without it, and why it is left out."""
     tied = not arguments.get("untie_embeddings_and_output_weights", "output_layer.weight" in tensors)
     try:
         if gathered := next((name for name in texts if ".param_state" in name), ""):
-            raise Unreadable(
+            raise UnreadableStateError(
                 f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
             )
         entries = {**tensors, **unflatten_entries(tensors)}
         if is_flat(tensors):
-            entries |= by_parameter(
+            entries |= unflatten_buckets(
                 tensors, arguments, lambda stored, chunk: values_of_chunk(chunk, stored, folder), tied=tied
             )
         return entries, ""
-    except Unreadable as error:
+    except UnreadableStateError as error:
         return {
             key: stored for key, stored in tensors.items() if not _OPTIMIZER.match(key)
         }, f"the optimizer's state is left out: {error}"

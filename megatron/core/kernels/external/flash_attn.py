@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.kernels import fused
 from megatron.core.kernels.documents import starts_of
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 PACKAGES = {2: "flash_attn", 3: "flash_attn_interface"}
 
@@ -34,7 +34,14 @@ def is_hopper() -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores(), *, version: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    dropout: float = 0.0,
+    scores: ScoreModifiers = ScoreModifiers(),
+    *,
+    version: int,
 ) -> Tensor:
     """Compute `reference.attention` by flash-attn. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
 

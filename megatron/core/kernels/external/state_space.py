@@ -21,7 +21,7 @@ from megatron.core.kernels import scans
 
 
 @lru_cache(maxsize=None)
-def _function(module: str, name: str) -> Callable:
+def _import_function(module: str, name: str) -> Callable:
     return getattr(import_module(module), name)
 
 
@@ -48,7 +48,7 @@ def selective_scan(
     """`kernels.scans.selective_scan` by mamba-ssm. x: [s, b, n, p]; dt: [s, b, n]; b, c: [s, b, g, d]."""
     if segments is not None and state is not None:
         return scans.selective_scan(x, dt, a, b, c, segments=segments, state=state, chunk=chunk)
-    scan = _function("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    scan = _import_function("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     y, last = scan(
         *(each.transpose(0, 1) for each in (x, dt)),
         a,
@@ -67,7 +67,7 @@ def causal_conv(
     """`kernels.scans.causal_conv` by causal-conv1d. x: [s, b, c]; weight: [c, width]."""
     if segments is not None and before is not None:
         return scans.causal_conv(x, weight, bias, segments, before)
-    convolve = _function("causal_conv1d", "causal_conv1d_fn")
+    convolve = _import_function("causal_conv1d", "causal_conv1d_fn")
     y = convolve(
         x.permute(1, 2, 0) if segments is None else x.transpose(0, 1).contiguous().transpose(1, 2),
         weight,
@@ -93,7 +93,7 @@ def delta_rule_scan(
     """`kernels.scans.delta_rule_scan` by flash-linear-attention. q, k: [s, b, g, dk]; v: [s, b, n, dv]."""
     if segments is not None:
         return scans.delta_rule_scan(q, k, v, g, beta, segments=segments, state=state, chunk=chunk)
-    scan, repeats = _function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), v.shape[2] // k.shape[2]
+    scan, repeats = _import_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), v.shape[2] // k.shape[2]
     query, key = (each.repeat_interleave(repeats, dim=2).transpose(0, 1).to(v.dtype) for each in (q, k))
     o, last = scan(
         query,

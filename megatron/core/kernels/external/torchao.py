@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.low_precision.fp8 import Number
+from megatron.core.kernels.low_precision.fp8 import NumberFormat
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: Number, *, emulated: bool) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: NumberFormat, *, emulated: bool) -> Tensor:
     """Return x W^T + b, with the operands of all three products in fp8, one scale for each tensor. x: [.., in]; weight: [out, in]. Returns [.., out].
 
     backward: format of gradients. emulated: by matmuls in the dtype of x, as on a CPU.

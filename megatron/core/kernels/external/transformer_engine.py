@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.kernels import fused
 from megatron.core.kernels.documents import starts_of
-from megatron.core.kernels.mask import MaskSpec, Scores
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 
 def is_installed() -> bool:
@@ -25,7 +25,7 @@ def is_installed() -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: Scores = Scores()
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
 ) -> Tensor:
     """Compute `reference.attention` by the library. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
 

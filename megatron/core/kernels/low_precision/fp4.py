@@ -15,24 +15,24 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.low_precision.fp8 import E4M3, Number, Quantised, block_sizes, from_blocks, to_blocks
+from megatron.core.kernels.low_precision.fp8 import E4M3, NumberFormat, Quantised, block_amax, from_blocks, to_blocks
 from megatron.core.kernels.reference import accumulation_dtype
 
-E2M1 = Number("e2m1", torch.float8_e4m3fn, 6.0)
+E2M1 = NumberFormat("e2m1", torch.float8_e4m3fn, 6.0)
 BLOCK = 16
 # Signs of the rotation, drawn once for all layers and steps, as the paper advises.
 _SIGNS = (1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1)
 
 
-def by_small_blocks(
+def quantize_nvfp4(
     x: Tensor, largest: Tensor, block: tuple[int, int], noise: Tensor | None = None, sizes: Tensor | None = None
 ) -> Quantised:
     """Quantize x [m, k] to e2m1 with two levels of scales. largest: [], absolute maximum of x. noise: like x, uniform in [0, 1), for stochastic rounding; None: to
     the nearest.
 
-    sizes: absolute maxima of the blocks, as in `fp8.by_blocks`.
+    sizes: absolute maxima of the blocks, as in `fp8.quantize_per_block`.
     """
-    enlarge, scales = small_scales(block_sizes(x, block) if sizes is None else sizes, largest)
+    enlarge, scales = nvfp4_scales(block_amax(x, block) if sizes is None else sizes, largest)
     tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), block) * enlarge
     inverse = scales.to(tiles.dtype).reciprocal()
     inverse = torch.where(
@@ -43,7 +43,7 @@ def by_small_blocks(
     return Quantised(from_blocks(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
 
 
-def small_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def nvfp4_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return NVFP4's two levels of scales: (the factor of the whole tensor, [], and the e4m3 scales of the blocks, by which values are multiplied when dequantized).
 
     sizes: absolute maximum of each block; largest: [], of the tensor. The factor of the tensor makes the blocks' scales use the range of e4m3.
@@ -65,14 +65,14 @@ def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
     return torch.copysign((count * step).clamp(max=E2M1.largest), x)
 
 
-def rotated(x: Tensor) -> Tensor:
+def hadamard_transform(x: Tensor) -> Tensor:
     """Return x [m, k] with each group of 16 columns multiplied by the Hadamard matrix; k is padded with zeros to a multiple of 16."""
     tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), (1, BLOCK))
-    return (tiles @ rotation(tiles.dtype, x.device)).flatten(2).flatten(0, 1)
+    return (tiles @ hadamard_matrix(tiles.dtype, x.device)).flatten(2).flatten(0, 1)
 
 
 @cache  # a copy to a GPU is waited for
-def rotation(dtype: torch.dtype, device: torch.device) -> Tensor:
+def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the Hadamard matrix [16, 16] by Sylvester's construction, with random signs of rows, divided by 4: its transpose is its inverse."""
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
     whole = two

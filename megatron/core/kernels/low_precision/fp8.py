@@ -30,7 +30,7 @@ _SMALLEST_POWER, _LARGEST_POWER = -127, 127  # of e8m0
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumberFormat:
     """A low-precision number format. dtype: the torch dtype that stores its values. largest: its largest number."""
 
     name: str
@@ -38,8 +38,8 @@ class Number:
     largest: float
 
 
-E4M3 = Number("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Number("e5m2", torch.float8_e5m2, 57344.0)
+E4M3 = NumberFormat("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = NumberFormat("e5m2", torch.float8_e5m2, 57344.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Quantised:
         blocks = None if self.blocks is None else self.blocks.t()
         return replace(self, values=self.values.t(), blocks=blocks, block=self.block[::-1])
 
-    def unscaled(self, dtype: torch.dtype) -> Tensor:
+    def without_tensor_scale(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [m, k] without the scale of the tensor; exact in fp32 and fp64."""
         values = self.values.to(dtype)
         if self.blocks is None:
@@ -80,22 +80,22 @@ class Quantised:
         scales = self.blocks.to(dtype).repeat_interleave(rows, 0)[: values.shape[0]].repeat_interleave(columns, 1)
         return values * scales[:, : values.shape[1]]
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized matrix [m, k]."""
-        return self.unscaled(dtype) if self.scale is None else self.unscaled(dtype) * self.scale
+        return self.without_tensor_scale(dtype) if self.scale is None else self.without_tensor_scale(dtype) * self.scale
 
 
 @dataclass(frozen=True, slots=True)
 class FusedRounding:
     """Kernels that quantize a matrix and its transposed at once (`triton/quantise.py`); None for what is not asked for.
 
-    largest_of(x): absolute maxima of parts of x, [parts]. by_tensor(x, number, largest, margin=, seen=, rows=, turned=);
-    by_blocks(x, number, block, rows=, turned=).
+    largest_of(x): absolute maxima of parts of x, [parts]. quantize_per_tensor(x, number, largest, margin=, seen=, rows=, turned=);
+    quantize_per_block(x, number, block, rows=, turned=).
     """
 
     largest_of: Callable[[Tensor], Tensor]
-    by_tensor: Callable[..., tuple[Quantised | None, Quantised | None]]
-    by_blocks: Callable[..., tuple[Quantised | None, Quantised | None]]
+    quantize_per_tensor: Callable[..., tuple[Quantised | None, Quantised | None]]
+    quantize_per_block: Callable[..., tuple[Quantised | None, Quantised | None]]
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def largest_of(x: Tensor) -> Tensor:
     )
 
 
-def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
+def tensor_scale(largest: Tensor, number: NumberFormat, margin: int = 0) -> Tensor:
     """Return the scale [] that maps a tensor's absolute maximum `largest` [] to the format's largest number, or `margin` powers of two below; 1 for zeros.
 
     A maximum that is not finite gives 0 or NaN, and so a matrix of NaN, which later checks find.
@@ -117,28 +117,30 @@ def tensor_scale(largest: Tensor, number: Number, margin: int = 0) -> Tensor:
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 
-def by_tensor(x: Tensor, number: Number, scale: Tensor) -> Quantised:
+def quantize_per_tensor(x: Tensor, number: NumberFormat, scale: Tensor) -> Quantised:
     """Quantize x [m, k] with one scale [], by which it is multiplied before rounding. Too large values saturate."""
     return Quantised(_round_to_format(x.to(accumulation_dtype(x.dtype)) * scale, number), scale.reciprocal())
 
 
-def by_blocks(x: Tensor, number: Number, block: tuple[int, int], sizes: Tensor | None = None) -> Quantised:
+def quantize_per_block(
+    x: Tensor, number: NumberFormat, block: tuple[int, int], sizes: Tensor | None = None
+) -> Quantised:
     """Quantize x [m, k] with a power of two for each block: the smallest with which none of its values saturates.
 
-    sizes: absolute maxima as `block_sizes` returns them, for blocks of which x holds only a part; None: of x.
+    sizes: absolute maxima as `block_amax` returns them, for blocks of which x holds only a part; None: of x.
     """
     tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), block)
-    sizes = block_sizes(x, block) if sizes is None else sizes
+    sizes = block_amax(x, block) if sizes is None else sizes
     scaled = torch.ldexp(tiles, -_power_above(sizes, number.largest)[:, None, :, None])
     return Quantised(from_blocks(_round_to_format(scaled, number), x), None, block_scales(sizes, number), block)
 
 
-def block_sizes(x: Tensor, block: tuple[int, int]) -> Tensor:
+def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the absolute maximum of each block of x [m, k], in accumulator precision: [m / rows, k / columns], rounded up."""
     return to_blocks(x.to(accumulation_dtype(x.dtype)), block).abs().amax(dim=(1, 3))
 
 
-def block_scales(sizes: Tensor, number: Number) -> Tensor:
+def block_scales(sizes: Tensor, number: NumberFormat) -> Tensor:
     """Return the e8m0 scales by which blocks are multiplied when dequantized; NaN where a block had NaN.
 
     sizes: absolute maxima of blocks, any shape; the result has the same.
@@ -154,7 +156,7 @@ def _power_above(value: Tensor, number: float) -> Tensor:
     return (power - own_power + (fraction > own_fraction)).clamp(_SMALLEST_POWER, _LARGEST_POWER)
 
 
-def _round_to_format(x: Tensor, number: Number) -> Tensor:
+def _round_to_format(x: Tensor, number: NumberFormat) -> Tensor:
     """Round to the nearest number, ties to even; too large values saturate; NaN stays NaN."""
     return x.clamp(-number.largest, number.largest).to(number.dtype)
 
@@ -173,7 +175,7 @@ def from_blocks(tiles: Tensor, like: Tensor) -> Tensor:
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     """Return a b^T, [m, n], in `dtype`, emulated; this defines the product of two quantized matrices. a: [m, k]; b: [n, k]."""
-    result = a.unscaled(accumulation_dtype(dtype)) @ b.unscaled(accumulation_dtype(dtype)).t()
+    result = a.without_tensor_scale(accumulation_dtype(dtype)) @ b.without_tensor_scale(accumulation_dtype(dtype)).t()
     if a.scale is not None and b.scale is not None:
         result = result * (a.scale * b.scale)
     return result.to(dtype)

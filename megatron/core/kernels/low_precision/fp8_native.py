@@ -50,7 +50,7 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = Fals
     if a.block[1] == fp4.BLOCK:
         return _product_of_4_bits(a, b, dtype)
     along = max(a.block[1], b.block[1], _ROW)
-    left, right = (_pad_rows(x.values, along) for x in (a, b))
+    left, right = (_pad_columns(x.values, along) for x in (a, b))
     if a.blocks is None:
         return torch._scaled_mm(
             left,
@@ -72,9 +72,12 @@ def _product_of_4_bits(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor
         [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
         [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
     )
-    left, right = (pack_e2m1(_pad_rows(x.values, 2 * _ROW)) for x in (a, b))
+    left, right = (pack_e2m1(_pad_columns(x.values, 2 * _ROW)) for x in (a, b))
     scales = [
-        [in_tiles(x.block_scales.repeat_interleave(x.block[0], 0)[: len(x.values)]), x.whole_scale.float().reshape(1)]
+        [
+            swizzle_scales(x.block_scales.repeat_interleave(x.block[0], 0)[: len(x.values)]),
+            x.whole_scale.float().reshape(1),
+        ]
         for x in (a, b)
     ]
     return F.scaled_mm(
@@ -100,7 +103,7 @@ def _of_whole_blocks(x: Quantised) -> Quantised:
     return replace(x, values=_pad_matrix(x.values, 0, -x.values.shape[0] % max(x.block[0], _ROW)), blocks=blocks)
 
 
-def _pad_rows(values: Tensor, multiple: int) -> Tensor:
+def _pad_columns(values: Tensor, multiple: int) -> Tensor:
     """Return rows padded to a multiple of elements, contiguous."""
     missing = -values.shape[1] % multiple
     return _pad_matrix(values, missing, 0) if missing else values.contiguous()
@@ -123,10 +126,10 @@ def _hardware_scales(x: Quantised) -> tuple[Tensor, F.ScalingType, F.SwizzleType
         scales = F.pad(scales, (0, missing)) if missing else scales
         return scales.contiguous().t(), kinds.BlockWise128x128, plain  # may come turned
     assert x.block == (1, 32), f"no unit multiplies blocks of {x.block}"
-    return in_tiles(x.block_scales), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    return swizzle_scales(x.block_scales), kinds.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
 
 
-def in_tiles(scales: Tensor) -> Tensor:
+def swizzle_scales(scales: Tensor) -> Tensor:
     """Return scales [m, blocks of k], one byte each, in Blackwell's order: tiles of 128 x 4, in which rows 32 apart are neighbours."""
     rows, columns = -(-scales.shape[0] // 128), -(-scales.shape[1] // _SCALES)
     filled = F.pad(

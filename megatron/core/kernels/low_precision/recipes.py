@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp4, fp8, fp8_native
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedRounding, Number, Quantised
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedRounding, NumberFormat, Quantised
 
 Operand = Literal["input", "weight", "gradient"]
 OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
@@ -27,8 +27,8 @@ class Recipe:
     """
 
     name: str
-    forward: Number
-    backward: Number
+    forward: NumberFormat
+    backward: NumberFormat
     block: int = 0
     square: bool = False
     history: int = 0
@@ -45,14 +45,14 @@ class Recipe:
         return self.block == 0
 
     @property
-    def is_small(self) -> bool:
+    def is_4_bit(self) -> bool:
         """Whether values have 4 bits: rotated for weight gradients, and gradients rounded stochastically."""
         return self.forward == fp4.E2M1
 
     @property
     def needs_largest(self) -> bool:
         """Whether a tensor's absolute maximum must be known before any of it is rounded."""
-        return self.one_scale or self.is_small
+        return self.one_scale or self.is_4_bit
 
     @property
     def block_scale_dtype(self) -> torch.dtype:
@@ -83,15 +83,15 @@ class Recipe:
         number = self.backward if operand == "gradient" else self.forward
         if self.one_scale:
             assert largest is not None, "a scale of the whole tensor is made for its largest value"
-            return fp8.by_tensor(x, number, fp8.tensor_scale(largest, number, self.margin))
+            return fp8.quantize_per_tensor(x, number, fp8.tensor_scale(largest, number, self.margin))
         block = block or self.block_of(operand)
-        if self.is_small:
+        if self.is_4_bit:
             assert largest is not None, "the scale of the blocks' scales is made for the largest value"
             noise = torch.rand(x.shape, device=x.device) if operand == "gradient" else None
-            return fp4.by_small_blocks(x, largest, block, noise, sizes)
-        return fp8.by_blocks(x, number, block, sizes)
+            return fp4.quantize_nvfp4(x, largest, block, noise, sizes)
+        return fp8.quantize_per_block(x, number, block, sizes)
 
-    def quantise_both(
+    def quantise_with_transpose(
         self,
         operand: Operand,
         x: Tensor,
@@ -108,10 +108,10 @@ class Recipe:
         number = self.backward if operand == "gradient" else self.forward
         if self.kernels is not None:
             if self.one_scale:
-                return self.kernels.by_tensor(
+                return self.kernels.quantize_per_tensor(
                     x, number, largest, margin=self.margin, seen=seen, rows=rows, turned=turned
                 )
-            return self.kernels.by_blocks(x, number, self.block_of(operand), rows=rows, turned=turned)
+            return self.kernels.quantize_per_block(x, number, self.block_of(operand), rows=rows, turned=turned)
         if self.serves_transposed(operand):
             result = self.quantise(operand, x, largest)
             return (result if rows else None), (result.t() if turned else None)
@@ -128,8 +128,8 @@ class Recipe:
         """Return the inverse scales of a whole weight, [], and of its blocks, like `sizes`; None where the recipe has none."""
         if self.one_scale:
             return fp8.tensor_scale(largest, self.forward, self.margin).reciprocal(), None
-        if self.is_small:
-            enlarge, blocks = fp4.small_scales(sizes, largest)
+        if self.is_4_bit:
+            enlarge, blocks = fp4.nvfp4_scales(sizes, largest)
             return enlarge.reciprocal(), blocks
         return None, fp8.block_scales(sizes, self.forward)
 
@@ -146,11 +146,11 @@ def recipe_of(config: LowPrecisionConfig, device: torch.device, kernels: FusedRo
             "nvfp4",
             fp4.E2M1,
             fp4.E2M1,
-            block=config.block,
+            block=config.scale_block_size,
             square=True,
             wgrad=config.fp8_wgrad,
             native=native,
-            holds_weights=config.holds_weights,
+            holds_weights=config.has_quantized_weights,
         )
     if config.fp8_format is None:
         return None
@@ -160,14 +160,14 @@ def recipe_of(config: LowPrecisionConfig, device: torch.device, kernels: FusedRo
         name,
         E4M3,
         backward,
-        block=config.block,
+        block=config.scale_block_size,
         square=name == "blockwise",
         history=history,
         margin=margin,
         by_largest=config.fp8_amax_compute_algo == "max",
         wgrad=config.fp8_wgrad,
         native=native,
-        holds_weights=config.holds_weights,
+        holds_weights=config.has_quantized_weights,
         kernels=kernels if native else None,
     )
 

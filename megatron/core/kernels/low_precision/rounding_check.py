@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp8
-from megatron.core.kernels.low_precision.fp8 import E4M3, FusedRounding, Number
+from megatron.core.kernels.low_precision.fp8 import E4M3, FusedRounding, NumberFormat
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Recipe, recipe_of
 
 _CPU = torch.device("cpu")
@@ -32,44 +32,48 @@ def rounding_error(low: LowPrecisionConfig, kernel: FusedRounding, device: torch
 def _operand_error(recipe: Recipe, operand: Any, kernel: FusedRounding, x: Tensor, device: torch.device) -> float:
     number, there = recipe.backward if operand == "gradient" else recipe.forward, x.to(device)
     if recipe.one_scale:
-        rounded = kernel.by_tensor(there, number, kernel.largest_of(there), margin=recipe.margin)
+        rounded = kernel.quantize_per_tensor(there, number, kernel.largest_of(there), margin=recipe.margin)
     else:
-        rounded = kernel.by_blocks(there, number, recipe.block_of(operand))
+        rounded = kernel.quantize_per_block(there, number, recipe.block_of(operand))
     worst = 0.0
-    for mine, theirs in zip(rounded, recipe.quantise_both(operand, x, recipe.largest_of(x)), strict=True):
+    for mine, theirs in zip(rounded, recipe.quantise_with_transpose(operand, x, recipe.largest_of(x)), strict=True):
         assert mine is not None and theirs is not None, "both are asked for"
-        expected = theirs.whole(torch.float64)
-        gap = ((mine.whole(torch.float32).cpu().double() - expected).norm() / expected.norm()).item()
+        expected = theirs.dequantize(torch.float64)
+        gap = ((mine.dequantize(torch.float32).cpu().double() - expected).norm() / expected.norm()).item()
         worst = max(worst, gap if gap == gap else float("inf"))
     return worst
 
 
-class _ThreeProducts(Function):
+class _LowPrecisionLinear(Function):
     """A linear layer and its gradients, each product of operands with one scale a tensor."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, backward: Number) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, backward: NumberFormat) -> Tensor:
         context.save_for_backward(x, weight)
         context.number = backward
-        return _rounded(x, E4M3) @ _rounded(weight, E4M3).t()
+        return _fake_quantize(x, E4M3) @ _fake_quantize(weight, E4M3).t()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = context.saved_tensors
-        pull = _rounded(gradient, context.number)
-        return pull @ _rounded(weight, E4M3), pull.flatten(0, -2).t() @ _rounded(x, E4M3).flatten(0, -2), None
+        pull = _fake_quantize(gradient, context.number)
+        return (
+            pull @ _fake_quantize(weight, E4M3),
+            pull.flatten(0, -2).t() @ _fake_quantize(x, E4M3).flatten(0, -2),
+            None,
+        )
 
 
-def _rounded(x: Tensor, number: Number) -> Tensor:
+def _fake_quantize(x: Tensor, number: NumberFormat) -> Tensor:
     """The values of x [..., k] that 8 bits hold."""
     scale = fp8.tensor_scale(fp8.largest_of(x).float(), number)
-    return fp8.by_tensor(x.flatten(0, -2).float(), number, scale).whole(x.dtype).view_as(x)
+    return fp8.quantize_per_tensor(x.flatten(0, -2).float(), number, scale).dequantize(x.dtype).view_as(x)
 
 
-def three_products(x: Tensor, weight: Tensor, bias: Tensor, backward: Number, *, emulated: bool) -> Tensor:
+def reference_low_linear(x: Tensor, weight: Tensor, bias: Tensor, backward: NumberFormat, *, emulated: bool) -> Tensor:
     """Return what the op low_linear is defined to be: x W^T + b, [.., out], by the three products of a layer in 8 bits. x: [.., in]; weight: [out, in]."""
     del emulated
-    return _ThreeProducts.apply(x, weight, backward) + bias
+    return _LowPrecisionLinear.apply(x, weight, backward) + bias
 
 
 def linear_in_8_bits(

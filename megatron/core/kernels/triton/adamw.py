@@ -102,7 +102,7 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
         by_format.setdefault(None if one.weight is None else one.weight.dtype, []).append(one)
     for dtype, group in by_format.items():
         device = group[0].main.device
-        table, blocks = _table(tuple(_row(one) for one in group), device)
+        table, blocks = _address_tables(tuple(_table_row(one) for one in group), device)
         _adamw[(len(blocks),)](
             table, blocks, factor if isinstance(factor, Tensor) else torch.full((), factor, device=device),
             rates.lr * rates.decay,
@@ -118,7 +118,7 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
         )  # fmt: skip
 
 
-def _row(one: AdamTensors) -> tuple[int, ...]:
+def _table_row(one: AdamTensors) -> tuple[int, ...]:
     """What the table says of a parameter."""
     tensors = (one.main, one.gradient, one.first, one.second, *(() if one.weight is None else (one.weight,)))
     assert all(tensor.is_contiguous() for tensor in tensors), "the tensors of a parameter are flat"
@@ -128,7 +128,7 @@ def _row(one: AdamTensors) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _address_tables(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The table of addresses and that of blocks, on the device; made anew when a tensor has moved."""
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     counts = (table[:, 5] + _BLOCK - 1) // _BLOCK

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.mask import Scores
+from megatron.core.kernels.mask import ScoreModifiers
 from megatron.core.kernels.paged import BlockTables
 
 _KEYS = 64  # that a program reads at a time
@@ -207,7 +207,13 @@ def _merge_key_parts(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, where: BlockTables, *, window: int | None = None, scores: Scores = Scores()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    where: BlockTables,
+    *,
+    window: int | None = None,
+    scores: ScoreModifiers = ScoreModifiers(),
 ) -> Tensor:
     """`paged.attention`. q: [b, queries, n, d]; k: [slots, g, d]; v: [slots, g, dv]. Returns [b, queries, n * dv]."""
     rows, queries, heads, size = q.shape
@@ -215,7 +221,7 @@ def attention(
     assert scores.bias is None, "nothing is added to the scores of decoding"
     if q.stride(3) != 1 or q.stride(2) != size or q.stride(0) != queries * q.stride(1):
         q = q.contiguous()
-    known = plan(size, values, heads // groups, queries, shared=k.data_ptr() == v.data_ptr())
+    known = choose_tile_sizes(size, values, heads // groups, queries, shared=k.data_ptr() == v.data_ptr())
     tiles = triton.cdiv(queries * (heads // groups), known["M"])
     splits = num_splits(
         rows * tiles * groups, where.longest if window is None else min(where.longest, window + queries)
@@ -243,7 +249,7 @@ def attention(
     return y
 
 
-def plan(size: int, values: int, repeats: int, queries: int, *, shared: bool) -> dict[str, Any]:
+def choose_tile_sizes(size: int, values: int, repeats: int, queries: int, *, shared: bool) -> dict[str, Any]:
     """Sizes of the tiles. size, values: of heads; repeats: heads of a group; shared: values are the beginning of keys."""
     main = max(16, 1 << (size.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(size - main)) if size > main else 0

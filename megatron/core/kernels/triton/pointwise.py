@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.reference import Gating
+from megatron.core.kernels.reference import GatingOptions
 from megatron.core.kernels.triton import cdiv
 
 _BLOCK = 1024
@@ -98,7 +98,7 @@ def _gate_backward(
 
 class _Gated(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, name: str, gating: Gating) -> Tensor:
+    def forward(context: Any, x: Tensor, name: str, gating: GatingOptions) -> Tensor:
         x = x.contiguous()
         size = x.shape[-1] // 2
         context.how = {
@@ -122,7 +122,7 @@ class _Gated(Function):
         return dx, None, None
 
 
-def gated_activation(x: Tensor, name: str, gating: Gating = Gating()) -> Tensor:
+def gated_activation(x: Tensor, name: str, gating: GatingOptions = GatingOptions()) -> Tensor:
     """`reference.gated_activation`. x: [..., gate f | up f]; returns [..., f]."""
     assert name in ("silu", "quick_gelu", "gelu", "gelu_tanh"), f"no gated activation is called {name}"
     return _Gated.apply(x, name, gating)
@@ -207,7 +207,7 @@ def _bias_backward(
 
 class _Biased(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, bias: Tensor, name: str, gating: Gating | None) -> Tensor:
+    def forward(context: Any, x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None) -> Tensor:
         x = x.contiguous()
         size = x.shape[-1] // (1 if gating is None else 2)
         context.how = {
@@ -236,6 +236,6 @@ class _Biased(Function):
         return dx, sums.sum(0, dtype=bias.dtype), None, None
 
 
-def bias_activation(x: Tensor, bias: Tensor, name: str, gating: Gating | None = None) -> Tensor:
+def bias_activation(x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None) -> Tensor:
     """`reference.bias_activation`. x: [..., f], gated [..., gate f | up f]; bias: [f] or [2 f]; returns [..., f]."""
     return _Biased.apply(x, bias, name, gating)

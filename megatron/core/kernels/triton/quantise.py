@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.low_precision.fp8 import FusedRounding, Number, Quantised
+from megatron.core.kernels.low_precision.fp8 import FusedRounding, NumberFormat, Quantised
 from megatron.core.kernels.triton import cdiv, power_of_2_above
 
 _STEP = 4096  # elements that a program reads at a time
@@ -47,7 +47,7 @@ def _largest(x: tl.tensor, parts: tl.tensor, size: tl.tensor, each: tl.tensor, S
 
 
 @triton.jit
-def _powers(bits: tl.tensor, FRACTION: tl.constexpr, POWER: tl.constexpr) -> tl.tensor:
+def _scale_exponents(bits: tl.tensor, FRACTION: tl.constexpr, POWER: tl.constexpr) -> tl.tensor:
     """`fp8._power_above` of absolute maxima given as bits. The format's largest number is (1 + FRACTION / 2^23) 2^(POWER - 1)."""
     bits = tl.where(bits >= 0x7F800000, 0x3F800000, bits)
     power = (bits >> 23) - 126 - POWER + ((bits & 0x7FFFFF) > FRACTION).to(tl.int32)
@@ -68,13 +68,13 @@ def _rounded(x: tl.tensor, LARGEST: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.
     """
     x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if BYTES:
-        return _bytes(x, TYPE.fp_mantissa_width, 1 - TYPE.exponent_bias)
+        return _rounded_bits(x, TYPE.fp_mantissa_width, 1 - TYPE.exponent_bias)
     else:
         return x.to(TYPE)
 
 
 @triton.jit
-def _bytes(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
+def _rounded_bits(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
     """The bits of x rounded to a format of 8 bits. MANTISSA: its bits of the fraction; LOWEST: power of its smallest normal number."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -87,7 +87,7 @@ def _bytes(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def _by_tensor(
+def _quantize_per_tensor_kernel(
     x: tl.tensor,
     rows: tl.tensor,
     turned: tl.tensor,
@@ -131,7 +131,7 @@ def _by_tensor(
 
 
 @triton.jit
-def _in_blocks(
+def _round_by_blocks(
     values: tl.tensor,
     LARGEST: tl.constexpr,
     FRACTION: tl.constexpr,
@@ -144,7 +144,7 @@ def _in_blocks(
     """A tile, rounded by a power of two for each BLOCK elements of its rows; and the bits of their maxima, [TILE, TILE / BLOCK]."""
     blocks = tl.reshape(values, (TILE, TILE // BLOCK, BLOCK))
     bits = _bits_of_largest(blocks, 2)
-    blocks = blocks * _two_to(-_powers(bits, FRACTION, POWER))[:, :, None]
+    blocks = blocks * _two_to(-_scale_exponents(bits, FRACTION, POWER))[:, :, None]
     return tl.reshape(_rounded(blocks, LARGEST, TYPE, BYTES), (TILE, TILE)), bits
 
 
@@ -161,7 +161,7 @@ def _store_scales(
     POWER: tl.constexpr,
 ) -> None:
     """Write the scales of blocks: fp32, or bytes of e8m0."""
-    power = _powers(bits, FRACTION, POWER)
+    power = _scale_exponents(bits, FRACTION, POWER)
     place = scales + down * down_step + along * along_step
     if scales.dtype.element_ty == tl.float32:
         result = tl.where(bits >= 0x7F800000, float("nan"), _two_to(power))
@@ -171,7 +171,7 @@ def _store_scales(
 
 
 @triton.jit
-def _by_blocks(
+def _quantize_per_block_kernel(
     x: tl.tensor,
     rows: tl.tensor,
     turned: tl.tensor,
@@ -206,7 +206,7 @@ def _by_blocks(
     first_down, first_along = tl.program_id(0), tl.program_id(1)
     if SQUARE:
         bits = tl.max(_bits_of_largest(values, 1), 0)
-        result = _rounded(values * _two_to(-_powers(bits, FRACTION, POWER)), LARGEST, TYPE, BYTES)
+        result = _rounded(values * _two_to(-_scale_exponents(bits, FRACTION, POWER)), LARGEST, TYPE, BYTES)
         if rows is not None:
             tl.store(rows + place, result, mask=inside)
             _store_scales(row_scales, bits, first_down, first_along, True, row_steps, row_step, FRACTION, POWER)
@@ -219,13 +219,13 @@ def _by_blocks(
         COUNT: tl.constexpr = TILE // BLOCK
         numbers = tl.arange(0, COUNT)
         if rows is not None:
-            result, bits = _in_blocks(values, LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
+            result, bits = _round_by_blocks(values, LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
             tl.store(rows + place, result, mask=inside)
             columns = first_along * COUNT + numbers
             real = (down < m)[:, None] & (columns < tl.cdiv(k, BLOCK))[None, :]
             _store_scales(row_scales, bits, down[:, None], columns[None, :], real, row_steps, row_step, FRACTION, POWER)
         if turned is not None:
-            result, bits = _in_blocks(tl.trans(values), LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
+            result, bits = _round_by_blocks(tl.trans(values), LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
             tl.store(turned + turned_place, result, mask=turned_inside)
             columns = first_down * COUNT + numbers
             real = (along < k)[:, None] & (columns < tl.cdiv(m, BLOCK))[None, :]
@@ -249,9 +249,9 @@ def largest_of(x: Tensor) -> Tensor:
     return parts
 
 
-def by_tensor(
+def quantize_per_tensor(
     x: Tensor,
-    number: Number,
+    number: NumberFormat,
     largest: Tensor,
     *,
     margin: int = 0,
@@ -268,7 +268,7 @@ def by_tensor(
     straight, across = _outputs(x, rows=rows, turned=turned, dtype=number.dtype)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
     # An empty matrix has a scale, too, which the one program that is then launched writes.
-    _by_tensor[(max(cdiv(m, _WHOLE_TILE), 1), max(cdiv(k, _WHOLE_TILE), 1))](
+    _quantize_per_tensor_kernel[(max(cdiv(m, _WHOLE_TILE), 1), max(cdiv(k, _WHOLE_TILE), 1))](
         x, straight, across, largest, inverse, seen, m, k, largest.numel(), 2.0**-margin,
         LARGEST=number.largest,
         TYPE=_TORCH_TO_TRITON[number.dtype],
@@ -282,8 +282,8 @@ def by_tensor(
     )
 
 
-def by_blocks(
-    x: Tensor, number: Number, block: tuple[int, int], *, rows: bool = True, turned: bool = True
+def quantize_per_block(
+    x: Tensor, number: NumberFormat, block: tuple[int, int], *, rows: bool = True, turned: bool = True
 ) -> tuple[Quantised | None, Quantised | None]:
     """Quantize x [m, k] with a power of two for each block, and its transposed with one for each block of that, where they are asked for.
 
@@ -295,9 +295,9 @@ def by_blocks(
     scales, turned_scales = (
         _scales(x, cdiv(down, block[0]), cdiv(along, size), size, square=square) for down, along in ((m, k), (k, m))
     )
-    fraction, power = _parts_of(number)
+    fraction, power = _largest_fraction_and_power(number)
     if x.numel():
-        _by_blocks[(cdiv(m, _TILE), cdiv(k, _TILE))](
+        _quantize_per_block_kernel[(cdiv(m, _TILE), cdiv(k, _TILE))](
             x, straight, across, scales, turned_scales, m, k, *scales.stride(), *turned_scales.stride(),
             LARGEST=number.largest,
             FRACTION=fraction,
@@ -310,8 +310,8 @@ def by_blocks(
             num_warps=8,
         )  # fmt: skip
     return (
-        None if straight is None else Quantised(straight.view(number.dtype), None, _typed(scales), block),
-        None if across is None else Quantised(across.view(number.dtype), None, _typed(turned_scales), block),
+        None if straight is None else Quantised(straight.view(number.dtype), None, _view_as_e8m0(scales), block),
+        None if across is None else Quantised(across.view(number.dtype), None, _view_as_e8m0(turned_scales), block),
     )
 
 
@@ -333,14 +333,14 @@ def _scales(x: Tensor, down: int, along: int, size: int, *, square: bool) -> Ten
     return torch.empty((along, down), dtype=torch.float32, device=x.device).t()
 
 
-def _typed(scales: Tensor) -> Tensor:
+def _view_as_e8m0(scales: Tensor) -> Tensor:
     return scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
 
 
-def _parts_of(number: Number) -> tuple[int, int]:
-    """(fraction, power) of the format's largest number, for `_powers`."""
+def _largest_fraction_and_power(number: NumberFormat) -> tuple[int, int]:
+    """(fraction, power) of the format's largest number, for `_scale_exponents`."""
     bits = int(torch.tensor(number.largest, dtype=torch.float32, device="cpu").view(torch.int32))
     return bits & 0x7FFFFF, (bits >> 23) - 126
 
 
-KERNELS = FusedRounding(largest_of, by_tensor, by_blocks)
+KERNELS = FusedRounding(largest_of, quantize_per_tensor, quantize_per_block)

@@ -189,7 +189,7 @@ class _Rotary(Function):
         context.save_for_backward(*tables)
         context.interleaved = interleaved
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch((x, None, None, None), (y, None), tables, _row(x), interleaved=interleaved, back=False)
+        _launch((x, None, None, None), (y, None), tables, _elements_per_token(x), interleaved=interleaved, back=False)
         return y
 
     @staticmethod
@@ -197,7 +197,7 @@ class _Rotary(Function):
         cos, sin = context.saved_tensors
         dx = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         parts = (gradient, None, None, None)
-        _launch(parts, (dx, None), (cos, sin), _row(dx), interleaved=context.interleaved, back=True)
+        _launch(parts, (dx, None), (cos, sin), _elements_per_token(dx), interleaved=context.interleaved, back=True)
         return dx, None, None, None
 
 
@@ -211,7 +211,7 @@ class _RotaryQKV(Function):
         context.interleaved = interleaved
         q, *gate, k, v = heads.split(counts, dim=2)
         q_out, k_out = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (q, k))
-        _launch((q, k, None, None), (q_out, k_out), tables, _row(q), interleaved=interleaved, back=False)
+        _launch((q, k, None, None), (q_out, k_out), tables, _elements_per_token(q), interleaved=interleaved, back=False)
         return q_out, *gate, k_out, v
 
     @staticmethod
@@ -221,11 +221,13 @@ class _RotaryQKV(Function):
         total = sum(one.shape[2] for one in gradients)
         whole = torch.empty((*q.shape[:2], total, q.shape[3]), dtype=q.dtype, device=q.device)
         parts = q, k, v, gate[0] if gate else None
-        _launch(parts, (whole, None), (cos, sin), _row(whole), interleaved=context.interleaved, back=True)
+        _launch(
+            parts, (whole, None), (cos, sin), _elements_per_token(whole), interleaved=context.interleaved, back=True
+        )
         return whole, None, None, None, None
 
 
-def _row(x: Tensor) -> int:
+def _elements_per_token(x: Tensor) -> int:
     """Elements of a token of x [s, b, heads, d]."""
     return x.shape[2] * x.shape[3]
 

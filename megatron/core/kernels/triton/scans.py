@@ -116,7 +116,7 @@ def _selective(
 
 
 @triton.jit
-def _inverse(
+def _invert_chunk_systems(
     k: tl.tensor,
     beta: tl.tensor,
     segments: tl.tensor,
@@ -253,7 +253,7 @@ class _Scan(Function):
             with torch.enable_grad():
                 passed = state
                 if within is not None and segments is not None:
-                    passed = scans.passed_on(state, within, segments[:, max(0, index * rows - 1)])
+                    passed = scans.carry_state_within_segment(state, within, segments[:, max(0, index * rows - 1)])
                 outputs = context.spans(*own, within, passed, chunk=_CHUNK, **({} if shared is None else {"a": shared}))
                 leaves = [*own, state, *([] if shared is None else [shared])]
                 pieces = torch.autograd.grad(outputs, leaves, (of_y[part], of_state))
@@ -277,7 +277,7 @@ def selective_scan(
     chunk: int = _CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.scans.selective_scan`, in chunks of its own. x: [s, b, n, p]; dt: [s, b, n]; b, c: [s, b, g, d]."""
-    return _Scan.apply(_run_selective, scans.selective_span, segments, state, a, x, dt, b, c)
+    return _Scan.apply(_run_selective, scans.selective_chunk_scan, segments, state, a, x, dt, b, c)
 
 
 def delta_rule_scan(
@@ -292,7 +292,7 @@ def delta_rule_scan(
     chunk: int = _CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.scans.delta_rule_scan`, in chunks of its own. q, k: [s, b, g, dk]; v: [s, b, n, dv]."""
-    return _Scan.apply(_run_delta, scans.delta_rule_span, segments, state, None, q, k, v, g, beta)
+    return _Scan.apply(_run_delta, scans.delta_rule_chunk_scan, segments, state, None, q, k, v, g, beta)
 
 
 def _run_selective(
@@ -321,7 +321,7 @@ def _run_delta(
     inverse = v.new_empty((batch, heads, chunks, _CHUNK, _CHUNK), dtype=torch.float32)
     wide, columns = power_of_2_above(max(16, deep)), min(_COLUMNS, power_of_2_above(max(16, size)))
     per_group = heads // k.shape[2]
-    _inverse[(batch * heads, chunks)](
+    _invert_chunk_systems[(batch * heads, chunks)](
         k, beta, segments, inverse, length, batch, heads, per_group,
         KEY=deep, WIDE=wide, CHUNK=_CHUNK, PRECISION="ieee", num_warps=16,
     )  # fmt: skip

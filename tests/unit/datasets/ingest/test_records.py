@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.datasets.ingest.encode import EncodeOptions, Encoder
+from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
 from megatron.core.datasets.ingest.records import PLACES, read_records
 from megatron.core.datasets.ingest.source import Chunk, SourcePosition
 
@@ -85,7 +85,7 @@ def test_all_bad_lines_are_counted_and_the_first_are_named():
 
 def numbers_encoder(**facts):
     """An encoder of texts that are numbers below 100; it cannot read others."""
-    return Encoder(EncodeOptions(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101), **facts))
+    return RecordEncoder(EncodeOptions(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101), **facts))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -94,7 +94,7 @@ def test_what_the_tokenizer_cannot_read_is_left_out_under_every_key(rows, append
     encoder = numbers_encoder(keys=("a", "b"), append_eod=append_eod)
     content = b"".join(json.dumps({"a": a, "b": b}).encode() + b"\n" for a, b in rows)
     chunk = Chunk("jsonl", content, SourcePosition(), SourcePosition(), len(content), len(content))
-    encoded = encoder.encode(*encoder.read(chunk))
+    encoded = encoder.encode(*encoder.read_records_and_sentences(chunk))
     good = [(a, b) for a, b in rows if not {a, b} & {"x", "101"}]
     for column, texts in zip(encoded.columns, zip(*good) if good else [(), ()]):
         documents = [[int(word) for word in text.split()] + [100] * (append_eod and bool(text)) for text in texts]
@@ -114,7 +114,7 @@ def test_a_tokenizer_whose_memory_grows_is_built_again(monkeypatch):
     seen = []
     for _ in range(6):
         seen.append(encoder.tokenizer)
-        assert encoder.encode(*encoder.read(replace(chunk))).columns[0].ids.tolist() == [7]
+        assert encoder.encode(*encoder.read_records_and_sentences(replace(chunk))).columns[0].ids.tolist() == [7]
     first, second = seen[0], seen[3]
     assert seen == [first, first, first, second, second, second] and first is not second
     assert encoder.tokenizer is not second
