@@ -5,7 +5,7 @@ OUT/classes/red circle/    pictures by what they show, for pretrain_vision_class
 OUT/text.jsonl             the conversations without pictures, for pretrain_gpt.py --sft
 OUT/train.json             LLaVA's JSON: a picture, a question and its answer
 OUT/test.jsonl             a question with its picture a line, for tools/generate.py;  OUT/shuffled.jsonl: with another picture
-OUT/drawn/0.png            a drawn picture of two shapes;  OUT/captions.json: captions of these and of the others, for training (several questions a conversation)
+OUT/drawn/0.png            a drawn picture of two shapes;  OUT/captions.json: captions of these and of the others, for training
 OUT/captions.jsonl         drawn pictures to describe, OUT/captions_shuffled.jsonl with other pictures, OUT/references.jsonl: captions that are right
 """
 
@@ -76,26 +76,21 @@ def write_classes(out: Path, images: Path, classes: dict[int, tuple[str, str]]) 
         os.symlink(images / f"{picture}.png", folder / f"{picture}.png")
 
 
-def write_training(out: Path, data: Questions, together: int) -> None:
-    """A conversation a question without its picture, and conversations of up to `together` questions about a picture."""
+def conversation(picture: str, question: str, answer: str) -> dict[str, object]:
+    """A row of LLaVA's JSON."""
+    turns = [{"from": "human", "value": f"<image> {question}"}, {"from": "gpt", "value": answer}]
+    return {"image": picture, "conversations": turns}
+
+
+def write_training(out: Path, data: Questions) -> None:
+    """A conversation for each question, without its picture and with it."""
     every = [(picture, *pair) for picture, pairs in data.items() for pair in pairs]
     random.shuffle(every)
-    groups: list[list[tuple[int, str, str]]] = []
-    begun: dict[int, list[tuple[int, str, str]]] = {}
     with open(out / "text.jsonl", "w") as file:
-        for picture, question, answer in every:
+        for _, question, answer in every:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
-            if len(begun.get(picture, ())) in (0, together):
-                begun[picture] = []
-                groups.append(begun[picture])
-            begun[picture].append((picture, question, answer))
-    rows = []
-    for group in groups:
-        texts = [text for _, *pair in group for text in pair]
-        turns = [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
-        turns[0]["value"] = f"<image> {turns[0]['value']}"
-        rows.append({"image": f"{group[0][0]}.png", "conversations": turns})
+    rows = [conversation(f"{picture}.png", question, answer) for picture, question, answer in every]
     (out / "train.json").write_text(json.dumps(rows))
 
 
@@ -128,13 +123,7 @@ def write_captions(out: Path, classes: dict[int, tuple[str, str]], training: int
     question = "describe the picture"
     described = {f"{picture}.png": f"a {colour} {kind}" for picture, (colour, kind) in classes.items()}
     described |= {str(out / "drawn" / f"{number}.png"): one[0] for number, one in enumerate(captions[:training])}
-    rows = [
-        {
-            "image": picture,
-            "conversations": [{"from": "human", "value": f"<image> {question}"}, {"from": "gpt", "value": caption}],
-        }
-        for picture, caption in described.items()
-    ]
+    rows = [conversation(picture, question, caption) for picture, caption in described.items()]
     random.shuffle(rows)
     (out / "captions.json").write_text(json.dumps(rows))
     tested = range(training, training + most)
@@ -170,8 +159,8 @@ def write_test(out: Path, images: Path, data: Questions, most: int) -> None:
 
 
 def main() -> None:
-    """Write everything into the folder that is named: OUT, questions of the test, questions of a conversation."""
-    out, most, together = Path(sys.argv[1]).resolve(), int(sys.argv[2]), int(sys.argv[3])
+    """Write everything into the folder that is named: OUT, questions of the test, drawn pictures to learn captions of."""
+    out, most, drawn = Path(sys.argv[1]).resolve(), int(sys.argv[2]), int(sys.argv[3])
     package = importlib.util.find_spec("easy_vqa")
     if package is None or package.origin is None:
         raise SystemExit("the questions come with the package easy-vqa; pip install easy-vqa")
@@ -180,9 +169,9 @@ def main() -> None:
     train, test = questions(data / "train"), questions(data / "test")
     classes = shown(train)
     write_classes(out / "classes", data / "train" / "images", classes)
-    write_training(out, train, together)
+    write_training(out, train)
     write_test(out, data / "test" / "images", test, most)
-    captions = write_captions(out, classes, 4000, 200) if together > 1 else []
+    captions = write_captions(out, classes, drawn, 200) if drawn else []
     asked = [text for pairs in train.values() for pair in pairs for text in pair]
     write_tokenizer(out / "tokenizer", [*asked, *captions])
     print(data / "train" / "images")

