@@ -151,10 +151,11 @@ def _sample_lines(sample: SampleDescription, options: argparse.Namespace) -> Ite
         return
     yield f"  sample {sample.sample} = sample {sample.dataset_sample} of source {sample.dataset}"
     for piece in sample.pieces:
+        images = f", {' '.join(piece.images)}" if piece.images else ""
         text = f": {_quote_text(piece.text, options)}" if piece.text else ""
         yield (
             f"    [{piece.start}, {piece.start + piece.length}) {piece.prefix} document {piece.document}, sequence "
-            f"{piece.sequence}, tokens [{piece.offset}, {piece.offset + piece.length}){text}"
+            f"{piece.sequence}, tokens [{piece.offset}, {piece.offset + piece.length}){images}{text}"
         )
     for key, text in sample.texts.items():
         yield f"    {key} {_quote_text(text, options)}"

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.config.adapters import is_trained
 from megatron.core.config.flags import from_values
+from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.source import Source
 from megatron.trust.compare.checkpoints import Difference, compare_sources
 from megatron.trust.compare.contents import matches_pattern
@@ -67,8 +70,15 @@ class Comparison:
 
 def _optimizer_slot(slot: str, needed: Callable[[Settings], bool]) -> Callable[[Settings, int, list[str]], list[str]]:
     return lambda settings, ranks, parameters: [
-        f"optimizer.{slot}.{name}" for name in parameters if needed(settings) and not name.endswith(_UNTRAINED)
+        f"optimizer.{slot}.{name}" for name in (_trained(settings, parameters) if needed(settings) else ())
     ]
+
+
+def _trained(settings: Settings, parameters: list[str]) -> list[str]:
+    """Those that an optimizer updates."""
+    adapter, vision = from_values(AdapterConfig, settings), from_values(VisionConfig, settings)
+    config = replace(adapter, freeze=(*adapter.freeze, *vision.frozen))
+    return [name for name in parameters if is_trained(name, config) and not name.endswith(_UNTRAINED)]
 
 
 def _by_muon(settings: Settings, name: str) -> bool:
@@ -110,7 +120,7 @@ def _factored_second_moments(settings: Settings, ranks: int, parameters: list[st
     return [
         f"optimizer.exp_avg_sq_{what}.{name}"
         for what in ("row", "col")
-        for name in parameters
+        for name in _trained(settings, parameters)
         if settings["optimizer"] == "adafactor" and _is_factored(name)
     ]
 
@@ -202,7 +212,7 @@ INVENTORY = (
         ("optimizer.momentum_buffer.*",),
         ("trainer.optimizer.rules.*.owned_parts.*.momentum",),
         lambda settings, ranks, parameters: [
-            f"optimizer.momentum_buffer.{name}" for name in parameters if _by_muon(settings, name)
+            f"optimizer.momentum_buffer.{name}" for name in _trained(settings, parameters) if _by_muon(settings, name)
         ],
     ),
     Item(

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -182,8 +182,13 @@ class ImageChatDataset:
         }
 
     def token_sources(self, index: int) -> list[Span]:
-        """Which conversations stand in the index-th sample."""
-        return self.chat.token_sources(index)
+        """Which conversations stand in the index-th sample, and their images."""
+        result = []
+        for span in self.chat.token_sources(index):
+            slots = int((self.source.get(span.sequence, span.offset, span.length) == ~SLOT).sum())
+            names, _ = self._images_shown(span.sequence, slots)
+            result.append(replace(span, images=tuple(name for name, _ in names)))
+        return result
 
     def samples_with_document(self, document: int) -> np.ndarray:
         """The samples with a conversation of this document, in rising order. int64 [samples]"""

@@ -21,7 +21,7 @@ class Span:
     """A run of tokens of one sequence, and where it stands in a sample.
 
     Tokens [offset, offset + length) of sequence `sequence`, which belongs to document `document` of `prefix`, stand
-    from position `start` of the sample on. The last token of a window may be a label only.
+    from position `start` of the sample on. The last token of a window may be a label only. images: those that they show.
     """
 
     prefix: str
@@ -30,6 +30,7 @@ class Span:
     offset: int
     length: int
     start: int
+    images: tuple[str, ...] = ()
 
 
 class SampleSet(Protocol):

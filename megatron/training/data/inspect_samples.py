@@ -51,7 +51,7 @@ class StartCounters:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """A run of one document in a sample: where it came from, where it stands, and its text; no text in masked samples."""
+    """A run of one document in a sample: where it came from, where it stands, its text and images; no text in masked samples."""
 
     prefix: str
     document: int
@@ -60,6 +60,7 @@ class SampleSpan:
     length: int
     start: int
     text: str
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +298,11 @@ class RunDataInspector:
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
         spans, ids = dataset.token_sources(real), sample.get("tokens", np.empty(0, np.int64))
+        slots = sample.get("image_slots", np.full(len(ids), -1))
         if (
             len(ids) and spans and spans[-1].start + spans[-1].length > len(ids)
         ):  # a window's last label is a token of its own
-            ids = np.append(ids, sample["labels"][-1])
+            ids, slots = np.append(ids, sample["labels"][-1]), np.append(slots, -1)
         pieces = tuple(
             SampleSpan(
                 span.prefix,
@@ -309,7 +311,8 @@ class RunDataInspector:
                 span.offset,
                 span.length,
                 span.start,
-                self.tokenizer.detokenize(ids[span.start : span.start + span.length].tolist()),
+                self._text(ids[span.start : span.start + span.length], slots[span.start : span.start + span.length]),
+                span.images,
             )
             for span in spans
         )
@@ -324,6 +327,17 @@ class RunDataInspector:
             position_restarts=() if positions is None else _change_positions(np.diff(positions) != 1),
             attention_restarts=() if documents is None else _change_positions(np.diff(documents) != 0),
         )
+
+    def _text(self, ids: np.ndarray, slots: np.ndarray) -> str:
+        """The text of some tokens, with each run of slots of images as its length."""
+        if (slots < 0).all():
+            return self.tokenizer.detokenize(ids.tolist())
+        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(slots >= 0)) + 1)
+        texts = (
+            f"[{len(run)} rows of images]" if slots[run[0]] >= 0 else self.tokenizer.detokenize(ids[run].tolist())
+            for run in runs
+        )
+        return " ".join(texts)
 
 
 def _true_runs(mask: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -27,6 +27,9 @@ from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.programme import SEQUENCE, TINY, VOCABULARY, write_tokens
 from tests.helpers.world import Worlds
+from tests.unit.datasets.test_images import picture
+from tests.unit.datasets.test_multimodal import row as image_row
+from tests.unit.datasets.test_multimodal import write as write_images
 
 FLAGS = [
     *TINY,
@@ -374,3 +377,18 @@ def test_a_hybrid_reads_what_a_gpt_reads(data: list[str], capsys: pytest.Capture
         main([*flags, *data, "--entry", entry, "--step", "3", "--json"])
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(said[0].splitlines()) > 1
+
+
+def test_the_images_of_a_conversation_are_named_and_their_rows_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_images(tmp_path, [image_row("a.png", answer="cat"), image_row(answer="no")], a=picture(40, 20))
+    flags = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 48 --micro-batch-size 2 --lr 1e-3 --split 1,0,0 "
+        "--train-iters 1 --eval-iters 0 --tokenizer-type ByteTokenizer --tokenizer-prompt-format plain "
+        "--vision-model-type clip --vision-num-layers 1 --vision-hidden-size 16 --vision-num-attention-heads 2 "
+        "--img-h 8 --img-w 8 --patch-dim 4 --disable-vision-class-token"
+    )
+    main(["--entry", "vlm", *flags.split(), "--data-path", str(path), "--step", "1"])
+    lines = capsys.readouterr().out
+    assert f'{tmp_path}/a.png: "[4 rows of images] cat' in lines and '"no' in lines

@@ -212,7 +212,12 @@ def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bf16": True, "fp8_format": "hybrid"}, {"optimizer": "muon"}, {"fp16": True, "optimizer": "adafactor"}]
+    "changes",
+    [
+        {"bf16": True, "fp8_format": "hybrid"},
+        {"optimizer": "muon", "freeze": ("embedding.*", "*.norm.*")},
+        {"fp16": True, "optimizer": "adafactor", "freeze": ("decoder.layers.3.*",)},
+    ],
 )
 def test_a_checkpoint_of_a_hybrid_holds_what_it_must(changes: dict[str, Any]) -> None:
     sizes = {"mamba_num_heads": 16, "mamba_state_dim": 8, "linear_value_head_dim": 8, "linear_key_head_dim": 8}
