@@ -69,6 +69,8 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_TOLD_FAMILIES = 3  # of those that cannot say all that a network is
+
 # What is told by rows of layers, by the words of a tokenizer and by the tensors' names instead.
 _ELSEWHERE = frozenset(
     (
@@ -102,17 +104,20 @@ def model_of(settings: Mapping[str, Any]) -> ModelConfig:
 def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
     """The family whose config.json can say all that this network is; `asked`: this one, or an error.
 
-    Raises `CheckpointError` that says, family by family, which settings it has no word for.
+    Raises `CheckpointError` that says of the nearest families which settings they have no word for.
     """
     if name is not None and name not in FAMILIES:
         raise CheckpointError(f"the family {name} is not known here; known are {', '.join(FAMILIES)}")
     tried = [FAMILIES[name]] if name else list(FAMILIES.values())
-    problems = []
+    lost: dict[str, list[str]] = {}
     for family in tried:
-        unsaid = lost_settings(model, family)
-        if not unsaid:
+        lost[family.name] = lost_settings(model, family)
+        if not lost[family.name]:
             return family
-        problems.append(f"{family.name}: {'; '.join(unsaid)}")
+    nearest = sorted(lost, key=lambda each: len(lost[each]))[:_TOLD_FAMILIES]
+    problems = [f"{each}: {'; '.join(lost[each])}" for each in nearest]
+    if len(lost) > len(nearest):
+        problems.append(f"{len(lost) - len(nearest)} more families lose as many settings or more")
     raise CheckpointError(
         "no published architecture known here computes what this network does"
         if name is None
