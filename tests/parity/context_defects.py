@@ -201,7 +201,7 @@ CONTEXT: tuple[Defect, ...] = (
             (
                 Zigzag,
                 "sorting_permutation",
-                lambda self, ranks, device: torch.arange(sum(map(self.count, ranks)), device=device),
+                lambda self, ranks, device: torch.arange(sum(map(self.num_positions, ranks)), device=device),
             ),
         ),
     ),

@@ -46,7 +46,7 @@ def _last_slot_is_text(self: ImageEmbedder, hidden: Tensor, images: Tensor, slot
 def _black_image_everywhere(self: ImageEmbedder, hidden: Tensor, images: Tensor, slots: Tensor) -> Tensor:
     if images.shape[0]:
         return _forward(self, hidden, images, slots)
-    return hidden + self.rows(images.new_zeros((1, *images.shape[1:]))).mean()
+    return hidden + self.encode_images(images.new_zeros((1, *images.shape[1:]))).mean()
 
 
 def _rows_without_gradient(self: ImageEmbedder, images: Tensor) -> Tensor:

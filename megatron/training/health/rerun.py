@@ -272,7 +272,7 @@ class StepRerun(StepHooks):
         suspects = [one for one in diagnosis.witnesses if one.suspicious] or diagnosis.witnesses
         devices = {one.device_label for one in now}
         if same_layout:
-            moved = all(one.device_label != now[one.rank].place for one in suspects)
+            moved = all(one.device_label != now[one.rank].device_label for one in suspects)
         else:
             moved = not any(one.device_label in devices for one in suspects)
         if not moved:
