@@ -6,7 +6,7 @@ feature stands in one: every switch and size of a layout, every network, every f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,26 +54,27 @@ FILES: Sequence[str] = (
 Row = tuple[str, ...]  # layout and network; of a row in half precision then its format's flags
 
 
+def layout_features(row: Row) -> frozenset[str]:
+    """The words of a row's layout without their numbers."""
+    return frozenset(
+        "layout" if word.startswith("layout=") else word if word in LAYOUT_WORDS else word.rstrip("0123456789")
+        for word in row[0].split()
+    )
+
+
 def features(row: Row) -> frozenset[str]:
     """What a row shows: the words of its layout without their numbers, its network, its format."""
-    layout, model, *formats = row
-    words = (
-        "layout" if word.startswith("layout=") else word if word in LAYOUT_WORDS else word.rstrip("0123456789")
-        for word in layout.split()
-    )
-    return frozenset((*words, f"network {model}", *formats))
+    _, model, *formats = row
+    return layout_features(row) | {f"network {model}", *formats}
 
 
-def covering(rows: Sequence[Row], times: int = 1) -> list[Row]:
-    """Few rows with every feature of all of them, `times` over where there are as many: the most new features for its ranks first."""
-    if times > 1:
-        once = covering(rows)
-        return once + covering([row for row in rows if row not in once], times - 1)
-    missing: set[str] = set().union(*map(features, rows))
+def covering(rows: Sequence[Row], features_of: Callable[[Row], frozenset[str]] = features) -> list[Row]:
+    """Few rows with every feature of all of them: the one with the most new features for its number of ranks first."""
+    missing: set[str] = set().union(*map(features_of, rows))
     chosen: list[Row] = []
     while missing:
-        chosen.append(max(rows, key=lambda row: len(features(row) & missing) / read_layout(row[0])[0]))
-        missing -= features(chosen[-1])
+        chosen.append(max(rows, key=lambda row: len(features_of(row) & missing) / read_layout(row[0])[0]))
+        missing -= features_of(chosen[-1])
     return chosen
 
 

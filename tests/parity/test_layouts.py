@@ -21,7 +21,7 @@ from tests.helpers.world import Worlds
 from tests.parity import half_rows, rounding_rows
 from tests.parity.half import HalfStep, train_half_here
 from tests.parity.table import LAYOUT_WORDS, MODELS, NUMBERED_WORDS, PRECISIONS, ROWS, Changes, named, read_layout
-from tests.quick import covering
+from tests.quick import covering, layout_features
 
 TOLERANCES = {"fp64": (1e-10, 1e-10), "fp32": (1e-5, 1e-4)}
 STEPS = 2
@@ -35,8 +35,10 @@ def serial(model: str, precision: str) -> Outcome:
 
 
 def every_row() -> list[Any]:
-    """By default rows in fp64 that have every feature twice, and every tenth in fp32; all other rows are nightly."""
-    by_default = {"fp64": set(covering(ROWS, times=2)), "fp32": set(ROWS[::10])}
+    """By default rows in fp64 with every network once and every word of layouts twice, and every tenth in fp32; the others are nightly."""
+    once = covering(ROWS)
+    twice = covering([row for row in ROWS if row not in once], layout_features)
+    by_default = {"fp64": {*once, *twice}, "fp32": set(ROWS[::10])}
     return [
         pytest.param(
             *row,
