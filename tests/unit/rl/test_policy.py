@@ -77,7 +77,7 @@ def test_packed_rollouts_give_the_same_step_as_one_a_row() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "rl",
-    [{}, {"rl_algorithm": "gspo", **TWICE}, {"rl_use_sequence_packing": True}],
+    [{}, pytest.param({"rl_algorithm": "gspo", **TWICE}, marks=pytest.mark.nightly), {"rl_use_sequence_packing": True}],
     ids=["grpo", "gspo twice", "packed"],
 )
 def test_every_layout_samples_and_trains_alike(world: Worlds, layout: str, rl: dict[str, Any]) -> None:
