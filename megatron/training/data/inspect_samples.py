@@ -334,10 +334,10 @@ class RunDataInspector:
             return self.tokenizer.detokenize(ids.tolist())
         runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(slots >= 0)) + 1)
         texts = (
-            f"[{len(run)} rows of images]" if slots[run[0]] >= 0 else self.tokenizer.detokenize(ids[run].tolist())
+            f"[image rows: {len(run)}]" if slots[run[0]] >= 0 else self.tokenizer.detokenize(ids[run].tolist())
             for run in runs
         )
-        return " ".join(texts)
+        return "".join(texts)
 
 
 def _true_runs(mask: np.ndarray) -> tuple[tuple[int, int], ...]:

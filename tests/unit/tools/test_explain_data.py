@@ -391,4 +391,4 @@ def test_the_images_of_a_conversation_are_named_and_their_rows_counted(
     )
     main(["--entry", "vlm", *flags.split(), "--data-path", str(path), "--step", "1"])
     lines = capsys.readouterr().out
-    assert f'{tmp_path}/a.png: "[4 rows of images] cat' in lines and '"no' in lines
+    assert f'{tmp_path}/a.png: "[image rows: 4]cat' in lines and '"no' in lines
