@@ -34,10 +34,12 @@ if [ "$ENCODER" = dinov2 ]; then
     step "1. an encoder of images: DINOv2"
     "$PYTHON" "$HERE/dinov2.py" "$OUT/vit"
     # 16 patches of 14 pixels: 4 rows. Colours are clearer in an earlier layer than in the last. A caption tells of a picture all that is
-    # asked about it: without captions first, questions alone take much longer to be answered by the picture.
+    # asked about it: once captions are right, questions are soon answered by the picture, which from questions alone takes much longer.
     SEEING=(--img-h 56 --img-w 56 --pixel-shuffle-factor 2 --vision-num-layers 9 --vision-projection-norm)
-    PRETRAIN=(--data-path "$OUT/captions.json" --train-iters "${PRETRAIN_ITERS:-400}" --lr 3e-3 --micro-batch-size 8 --global-batch-size 8)
-    SFT=(--data-path 0.85 "$OUT/train.json" 0.15 "$OUT/captions.json" --train-iters "${SFT_ITERS:-1200}" --micro-batch-size 8 --global-batch-size 8)
+    PRETRAIN=(--data-path "$OUT/captions.json" --train-iters "${PRETRAIN_ITERS:-800}" --lr 3e-3 --min-lr 1e-5 --micro-batch-size 8
+        --global-batch-size 8)
+    SFT=(--data-path 0.85 "$OUT/train.json" 0.15 "$OUT/captions.json" --train-iters "${SFT_ITERS:-900}" --lr 1.5e-3 --micro-batch-size 8
+        --global-batch-size 8)
 else
     step "1. an encoder of images, by classification"
     "$PYTHON" pretrain_vision_classify.py --vision-model-type siglip --num-layers 3 --hidden-size 64 --ffn-hidden-size 256 \
@@ -45,8 +47,9 @@ else
         --num-classes 24 --data-path "$OUT/classes" --split 95,5,0 --micro-batch-size 50 --global-batch-size 50 --train-iters "${VIT_ITERS:-900}" \
         --lr 2e-3 --min-lr 1e-5 "${SHORT[@]}" --save "$OUT/vit"
     SEEING=(--pixel-shuffle-factor 4) # 64 patches: 4 rows
-    PRETRAIN=(--data-path "$OUT/train.json" --train-iters "${PRETRAIN_ITERS:-60}" --lr 5e-3 --micro-batch-size 16 --global-batch-size 16 --freeze-LM)
-    SFT=(--data-path "$OUT/train.json" --train-iters "${SFT_ITERS:-500}" --micro-batch-size 16 --global-batch-size 16)
+    PRETRAIN=(--data-path "$OUT/train.json" --train-iters "${PRETRAIN_ITERS:-60}" --lr 5e-3 --min-lr 5e-4 --micro-batch-size 16
+        --global-batch-size 16 --freeze-LM)
+    SFT=(--data-path "$OUT/train.json" --train-iters "${SFT_ITERS:-500}" --lr 3e-3 --micro-batch-size 16 --global-batch-size 16)
 fi
 
 step "2. a language model, without pictures"
@@ -61,7 +64,7 @@ step "3. one checkpoint of both"
 PICTURES=(--use-checkpoint-args --image-folder "$IMAGES" --split 98,2,0 --seq-length 128 --freeze-ViT "${SHORT[@]}")
 step "4. pretraining"
 "$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --pretrained-checkpoint "$OUT/combined" --allow-missing-vision-projection-checkpoint \
-    "${PRETRAIN[@]}" --min-lr 5e-4 --save "$OUT/pretrained" "$@"
+    "${PRETRAIN[@]}" --save "$OUT/pretrained" "$@"
 
 step "5. SFT"
 cat > "$OUT/online.yaml" <<YAML
@@ -70,7 +73,7 @@ gt_path: $OUT/test.jsonl
 num_samples_per_partition: 200
 out_seq_length: 4
 YAML
-"$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --pretrained-checkpoint "$OUT/pretrained" "${SFT[@]}" --lr 3e-3 --min-lr 1e-5 --save "$OUT/sft" \
+"$PYTHON" pretrain_vlm.py "${PICTURES[@]}" --pretrained-checkpoint "$OUT/pretrained" "${SFT[@]}" --min-lr 1e-5 --save "$OUT/sft" \
     --eval-interval 200 --online-evaluation-config "$OUT/online.yaml" "$@"
 
 step "6. questions about pictures that it has not seen, and captions"
