@@ -185,9 +185,8 @@ class ImageEmbedder(nn.Module):
         for module, is_whole in ((self.vision_model, whole), (self.vision_projection, not divides)):
             for param in module.parameters() if is_whole else ():
                 param.spec = replace(spec_of(param), shards=(), sum_over=())  # type: ignore[attr-defined]
-        set_global_names(
-            self
-        )  # vision_model.* and vision_projection.*, as they are called in an encoder that stands alone
+        # vision_model.* and vision_projection.*, as they are called in an encoder that stands alone
+        set_global_names(self)
 
     def encode_images(self, images: Tensor) -> Tensor:
         """images: [n, channels, height, width]. Returns the rows of all images one after the other, [n * rows, h]."""
