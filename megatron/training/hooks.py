@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffers import Bucket
+from megatron.core.tensor_parallel.low_precision import open_step
 
 
 class StepHooks:
@@ -47,28 +48,24 @@ class StepHooks:
 
 
 class ModuleHooks(StepHooks):
-    """Calls `before_step` and `after_step` of the modules that have them, all modules of a class at once.
+    """Opens a step for layers of low precision, and calls `after_step` of the modules that have it, all modules of a class at once.
 
-    weights_stay: whether weights lie where they are for a whole step, and no graph was captured that reads them.
+    weights_stay: weights lie where they are for a whole step. weights_wait: they may arrive as the first forward pass needs them.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], *, weights_stay: bool = False) -> None:
-        self.stages, self.weights_stay = stages, weights_stay
+    def __init__(self, stages: Sequence[nn.Module], *, weights_stay: bool = False, weights_wait: bool = False) -> None:
+        self.stages, self.weights_stay, self.weights_wait = stages, weights_stay, weights_wait
 
     def begin_step(self, work: Any) -> None:
         """As the protocol says."""
-        for kind, modules in self._with("before_step").items():
-            kind.before_step(modules, weights_stay=self.weights_stay)  # type: ignore[attr-defined]
+        open_step(self.stages, weights_stay=self.weights_stay, weights_wait=self.weights_wait)
 
     def end_step(self, *, updated: bool) -> None:
         """As the protocol says."""
-        for kind, modules in self._with("after_step").items():
-            kind.after_step(modules, stepped=updated)  # type: ignore[attr-defined]
-
-    def _with(self, method: str) -> dict[type[nn.Module], list[nn.Module]]:
         classes: dict[type[nn.Module], list[nn.Module]] = {}
         for stage in self.stages:
             for module in stage.modules():
-                if hasattr(module, method):
+                if hasattr(module, "after_step"):
                     classes.setdefault(type(module), []).append(module)
-        return classes
+        for kind, modules in classes.items():
+            kind.after_step(modules, stepped=updated)  # type: ignore[attr-defined]

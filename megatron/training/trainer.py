@@ -68,8 +68,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         stay = all(isinstance(parallel, DataParallel) for parallel in self.parallels)
-        recorded = self.run.config.graphs.cuda_graph_impl != "none"
-        self.add_hook(ModuleHooks(self.stages, weights_stay=stay and not recorded))
+        wait = self.run.config.parallel.overlap_param_gather
+        self.add_hook(ModuleHooks(self.stages, weights_stay=stay, weights_wait=wait))
 
     def add_hook(self, hook: StepHooks) -> None:
         """Call this hook in every step from now on."""

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from megatron.core.distributed import fp8_param_gather
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket
-from megatron.core.kernels.low_precision.fp8 import Quantised, largest_of
+from megatron.core.kernels.low_precision.fp8 import Quantised
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel import low_precision
 from megatron.core.tensor_parallel.low_precision import LowLinearOptions, Scaling
 from tests.parity.defect import Defect, collectives_with, nothing
 
-_largest, _whole, _later, _prepare = (
+_largest, _maxima, _whole, _later = (
     Scaling.largest_value,
+    low_precision._find_maxima,
     low_precision._gather_quantized,
     low_precision._delayed_weight_gradients,
-    LowPrecisionBucket.prepare_all_gather,
 )
 
 
@@ -31,12 +30,9 @@ def _of_own_piece(tensor: Tensor, *_: Any) -> Tensor:
     return tensor
 
 
-def _weights_by_their_piece(self: Scaling, operand: Operand, x: Tensor) -> Tensor | None:
-    return largest_of(x) if operand == "weight" and self.recipe.needs_largest else _largest(self, operand, x)
-
-
-def _one_by_one(self: Scaling, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    return self.largest_value("input", x), self.largest_value("weight", weight)
+def _of_own_pieces(layers: Sequence[tuple[Scaling, Tensor]]) -> None:
+    with patch.object(low_precision, "collectives", collectives_with(all_reduce=_of_own_piece)):
+        _maxima(layers)
 
 
 def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor | None:
@@ -48,8 +44,7 @@ def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor
 
 
 def _of_own_data(scalings: Sequence[Scaling], *, stepped: bool) -> None:
-    for scaling in scalings:
-        scaling.append_to_history(scaling.seen)
+    Scaling.append_to_history(scalings, torch.stack([scaling.seen for scaling in scalings]))
 
 
 def _scales_of_own_rows(x: Quantised, axis: Axis) -> Quantised:
@@ -63,11 +58,6 @@ def _own_tokens_later(compute: Any, kept: Tensor, way: LowLinearOptions) -> tupl
     return _later(compute, kept if not way.gathers else torch.zeros_like(kept), way)
 
 
-def _rounded_by_own_range(self: LowPrecisionBucket) -> None:
-    with patch.object(fp8_param_gather, "collectives", collectives_with(all_reduce=_of_own_piece)):
-        _prepare(self)
-
-
 ROUNDING: tuple[Defect, ...] = (
     Defect(
         "owners round their ranges of a weight by scales of their own",
@@ -77,7 +67,7 @@ ROUNDING: tuple[Defect, ...] = (
             ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-blocks"),
             ("tp2 sp dp2 fp8-gather", "fp8-mx"),
         ),
-        ((LowPrecisionBucket, "prepare_all_gather", _rounded_by_own_range),),
+        ((fp8_param_gather, "collectives", collectives_with(all_reduce=_of_own_piece)),),
     ),
     Defect(
         "a transposed weight is the first rounding, transposed",
@@ -114,7 +104,7 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "pieces of a weight are scaled apart",
         (("tp4", "fp8-tensorwise"),),
-        ((Scaling, "largest_value", _weights_by_their_piece), (Scaling, "largest_of_pair", _one_by_one)),
+        ((low_precision, "_find_maxima", _of_own_pieces),),
     ),
     Defect(
         "delayed scales know the largest values of this rank only",

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.distributed.buffers import Bucket, Ownership, Segment, make_buckets
-from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket, quantized_weights_of
+from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket, exchange_maxima, quantized_weights_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
@@ -131,6 +131,7 @@ class DataParallel:
 
     def start_gather(self) -> None:
         """Start to all-gather the owned parameters, in the order in which the forward pass needs the buckets."""
+        exchange_maxima(bucket for bucket in self.buckets if bucket.sharded)
         for index in reversed(range(len(self.buckets))):
             bucket = self.buckets[index]
             if bucket.sharded:

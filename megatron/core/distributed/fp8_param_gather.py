@@ -15,7 +15,7 @@ buffers: as many bytes as in 16 bits, but layers have nothing left to quantize.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -115,6 +115,12 @@ class LowPrecisionBucket(Bucket):
             )
             weight.turned = tuple(matrix.t() for matrix in transposed)
             param.data = param.data.new_zeros(()).expand(param.shape)
+        self.maxima: tuple[Tensor, Tensor | None] | None = (
+            None  # of blocks, and of matrices where the recipe needs them
+        )
+        if self.recipe.is_4_bit:
+            counts = torch.tensor([matrix.sizes.stop - matrix.sizes.start for matrix in self.matrices])
+            self._matrix_of_block = torch.repeat_interleave(counts).to(self.main.device)
 
     def _quantized_views(
         self, data: Tensor, start: int, shape: torch.Size, block: tuple[int, int]
@@ -149,30 +155,43 @@ class LowPrecisionBucket(Bucket):
                 rounds_to=self.dtype if self.dtype != self.main.dtype else None,
             )
 
-    def prepare_all_gather(self) -> None:
-        """Quantize this rank's range again. Collective over the axis and, for some recipes, over the ranks that shard
-        the weights.
-        """
-        block_maxima = self.main.new_zeros(self.matrices[-1].sizes.stop)
+    def own_block_maxima(self) -> Tensor:
+        """Return the absolute maxima of the blocks of all matrices, [blocks], as far as this rank's range holds them; NaN counts as infinite."""
+        result = self.main.new_zeros(self.matrices[-1].sizes.stop)
         for matrix in self.matrices:
             if (owned := self._own_rows(matrix)) is not None:
-                # A maximum would drop NaN.
-                matrix.row_maxima(block_maxima, *owned).copy_(
-                    self._block_maxima(matrix, owned[1]).nan_to_num(nan=float("inf"), posinf=float("inf"))
-                )
-        collectives.all_reduce(block_maxima, self.axis, "max")
-        matrix_maxima = torch.stack([block_maxima[matrix.sizes].amax() for matrix in self.matrices])
-        if self.recipe.needs_largest:
-            collectives.all_reduce(matrix_maxima, self.cut, "max")
-        for matrix, matrix_maximum in zip(self.matrices, matrix_maxima, strict=True):
+                matrix.row_maxima(result, *owned).copy_(self._block_maxima(matrix, owned[1]))
+        return result.nan_to_num_(nan=float("inf"), posinf=float("inf"))  # a maximum would drop NaN
+
+    def matrix_maxima(self, block_maxima: Tensor) -> Tensor:
+        """Return the largest value of each matrix, [matrices]. block_maxima: [blocks], of all of them."""
+        if self.recipe.one_scale:
+            return block_maxima.clone()
+        return block_maxima.new_zeros(len(self.matrices)).scatter_reduce_(
+            0, self._matrix_of_block, block_maxima, "amax"
+        )
+
+    def prepare_all_gather(self) -> None:
+        """Quantize this rank's range again, by the maxima that `exchange_maxima` left here."""
+        assert self.maxima is not None, "maxima are exchanged before weights are quantized"
+        (block_maxima, matrix_maxima), self.maxima = self.maxima, None
+        held = [matrix.held for matrix in self.matrices]
+        if matrix_maxima is not None:
+            whole, _ = self.recipe.weight_scales(matrix_maxima, matrix_maxima)
+            assert whole is not None, "a recipe that needs the largest value has a scale for it"
+            torch._foreach_copy_([matrix.whole_scale for matrix in held], list(whole.unbind(0)))
+        if not self.recipe.one_scale:
+            largest = block_maxima if matrix_maxima is None else matrix_maxima[self._matrix_of_block]
+            _, blocks = self.recipe.weight_scales(largest, block_maxima)
+            assert blocks is not None, "a recipe without a scale of whole matrices has some of blocks"
+            places = [blocks[matrix.sizes].view(matrix.table) for matrix in self.matrices]
+            torch._foreach_copy_([matrix.block_scales for matrix in held], places)
+        each = [None] * len(held) if matrix_maxima is None else matrix_maxima.unbind(0)
+        for matrix, matrix_maximum in zip(self.matrices, each, strict=True):
             self._quantize_range(matrix, matrix_maximum, block_maxima)
 
-    def _quantize_range(self, matrix: _Matrix, matrix_maximum: Tensor, block_maxima: Tensor) -> None:
-        """Update the scales of a matrix and quantize this rank's range. block_maxima: of all matrices."""
-        scales = self.recipe.weight_scales(matrix_maximum, block_maxima[matrix.sizes].view(matrix.table))
-        for stored, scale in zip((matrix.held.scale, matrix.held.blocks), scales, strict=True):
-            if stored is not None and scale is not None:
-                stored.copy_(scale)
+    def _quantize_range(self, matrix: _Matrix, matrix_maximum: Tensor | None, block_maxima: Tensor) -> None:
+        """Quantize this rank's range of a matrix. block_maxima: of all matrices."""
         if (owned := self._own_rows(matrix)) is None:
             return
         first, rows = owned
@@ -205,6 +224,32 @@ class LowPrecisionBucket(Bucket):
 
     def _param_index(self, segment: Segment) -> int:
         return next(place for place, param in enumerate(self.params) if param.spec is segment.spec)  # type: ignore[attr-defined]
+
+
+def exchange_maxima(buckets: Iterable[Bucket]) -> None:
+    """Find the maxima by which buckets quantize their weights: of all buckets that share their axes in one reduction, or two.
+
+    Collective over the axis of the buckets and, for recipes that scale whole weights, over the ranks that shard them.
+    """
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[LowPrecisionBucket]] = {}
+    for bucket in buckets:
+        if isinstance(bucket, LowPrecisionBucket):
+            groups.setdefault((bucket.axis.ranks, bucket.cut.ranks), []).append(bucket)
+    for together in groups.values():
+        of_blocks = _reduce_together([bucket.own_block_maxima() for bucket in together], together[0].axis)
+        for bucket, block_maxima in zip(together, of_blocks, strict=True):
+            bucket.maxima = block_maxima, None
+        if together[0].recipe.needs_largest:
+            own = [bucket.matrix_maxima(maxima) for bucket, maxima in zip(together, of_blocks, strict=True)]
+            of_matrices = _reduce_together(own, together[0].cut)
+            for bucket, *maxima in zip(together, of_blocks, of_matrices, strict=True):
+                bucket.maxima = maxima[0], maxima[1]
+
+
+def _reduce_together(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
+    """Return the maxima [...] over the axis of tensors [...] of any lengths."""
+    lengths = [len(tensor) for tensor in tensors]
+    return list(collectives.all_reduce(torch.cat(tensors), axis, "max").split(lengths))
 
 
 def quantized_weights_of(module: nn.Module) -> dict[nn.Parameter, QuantizedWeight]:

@@ -72,7 +72,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     """Return every axis of the mesh with all its groups of global ranks.
 
     Axes: tp, cp, dp, pp, ep, etp, edp; cp_inner and cp_outer, whose product is cp; and the merged ones: dp_cp, tp_cp,
-    model (tensor and pipeline), world, embed (the pipeline ranks that hold a copy of a tied output matrix: first stage,
+    tp_dp_cp (all ranks of a pipeline stage), model (tensor and pipeline), world, embed (the pipeline ranks that hold a copy of a tied output matrix: first stage,
     last stage, and the stage of multi-token prediction) and mtp_embed (the ranks that hold the embedding: first stage
     and that of multi-token prediction). Raises ConfigError if the parallel sizes do not divide `world_size`.
     """
@@ -105,6 +105,7 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
             "dp": ("dp",),
             "dp_cp": (*context, "dp"),
             "tp_cp": ("tp", *context),
+            "tp_dp_cp": ("tp", *context, "dp"),
             "model": ("tp", "pp"),
             "world": dense_order,
         }.items()

@@ -79,6 +79,7 @@ class Mesh:
     edp: Axis
     dp_cp: Axis
     tp_cp: Axis
+    tp_dp_cp: Axis
     model: Axis
     embed: Axis
     mtp_embed: Axis

@@ -28,6 +28,7 @@ from torch.autograd import Function
 from megatron.core.kernels.low_precision.fp4 import hadamard_transform
 from megatron.core.kernels.low_precision.fp8 import Quantised
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand, Recipe
+from megatron.core.kernels.reference import accumulation_dtype
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -50,7 +51,7 @@ class Scaling(nn.Module):
     history: [3, steps], the largest values of inputs, weights and gradients in earlier steps, the newest first; empty if scales
     are not delayed. seen: [3], those of the step that is under way. held, turned: the matrices of the weight, and these transposed,
     where they are kept rounded. caches: a step is under way, in which no weight changes: cached holds those that it rounded,
-    by number: the weight's version, the matrix, and its transposed. handle: [], by which compiled graphs find them (graph_low_linear.py).
+    by number: the weight's version, the matrix, and its transposed; maxima: largest values [] of those that it will round. handle: [], by which compiled graphs find them (graph_low_linear.py).
     """
 
     def __init__(self, low: LowPrecision, *, shared: Axis, cut: Axis) -> None:
@@ -66,6 +67,7 @@ class Scaling(nn.Module):
         self.knows_steps = False
         self.caches = False
         self.cached: dict[int, tuple[int, Quantised, Quantised]] = {}
+        self.maxima: dict[int, tuple[int, Tensor]] = {}
 
     def largest_value(self, operand: Operand, x: Tensor) -> Tensor | None:
         """The value [] that the scale of x is made for, or parts of which it is the largest; None where blocks are scaled by themselves alone.
@@ -75,14 +77,17 @@ class Scaling(nn.Module):
         result, is_known = self._stated(operand, x)
         return result if result is None or is_known else collectives.all_reduce(result, self.axes[operand], "max")
 
-    def largest_of_pair(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`largest_value` of an input and of a weight (any shapes), both []; in one collective where they wait for the same ranks."""
-        if self.axes["input"].ranks != self.axes["weight"].ranks:
-            return self.largest_value("input", x), self.largest_value("weight", weight)
-        (mine, is_known), (theirs, _) = self._stated("input", x), self._stated("weight", weight)
-        if mine is None or theirs is None or is_known or self.axes["input"].group is None:
+    def largest_of_pair(
+        self, x: Tensor, y: Tensor, operands: tuple[Operand, Operand] = ("input", "weight")
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`largest_value` of two operands (any shapes), both []; in one collective where they wait for the same ranks."""
+        first, second = operands
+        if self.axes[first].ranks != self.axes[second].ranks:
+            return self.largest_value(first, x), self.largest_value(second, y)
+        (mine, is_known), (theirs, _) = self._stated(first, x), self._stated(second, y)
+        if mine is None or theirs is None or is_known or self.axes[first].group is None:
             return mine, theirs
-        both = collectives.all_reduce(torch.stack((mine, theirs)), self.axes["input"], "max")
+        both = collectives.all_reduce(torch.stack((mine, theirs)), self.axes[first], "max")
         return both[0], both[1]
 
     def _stated(self, operand: Operand, x: Tensor) -> tuple[Tensor | None, bool]:
@@ -134,11 +139,17 @@ class Scaling(nn.Module):
         if not self.caches:
             return None
         if not self.has_quantized_weight(weight, number):
+            largest = self.maximum_of_step(weight, number) if largest is None else largest
             rows, turned = self.quantise_weight(
                 weight, self.largest_value("weight", weight) if largest is None else largest
             )
             self.cached[number] = weight._version, rows, turned
         return self.cached[number][1:]
+
+    def maximum_of_step(self, weight: Tensor, number: int) -> Tensor | None:
+        """The largest value [] of a weight (any shape), if it was found when the step began and the weight has not changed since."""
+        version, largest = self.maxima.get(number, (-1, None))
+        return largest if version == weight._version else None
 
     def quantise_weight(self, weight: Tensor, largest: Tensor | None) -> tuple[Quantised, Quantised]:
         """A weight [out, in], and its transposed, for a scale made for this value []."""
@@ -151,16 +162,11 @@ class Scaling(nn.Module):
         assert both[0] is not None and both[1] is not None, "both were asked for"
         return both[0], both[1]
 
-    @staticmethod
-    def before_step(scalings: Sequence[Scaling], *, weights_stay: bool) -> None:
-        """Open a step. weights_stay: weights lie where they are until its end, and are not gathered anew for every microbatch."""
-        for scaling in scalings:
-            scaling.caches, scaling.cached = weights_stay and not scaling.held, {}
-
-    def quantise_tokens(self, operand: Operand, x: Tensor) -> Quantised:
-        """x [t, k] for the weight's gradient, a sum over its tokens. Returns [k, t]."""
-        turned = hadamard_transform(x.t()) if self.recipe.is_4_bit else x.t()
-        return self.quantise(operand, turned, self.largest_value(operand, turned))
+    def quantise_tokens(self, gradient: Tensor, x: Tensor) -> tuple[Quantised, Quantised]:
+        """A gradient [t, out] and an input [t, in] for the weight's gradient, a sum over their tokens. Returns [out, t], [in, t]."""
+        sides = hadamard_transform(gradient.t()), hadamard_transform(x.t())
+        largest = self.largest_of_pair(*sides, operands=("gradient", "input"))
+        return self.quantise("gradient", sides[0], largest[0]), self.quantise("input", sides[1], largest[1])
 
     @staticmethod
     def after_step(scalings: Sequence[Scaling], *, stepped: bool) -> None:
@@ -169,7 +175,7 @@ class Scaling(nn.Module):
         Weights may change from here on, so none stays rounded.
         """
         for scaling in scalings:
-            scaling.caches, scaling.cached = False, {}
+            scaling.caches, scaling.cached, scaling.maxima = False, {}, {}
         delayed = [scaling for scaling in scalings if scaling.recipe.history]
         if not delayed or not stepped:
             for scaling in delayed:
@@ -177,17 +183,16 @@ class Scaling(nn.Module):
             return
         result, mesh = torch.stack([scaling.seen for scaling in delayed]), delayed[0].mesh
         result = result.where(result.isfinite(), 0.0)
-        for axis in (mesh.tp_cp, mesh.dp):
-            collectives.all_reduce(result, axis, "max")
-        for scaling, own in zip(delayed, result, strict=True):
-            scaling.append_to_history(own)
+        Scaling.append_to_history(delayed, collectives.all_reduce(result, mesh.tp_dp_cp, "max"))
 
-    def append_to_history(self, largest: Tensor) -> None:
-        """Add a step. largest: [3]; an operand that was all zeros, or had no finite value, is as in the step before."""
-        newest = torch.where(largest > 0, largest, self.history[:, 0])
-        self.history = torch.cat((newest[:, None], self.history[:, :-1]), dim=1)
-        self.seen = torch.zeros_like(self.seen)
-        self.knows_steps = True
+    @staticmethod
+    def append_to_history(scalings: Sequence[Scaling], largest: Tensor) -> None:
+        """Add a step to all layers at once. largest: [layers, 3]; an operand that was all zeros, or had no finite value, is as in the step before."""
+        before = torch.stack([scaling.history for scaling in scalings])
+        newest = torch.where(largest > 0, largest, before[..., 0])
+        histories = torch.cat((newest[..., None], before[..., :-1]), dim=2).unbind(0)
+        for scaling, history, seen in zip(scalings, histories, torch.zeros_like(largest).unbind(0), strict=True):
+            scaling.history, scaling.seen, scaling.knows_steps = history, seen, True
 
     def load(self, history: Tensor) -> None:
         """Continue from a history [3, n] of any length."""
@@ -200,6 +205,35 @@ class Scaling(nn.Module):
 def scaling_of(low: LowPrecision | None, mesh: Mesh) -> Scaling | None:
     """The scales of a layer that is cut over the tensor ranks; None if it multiplies in its own format."""
     return None if low is None else Scaling(low, shared=mesh.tp_cp, cut=mesh.tp)
+
+
+def open_step(stages: Iterable[nn.Module], *, weights_stay: bool, weights_wait: bool) -> None:
+    """Open a step. weights_stay: weights lie where they are until its end, and are not gathered anew for every microbatch; then the largest values
+    of all of them are found together, unless some are not here yet (weights_wait).
+
+    Collective: ranks of a stage call it with the same layers.
+    """
+    owners: dict[tuple[int, ...], list[tuple[Scaling, Tensor]]] = {}
+    for module in (module for stage in stages for module in stage.modules()):
+        scaling, weight = getattr(module, "scaling", None), getattr(module, "weight", None)
+        if not isinstance(scaling, Scaling) or not isinstance(weight, Tensor):
+            continue
+        recipe, scaling.cached, scaling.maxima = scaling.recipe, {}, {}
+        scaling.caches = weights_stay and not scaling.held
+        if scaling.caches and recipe.needs_largest and not (weights_wait or recipe.history or scaling.kernel):
+            owners.setdefault(scaling.axes["weight"].ranks, []).append((scaling, weight))
+    for layers in owners.values():
+        _find_maxima(layers)
+
+
+@torch.no_grad()
+def _find_maxima(layers: Sequence[tuple[Scaling, Tensor]]) -> None:
+    """Find the largest values of weights [.., out, in] that are cut over the same ranks, in a few kernels and one collective."""
+    matrices = [matrix for _, weight in layers for matrix in weight.detach().reshape(-1, *weight.shape[-2:]).unbind(0)]
+    maxima = torch.stack(torch._foreach_norm(matrices, float("inf"))).to(accumulation_dtype(matrices[0].dtype))
+    largest = iter(collectives.all_reduce(maxima, layers[0][0].axes["weight"], "max").unbind(0))
+    for scaling, weight in layers:
+        scaling.maxima = {number: (weight._version, next(largest)) for number in range(weight.shape[:-2].numel())}
 
 
 def histories_of(stages: Iterable[nn.Module]) -> dict[str, Scaling]:
@@ -292,6 +326,8 @@ def forward_product(
     matrix, theirs = way.rounded_matrix, None
     if matrix is not None or scaling.has_quantized_weight(weight, way.number):
         largest = scaling.largest_value("input", flat)
+    elif (theirs := scaling.maximum_of_step(weight, way.number)) is not None:
+        largest = scaling.largest_value("input", flat)
     else:
         largest, theirs = scaling.largest_of_pair(flat, weight)
     own, turned = _rounded_input(scaling, flat, form, largest)
@@ -373,8 +409,7 @@ def _weight_gradients(
     if not recipe.wgrad:
         result = gradient.t().matmul(kept)
     elif recipe.is_4_bit:
-        sides = scaling.quantise_tokens("gradient", gradient), scaling.quantise_tokens("input", kept)
-        result = recipe.product(*sides, gradient.dtype)
+        result = recipe.product(*scaling.quantise_tokens(gradient, kept), gradient.dtype)
     else:
         assert across is not None, "the gradient was rounded for both sums"
         right: Quantised | None

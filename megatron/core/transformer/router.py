@@ -149,8 +149,7 @@ class Router(nn.Module):
         if biased and stepped:
             mesh = biased[0][0].build.mesh
             loads = torch.stack([router.tally[:, :-1].sum(0) for router, _ in biased])
-            for axis in (mesh.tp_cp, mesh.dp):
-                collectives.all_reduce(loads, axis)
+            collectives.all_reduce(loads, mesh.tp_dp_cp)
             for (router, bias), load in zip(biased, loads, strict=True):
                 bias.data.copy_(updated_expert_bias(bias.data, load, router.moe.moe_router_bias_update_rate))
         for router in routers:

@@ -111,9 +111,7 @@ class ReplicaCheck:
         yield from self._optimizer_state()
         trainer, mesh = self.trainer, self.mesh
         for name, scaling in histories_of(trainer.stages).items():
-            yield from (
-                ReplicatedState(f"largest values of {name}", axis, scaling.history) for axis in (mesh.tp_cp, mesh.dp)
-            )
+            yield ReplicatedState(f"largest values of {name}", mesh.tp_dp_cp, scaling.history)
         yield ReplicatedState(
             "the default random stream", mesh.tp, trainer.run.streams.state()["default"].to(mesh.device)
         )

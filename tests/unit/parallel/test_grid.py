@@ -19,6 +19,7 @@ ALONG = {
     "pp": {"pp"},
     "dp_cp": {"dp", "cp"},
     "tp_cp": {"tp", "cp"},
+    "tp_dp_cp": {"tp", "cp", "dp"},
     "model": {"tp", "pp"},
     "world": {"tp", "cp", "dp", "pp"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entro
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tensor_parallel.region import Region
+from megatron.training.step import train_step
+from tests.helpers import tiny
 
 S, B, H, F_SIZE, V = 8, 3, 6, 16, 21
 
@@ -176,3 +179,12 @@ def run_entropy(
     assert states.grad is not None and weight.grad is not None and bias.grad is not None
     whole = collectives.all_gather(states.grad, mesh.tp) if sequence_parallel else states.grad
     return found.detach(), whole, weight.grad, bias.grad
+
+
+def collectives_of_a_step(changes: dict[str, Any]) -> int:
+    """How many collectives this rank begins in the second step of a tiny run."""
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), **changes)))
+    train_step(trainer, tiny.batches(trainer.run, 0))
+    before = sum(trainer.run.mesh.flight_recorder.counts.values())
+    train_step(trainer, tiny.batches(trainer.run, 1))
+    return sum(trainer.run.mesh.flight_recorder.counts.values()) - before

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.low_precision import (
     Scaling,
     histories_of,
     low_linear,
+    open_step,
 )
 from megatron.training.accelerate.compile import Compiler
 from tests.helpers import tiny
@@ -47,6 +48,14 @@ def forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+class Matrix(nn.Module):
+    """A weight and its scales, as layers have them."""
+
+    def __init__(self, weight: Tensor, scaling: Scaling) -> None:
+        super().__init__()
+        self.weight, self.scaling = nn.Parameter(weight), scaling
+
+
 class Two(nn.Module):
     """Two layers of low precision with a GELU between."""
 
@@ -57,14 +66,20 @@ class Two(nn.Module):
         assert recipe is not None
         recipe = replace(recipe, kernels=kernels)
         low = LowPrecision(recipe, mesh, RandomStreams.build(mesh, 3))
-        self.up, self.bias, self.down = (
-            nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((64, 32), (64,), (32, 64))
+        self.up, self.down = (
+            Matrix(torch.randn(shape, generator=draw), Scaling(low, shared=mesh.tp_cp, cut=mesh.tp))
+            for shape in ((64, 32), (32, 64))
         )
-        self.scalings = nn.ModuleList(Scaling(low, shared=mesh.tp_cp, cut=mesh.tp) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(64, generator=draw))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(multiply(x, self.up, self.bias, self.scalings[0]))
-        return multiply(hidden, self.down, None, self.scalings[1])
+        hidden = nn.functional.gelu(multiply(x, self.up.weight, self.bias, self.up.scaling))
+        return multiply(hidden, self.down.weight, None, self.down.scaling)
+
+    @property
+    def scalings(self) -> list[Scaling]:
+        """Those of both layers."""
+        return [self.up.scaling, self.down.scaling]
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Any) -> Tensor:
@@ -77,16 +92,15 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Any) -> Te
 def train(two: Two, call: Any, *, weights_stay: bool) -> list[Tensor]:
     """Two steps of two microbatches that are under way together: outputs, gradients, and what is known of scales."""
     draw, found = torch.Generator().manual_seed(1), []
-    scalings = list(two.scalings)
     for _ in range(2):
         two.zero_grad()
-        Scaling.before_step(scalings, weights_stay=weights_stay)  # type: ignore[arg-type]
+        open_step([two], weights_stay=weights_stay, weights_wait=False)
         given = [torch.randn(6, 4, 32, generator=draw).requires_grad_() for _ in range(2)]
         outputs = [call(x) for x in given]
         for output in outputs:
             output.square().sum().backward()
         assert all(scaling.caches == weights_stay == bool(scaling.cached) for scaling in two.scalings)
-        Scaling.after_step(scalings, stepped=True)  # type: ignore[arg-type]
+        Scaling.after_step(two.scalings, stepped=True)
         with torch.no_grad():
             for one in two.parameters():
                 one -= 1e-3 * one.grad
@@ -102,7 +116,7 @@ def test_a_graph_has_the_results_and_leaves_the_scales_of_the_layer_without_a_co
 ) -> None:
     plain, two = Two(**RECIPES[name]), Two(**RECIPES[name])
     for scaling in two.scalings:
-        graph_low_linear.enter_graphs(scaling)  # type: ignore[arg-type]
+        graph_low_linear.enter_graphs(scaling)
     compiled = torch.compile(two, backend="aot_eager", fullgraph=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found = train(two, compiled, weights_stay=weights_stay)
@@ -116,7 +130,7 @@ def demand_as_told(two: Two) -> None:
     scaling, tests = two.scalings[0], ("test_faketensor",)
     assert isinstance(scaling, Scaling)
     graph_low_linear.enter_graphs(scaling)
-    x, weight = torch.randn(6, 4, 32), two.up.detach()
+    x, weight = torch.randn(6, 4, 32), two.up.weight.detach()
     given = (x, weight, *graph_low_linear.operands_of(scaling, x.dtype))
     torch.library.opcheck(torch.ops.megatron.low_multiply.default, given, test_utils=tests)
     _, kept, scales = torch.ops.megatron.low_multiply(*given)

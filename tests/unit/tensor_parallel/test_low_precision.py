@@ -25,8 +25,11 @@ from megatron.core.tensor_parallel.low_precision import (
     histories_of,
     low_grouped_linear,
     low_linear,
+    open_step,
 )
 from tests.helpers import tiny
+from tests.helpers.world import Worlds
+from tests.unit.tensor_parallel import ranks
 
 CPU = torch.device("cpu")
 Rounds = Callable[[str, Tensor], Tensor]
@@ -233,11 +236,12 @@ def test_the_first_and_last_layers_can_stay_wide_and_what_is_no_layer_does() -> 
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
-@pytest.mark.parametrize("context_ranks, first", [(1, 1), (2, 2)])
-def test_what_is_largest_in_an_input_and_in_a_weight_goes_round_in_one_collective(
-    recipe: str, context_ranks: int, first: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("context_ranks", [1, 2])
+@pytest.mark.parametrize("here", [True, False])
+def test_weights_are_asked_about_together_before_a_step_or_each_beside_its_input(
+    recipe: str, context_ranks: int, here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With context ranks the input is shared by more ranks than the weight, and there are two; a weight is asked about once a step."""
+    """Those that arrive later go with their inputs; with context ranks an input is shared by more ranks than the weight, and there are two collectives."""
     sent: list[tuple[int, ...]] = []
 
     def largest_anywhere(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -249,14 +253,47 @@ def test_what_is_largest_in_an_input_and_in_a_weight_goes_round_in_one_collectiv
     made_of, alone = made(**RECIPES[recipe])[0], Mesh.single_process(CPU)
     tensor = Axis("tp", 2, ranks=(0, 1), group=object())  # type: ignore[arg-type] - only asked whether there is one
     shared = Axis("tp_cp", 2 * context_ranks, ranks=tuple(range(2 * context_ranks)), group=object())  # type: ignore[arg-type]
-    scaling = Scaling(LowPrecision(made_of, alone, RandomStreams.build(alone, 3)), shared=shared, cut=tensor)
-    x, weight = torch.randn(32, 32), torch.nn.Parameter(torch.randn(32, 32))
-    expected = low_linear(x, weight, None, LowLinearOptions(made(**RECIPES[recipe])[1]))
-    Scaling.before_step([scaling], weights_stay=True)
-    found = []
+    x, layers = torch.randn(32, 32), torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(3))
+    for layer in layers:
+        low = LowPrecision(made_of, alone, RandomStreams.build(alone, 3))
+        layer.scaling = Scaling(low, shared=shared, cut=tensor)
+    expected = [low_linear(x, layer.weight, None, LowLinearOptions(made(**RECIPES[recipe])[1])) for layer in layers]
+    open_step([layers], weights_stay=True, weights_wait=not here)
+    found = [len(sent)]
     for _ in range(2):
         sent.clear()
-        output = low_linear(x, weight, None, LowLinearOptions(scaling))
+        for layer, output in zip(layers, expected, strict=True):
+            assert_close(low_linear(x, layer.weight, None, LowLinearOptions(layer.scaling)), output, rtol=0.0, atol=0.0)
         found.append(len(sent))
-        assert_close(output, expected, rtol=0.0, atol=0.0)
-    assert found == [first, 1]
+    assert found == ([1, 3, 3] if here else [0, 3 * context_ranks, 3])
+
+
+def test_a_weight_that_changes_within_a_step_is_asked_about_again() -> None:
+    _, scaling = made(**RECIPES["tensorwise"])
+    layer, x = torch.nn.Linear(32, 32, bias=False), torch.randn(4, 32)
+    layer.scaling = scaling
+    open_step([layer], weights_stay=True, weights_wait=False)
+    with torch.no_grad():
+        layer.weight *= 3.0
+    found = low_linear(x, layer.weight, None, LowLinearOptions(scaling))
+    assert_close(
+        found, low_linear(x, layer.weight, None, LowLinearOptions(made(**RECIPES["tensorwise"])[1])), rtol=0.0, atol=0.0
+    )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "nvfp4", "held"])
+def test_collectives_of_a_step_for_scales_are_counted(recipe: str, world: Worlds) -> None:
+    """Beside those of a step in bf16, on two tensor x two data ranks, of two layers of four matrices and four microbatches."""
+    settings: dict[str, Any] = {"tensor_model_parallel_size": 2, "num_layers": 2, "bf16": True}
+    low: dict[str, Any] = {
+        "delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
+        "held": {**RECIPES["tensorwise"], "fp8_param_gather": True},
+    }.get(recipe) or RECIPES[recipe]
+    settings |= {"use_distributed_optimizer": True, "ddp_bucket_size": 4000} if recipe == "held" else {}
+    plain, found = (world(4).run(ranks.collectives_of_a_step, {**settings, **changes})[0] for changes in ({}, low))
+    each = (
+        8 * 4
+    )  # matrices of microbatches: an input and a gradient each, of 4 bits also both for the weight's gradient
+    assert (
+        found - plain == {"tensorwise": 1 + 2 * each, "delayed": 1, "nvfp4": 1 + 3 * each, "held": 2 + 2 * each}[recipe]
+    )
