@@ -113,10 +113,12 @@ def gated(name: str, gating: GatingOptions) -> Case:
     return lambda op: both_passes(op(draw(8, 2 * 14336), name, gating))
 
 
-def biased(name: str, gating: GatingOptions | None = None) -> Case:
-    """A bias and an activation of GPT 1.3B's width, or a gated one of gpt-oss's."""
+def biased(name: str, gating: GatingOptions | None = None, *, experts: int = 0) -> Case:
+    """A bias and an activation of GPT 1.3B's width, or a gated one of gpt-oss's; or one bias of each expert."""
     size = 8192 if gating is None else 2 * 2880
-    return lambda op: both_passes(op(draw(80, size), draw(size), name, gating))
+    counts = torch.tensor([80] + [0] * (experts - 1)) if experts else None
+    bias = draw(experts, size) if experts else draw(size)
+    return lambda op: both_passes(op(draw(80, size), bias, name, gating, counts))
 
 
 def rotated(size: int, *, interleaved: bool) -> Case:
@@ -249,6 +251,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         **{f"bias, {name}": biased(name) for name in ("gelu", "gelu_tanh", "squared_relu")},
         "bias, silu, gated": biased("silu", GatingOptions()),
         "bias, quick_gelu, clamp, offset": biased("quick_gelu", GatingOptions(7.0, 1.0)),
+        "biases of 128 experts, gated": biased("quick_gelu", GatingOptions(7.0, 1.0), experts=128),
     },
     "rotary": {
         **{f"rotary {size}": rotated(size, interleaved=False) for size in (64, 96, 128)},

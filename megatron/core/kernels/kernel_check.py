@@ -110,13 +110,7 @@ def kernel_trials(config: RunConfig, need: KernelRequirements) -> Iterator[Trial
         )
     gating = GatingOptions(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
     if model.fuses_bias:
-        wide = width if gating is None else 2 * width
-        yield KernelTrial(
-            "bias_activation",
-            (draw(40, 2, wide), draw(wide)),  # more rows than one program sums
-            lambda op, x, bias: op(x, bias, model.activation, gating),
-            reference.bias_activation,
-        )
+        yield _bias_trial(model, draw, width, gating)
     if gating is not None:
         yield KernelTrial(
             "gated_activation",
@@ -296,6 +290,20 @@ def _rotary_trials(config: RunConfig, draw: _Draw, length: int) -> Iterator[Tria
         heads, groups = _heads_and_groups(config.model)
         counts = heads, *((heads,) if config.model.attention_output_gate else ()), groups, groups
         yield KernelTrial("rotary_qkv", (draw(length, 2, sum(counts), max(size, turned)),), fused, reference.rotary_qkv)
+
+
+def _bias_trial(model: ModelConfig, draw: _Draw, width: int, gating: GatingOptions | None) -> KernelTrial:
+    """An MLP's bias and, where there are experts, one for each of three, the second of which has no rows."""
+    wide = width if gating is None else 2 * width
+    experts = (draw(3, wide),) if model.moe.num_experts else ()
+
+    def call(op: Op, x: Tensor, bias: Tensor, *biases: Tensor) -> Tensor:
+        counts = torch.tensor([67, 0, 13]).to(x.device)
+        of_experts = [op(x.flatten(0, 1), one, model.activation, gating, counts).flatten() for one in biases]
+        return torch.cat([op(x, bias, model.activation, gating).flatten(), *of_experts])
+
+    rows = draw(40, 2, wide)  # more than one program sums
+    return KernelTrial("bias_activation", (rows, draw(wide), *experts), call, reference.bias_activation)
 
 
 def _permute_trial(draw: _Draw, width: int) -> KernelTrial:

@@ -131,9 +131,14 @@ def gated_activation(x: Tensor, name: str, gating: GatingOptions = GatingOptions
     return activation(gate, name) * (up + gating.offset if gating.offset else up)
 
 
-def bias_activation(x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None) -> Tensor:
-    """Return the activation of x + bias; gating: it is gated. x: [..., f] or [..., 2 f]; bias: [f] or [2 f]; returns [..., f]."""
-    x = x + bias
+def bias_activation(
+    x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """Return the activation of x + bias; gating: it is gated. x: [..., f] or [..., 2 f]; bias: [f] or [2 f]; returns [..., f].
+
+    counts: [e], rows of each expert: x is [n, ..], sorted by expert, and bias one of each expert, [e, ..].
+    """
+    x = x + bias if counts is None else with_expert_bias(x, bias, counts)
     return activation(x, name) if gating is None else gated_activation(x, name, gating)
 
 

@@ -121,7 +121,7 @@ class VisionProjection(nn.Module):
         model, vision = build.model, build.model.vision
         encoder = vision_encoder(model)
         inputs, width = projection_sizes(model)
-        self.activation = build.kernels.activation
+        self.kernels = build.kernels
         normed = replace(build, model=replace(encoder, normalization="LayerNorm", norm_epsilon=1e-5))
         self.layernorm = normed.norm(inputs, sum_over=()) if vision.vision_projection_norm else None
         self.encoder = nn.Module()
@@ -141,7 +141,10 @@ class VisionProjection(nn.Module):
         layers = dict(self.encoder.named_children())
         if "linear" in layers:
             return layers["linear"](x)
-        return layers["linear_fc2"](self.activation(layers["linear_fc1"](x), "gelu"))
+        bias, fused = layers["linear_fc1"].bias, self.kernels.bias_activation
+        if bias is None or fused is None:
+            return layers["linear_fc2"](self.kernels.activation(layers["linear_fc1"](x), "gelu"))
+        return layers["linear_fc2"](fused(layers["linear_fc1"](x, skip_bias_add=True), bias, "gelu"))
 
 
 def projection_sizes(model: ModelConfig) -> tuple[int, int]:

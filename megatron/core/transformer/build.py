@@ -145,16 +145,16 @@ class BuildContext:
         """Whether one kernel adds the bias of an MLP's first matrix and computes the activation."""
         return self.kernels.bias_activation is not None and self.model.fuses_bias
 
-    def activation(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def activation(self, x: Tensor, bias: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """What the MLP does between its matrices. x: [..., f], gated [..., gate f | up f]; returns [..., f].
 
-        bias: [f] or [2 f], where it was not added yet (`adds_bias_in_activation`).
+        bias: [f] or [2 f], where it was not added yet (`adds_bias_in_activation`); counts: [e], where it is one of each expert, [e, ..].
         """
         model = self.model
         gating = GatingOptions(model.activation_func_clamp_value, model.glu_linear_offset) if model.gated else None
         if bias is not None:
             assert self.kernels.bias_activation is not None, "a bias waits only where there is a kernel for it"
-            return self.kernels.bias_activation(x, bias, model.activation, gating)
+            return self.kernels.bias_activation(x, bias, model.activation, gating, counts)
         if gating is None:
             return self.kernels.activation(x, model.activation)
         return self.kernels.gated_activation(x, model.activation, gating)

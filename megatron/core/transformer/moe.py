@@ -113,8 +113,12 @@ class GroupedLinear(nn.Module):
         self.bias = meta_parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
         self.adapter: GroupedAdapter | None = None
 
-    def forward(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x: [n, in], sorted by expert; counts: [e]. weights: [n], of each row's bias. Returns [n, out]."""
+    def forward(
+        self, x: Tensor, counts: Tensor, weights: Tensor | None = None, *, skip_bias_add: bool = False
+    ) -> Tensor:
+        """x: [n, in], sorted by expert; counts: [e]. weights: [n], of each row's bias. Returns [n, out]. skip_bias_add: the caller adds the bias."""
+        if skip_bias_add:
+            return self._multiply(x, counts)
         if self.bias is None or weights is None:
             return reference.with_expert_bias(self._multiply(x, counts), self.bias, counts)
         bias = weighed_bias(weights * self.bias_share, self.bias, counts)
@@ -146,17 +150,21 @@ class Experts(nn.Module):
 
     def forward(self, rows: ExpertInputs) -> Tensor:
         """Returns [n, h], of which the sum over etp is what the experts say."""
-        wide = self.linear_fc1(rows.tokens, rows.counts)
+        skips = self.build.adds_bias_in_activation
+        wide = self.linear_fc1(rows.tokens, rows.counts, skip_bias_add=skips)
+        given = (rows.weights, self.linear_fc1.bias, rows.counts) if skips else (rows.weights,)
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
         if self.build.recomputes("moe_act"):
-            return discard_intermediate(
-                lambda x: recompute(self._activate, self.build.streams, x, rows.weights), down, wide
-            )[0]
-        return down(self._activate(wide, rows.weights))
+            return discard_intermediate(lambda x: recompute(self._activate, self.build.streams, x, *given), down, wide)[
+                0
+            ]
+        return down(self._activate(wide, *given))
 
-    def _activate(self, wide: Tensor, weights: Tensor) -> Tensor:
+    def _activate(
+        self, wide: Tensor, weights: Tensor, bias: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
         # The last matmul is linear, so a row is weighed before it, where it is narrow.
-        return (self.build.activation(wide) * weights[:, None]).to(wide.dtype)
+        return (self.build.activation(wide, bias, counts) * weights[:, None]).to(wide.dtype)
 
 
 class MoELayer(nn.Module):

@@ -162,6 +162,28 @@ def test_activations_with_a_bias_equal_the_reference(
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "rows, size, gating", [([67, 0, 64, 1, 0], 19, None), ([0, 3, 130], 19, GatingOptions(0.7, 1.0))]
+)
+def test_activations_with_a_bias_of_each_expert_equal_the_reference(
+    kernels: dict[str, ModuleType], rows: list[int], size: int, gating: GatingOptions | None, dtype: torch.dtype
+) -> None:
+    columns, counts = size if gating is None else 2 * size, torch.tensor(rows)
+    compare(
+        lambda x, bias: kernels["triton.pointwise"].bias_activation(x, bias, "silu", gating, counts),
+        lambda x, bias: reference.bias_activation(x, bias, "silu", gating, counts),
+        (draw("x", sum(rows), columns), draw("bias", len(rows), columns)),
+        dtype,
+    )
+    nothing, bias = torch.empty(0, columns), torch.ones(len(rows), columns, requires_grad=True)
+    kernels["triton.pointwise"].bias_activation(
+        nothing, bias, "silu", gating, torch.zeros_like(counts)
+    ).sum().backward()
+    assert bias.grad is not None and not bias.grad.any(), "no rows, no gradient"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotations_equal_the_reference(kernels: dict[str, ModuleType], interleaved: bool, dtype: torch.dtype) -> None:
     for rows, turned in (

@@ -196,7 +196,7 @@ def trained_with_bias_kernel(changes: dict[str, Any], ranks: int, kernel: bool) 
     calls: list[int] = []
 
     def counted(x: Tensor, bias: Tensor, *how: Any) -> Tensor:
-        assert x.shape[-1] == len(bias), "a bias is cut like the rows of its matrix"
+        assert x.shape[-1] == bias.shape[-1], "a bias is cut like the rows of its matrix"
         calls.append(1)
         return reference.bias_activation(x, bias, *how)
 
@@ -207,6 +207,7 @@ def trained_with_bias_kernel(changes: dict[str, Any], ranks: int, kernel: bool) 
 
 
 SEQUENCE_CUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+BIASED_EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,9 @@ SEQUENCE_CUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_paral
         ({"swiglu": True, "delay_wgrad_compute": True}, 1),
         (SEQUENCE_CUT, 2),
         ({**SEQUENCE_CUT, "swiglu": True}, 2),
+        ({**BIASED_EXPERTS, "recompute_granularity": "selective", "recompute_modules": ("moe_act",)}, 1),
+        ({**SEQUENCE_CUT, **BIASED_EXPERTS, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 2),
+        ({"tensor_model_parallel_size": 2, **BIASED_EXPERTS, "swiglu": True}, 2),
     ],
     ids=str,
 )
@@ -228,7 +232,9 @@ def test_a_kernel_that_adds_the_bias_takes_the_place_of_both(world: Any, changes
 
     (found, calls), (expected, none) = trained(True), trained(False)
     assert found == pytest.approx(expected, rel=1e-10) and none == 0
-    assert calls == 12, "two layers of two microbatches in three steps"
+    assert calls == (24 if "moe_act" in changes.get("recompute_modules", ()) else 12), (
+        "two layers of two microbatches in three steps, with what is recomputed"
+    )
 
 
 def test_a_bias_before_a_multiplied_gate_is_added_by_the_linear_layer() -> None:

@@ -6,6 +6,8 @@ from megatron.core.config.flags import flag_name
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.vision import vision_encoder
 
 
 def _position_range(s: RuleInput) -> str:
@@ -167,7 +169,35 @@ def _recompute_settings(s: RuleInput) -> str:
 
 
 def _kernel_choices(s: RuleInput) -> str:
-    return "\n  ".join(s.run.model.kernels.problems(compiles=s.run.compilation.compile))
+    kernels = s.run.model.kernels
+    problems = list(kernels.problems(compiles=s.run.compilation.compile))
+    if not problems:
+        problems = [
+            f"--kernel {word}: {reason}; leave it out"
+            for word in kernels.kernel
+            if (reason := _why_unused(s.run, word.partition("=")[0]))
+        ]
+    return "\n  ".join(problems)
+
+
+def _why_unused(run: RunConfig, op: str) -> str:
+    """Why a run has no use for a kernel of this operation, or ""."""
+    model, low, sees = run.model, run.precision.low, bool(run.model.vision.vision_model_type)
+    idle = model.idle_kernels
+    if sees:  # the norm of what the encoder gives is a LayerNorm
+        idle = idle & vision_encoder(model).idle_kernels - {"layer_norm"}
+    projects = sees and model.vision.vision_projection_type == "mlp" and model.vision.vision_projection_bias
+    if op in idle:
+        return "no part of this network asks for that operation"
+    reasons = {
+        "bias_activation": "no MLP here has a bias just before its activation"
+        if not (model.fuses_bias or projects or (sees and vision_encoder(model).fuses_bias))
+        else "",
+        "low_linear": "" if low.recipe else "for --fp8-format only",
+        "quantise": "" if low.recipe else "for --fp8-format only",
+        "adamw": "" if run.optimizer.elementwise_optimizer == "adam" else "no weight is updated by Adam",
+    }
+    return reasons.get(op, "")
 
 
 def _compilation(s: RuleInput) -> str:

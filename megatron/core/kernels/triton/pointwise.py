@@ -132,18 +132,28 @@ def gated_activation(x: Tensor, name: str, gating: GatingOptions = GatingOptions
 def _bias_activation(
     x: tl.tensor,
     bias: tl.tensor,
+    ends: tl.tensor,
     y: tl.tensor,
     size: tl.tensor,
+    experts: tl.tensor,
     NAME: tl.constexpr,
     GATED: tl.constexpr,
     CLAMP: tl.constexpr,
     OFFSET: tl.constexpr,
+    EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """x: [rows, size], gated [rows, gate | up]; bias: one row of it; y: [rows, size]."""
+    """x: [rows, size], gated [rows, gate | up]; bias: one row of it; y: [rows, size].
+
+    EXPERTS: 0, or at least `experts`: then bias is a row of each, and ends [experts] the number of rows of each and those before it.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
+    if EXPERTS:
+        every = tl.arange(0, EXPERTS)
+        ended = (tl.load(ends + every, mask=every < experts, other=row + 1) <= row).to(tl.int32)
+        bias += tl.sum(ended, 0).to(tl.int64) * (1 + GATED) * size
     first = x + (1 + GATED) * row * size
     gate = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
     gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -158,31 +168,58 @@ def _bias_activation(
 
 
 @triton.jit
+def _parts_of_experts(
+    ends: tl.tensor, experts: tl.tensor, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Rows are summed in parts of ROWS, none of which has rows of two experts: of each expert its first row and the last, and its first part and the last."""
+    every = tl.arange(0, EXPERTS)
+    end = tl.load(ends + every, mask=every < experts, other=0)
+    start = tl.load(ends + every - 1, mask=(every > 0) & (every < experts), other=0)
+    parts = (end - start + ROWS - 1) // ROWS
+    last = tl.cumsum(parts, 0)
+    return start, end, last - parts, last
+
+
+@triton.jit
 def _bias_backward(
     dy: tl.tensor,
     x: tl.tensor,
     bias: tl.tensor,
+    ends: tl.tensor,
     dx: tl.tensor,
     sums: tl.tensor,
     rows: tl.tensor,
     size: tl.tensor,
+    experts: tl.tensor,
     NAME: tl.constexpr,
     GATED: tl.constexpr,
     CLAMP: tl.constexpr,
     OFFSET: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """dx like x, and sums [programs of ROWS rows, like bias] in fp32: the gradient of the bias is their sum, in the same order every time."""
+    """dx like x, and sums [parts of at most ROWS rows, like bias] in fp32: the gradient of the bias is their sum, in the same order every time."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
+    part = tl.program_id(0).to(tl.int64)
+    if EXPERTS:
+        every = tl.arange(0, EXPERTS)
+        starts, stops, firsts, lasts = _parts_of_experts(ends, experts, EXPERTS, ROWS)
+        expert = tl.minimum(tl.sum(((lasts <= part) & (every < experts)).to(tl.int32), 0), experts - 1)
+        mine = every == expert
+        start = tl.sum(tl.where(mine, starts, 0), 0) + (part - tl.sum(tl.where(mine, firsts, 0), 0)) * ROWS
+        stop = tl.minimum(start + ROWS, tl.sum(tl.where(mine, stops, 0), 0))
+        bias += expert.to(tl.int64) * (1 + GATED) * size
+    else:
+        start = part * ROWS
+        stop = tl.minimum(start + ROWS, rows)
     first_bias = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     first_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     if GATED:
         up_bias = tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
         up_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    for row in range(start, tl.minimum(start + ROWS, rows)):
+    for row in range(start, stop):
         gradient = tl.load(dy + row * size + columns, mask=inside, other=0.0).to(tl.float32)
         places = (1 + GATED) * row * size + columns
         gate = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) + first_bias
@@ -199,43 +236,76 @@ def _bias_backward(
             gradient *= slope
         first_sum += gradient
         tl.store(dx + places, gradient.to(dx.dtype.element_ty), mask=inside)
-    own = sums + tl.program_id(0).to(tl.int64) * (1 + GATED) * size + columns
+    own = sums + part * (1 + GATED) * size + columns
     tl.store(own, first_sum, mask=inside)
     if GATED:
         tl.store(own + size, up_sum, mask=inside)
 
 
+@triton.jit
+def _sum_of_experts(
+    sums: tl.tensor,
+    ends: tl.tensor,
+    dbias: tl.tensor,
+    width: tl.tensor,
+    experts: tl.tensor,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """dbias [experts, width]: of each expert the sum of its parts in sums, [parts, width], one after the other."""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    mine = tl.arange(0, EXPERTS) == tl.program_id(0)
+    _, _, firsts, lasts = _parts_of_experts(ends, experts, EXPERTS, ROWS)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in range(tl.sum(tl.where(mine, firsts, 0), 0), tl.sum(tl.where(mine, lasts, 0), 0)):
+        total += tl.load(sums + part * width + columns, mask=inside, other=0.0)
+    place = tl.program_id(0).to(tl.int64) * width + columns
+    tl.store(dbias + place, total.to(dbias.dtype.element_ty), mask=inside)
+
+
 class _Biased(Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None) -> Tensor:
-        x = x.contiguous()
+    def forward(
+        context: Any, x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None, counts: Tensor | None
+    ) -> Tensor:
+        x, bias = x.contiguous(), bias.contiguous()
         size = x.shape[-1] // (1 if gating is None else 2)
+        context.experts = 0 if counts is None else len(counts)
         context.how = {
             "NAME": name,
             "GATED": gating is not None,
             "CLAMP": _NO_CLAMP if gating is None or gating.clamp is None else gating.clamp,
             "OFFSET": 0.0 if gating is None else gating.offset,
+            "EXPERTS": triton.next_power_of_2(context.experts) if context.experts else 0,
         }
-        y = x.new_empty((*x.shape[:-1], size))
+        y, ends = x.new_empty((*x.shape[:-1], size)), bias if counts is None else counts.cumsum(0)
         if y.numel():
             grid = (y.numel() // size, cdiv(size, _BLOCK))
-            _bias_activation[grid](x, bias, y, size, **context.how, BLOCK=_BLOCK)
-        context.save_for_backward(x, bias)
+            _bias_activation[grid](x, bias, ends, y, size, context.experts, **context.how, BLOCK=_BLOCK)
+        context.save_for_backward(x, bias, ends)
         return y
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, bias = context.saved_tensors
-        gradient, dx, size = gradient.contiguous(), torch.empty_like(x), gradient.shape[-1]
-        rows = x.numel() // x.shape[-1]
-        sums = torch.empty((cdiv(rows, _BIAS_ROWS), x.shape[-1]), dtype=torch.float32, device=x.device)
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, bias, ends = context.saved_tensors
+        gradient, dx, size, experts = gradient.contiguous(), torch.empty_like(x), gradient.shape[-1], context.experts
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        sums = torch.empty((cdiv(rows, _BIAS_ROWS) + experts, width), dtype=torch.float32, device=x.device)
         if rows:
             grid = (len(sums), cdiv(size, _BIAS_COLUMNS))
             how = {**context.how, "ROWS": _BIAS_ROWS, "BLOCK": _BIAS_COLUMNS, "num_warps": _BIAS_WARPS}
-            _bias_backward[grid](gradient, x, bias, dx, sums, rows, size, **how)
-        return dx, sums.sum(0, dtype=bias.dtype), None, None
+            _bias_backward[grid](gradient, x, bias, ends, dx, sums, rows, size, experts, **how)
+        if not experts or not rows:
+            return dx, sums.sum(0, dtype=bias.dtype) if not experts else torch.zeros_like(bias), None, None, None
+        dbias, how = torch.empty_like(bias), {"EXPERTS": context.how["EXPERTS"], "ROWS": _BIAS_ROWS, "BLOCK": _BLOCK}
+        _sum_of_experts[(experts, cdiv(width, _BLOCK))](sums, ends, dbias, width, experts, **how)
+        return dx, dbias, None, None, None
 
 
-def bias_activation(x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None) -> Tensor:
-    """`reference.bias_activation`. x: [..., f], gated [..., gate f | up f]; bias: [f] or [2 f]; returns [..., f]."""
-    return _Biased.apply(x, bias, name, gating)
+def bias_activation(
+    x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """`reference.bias_activation`. x: [..., f], gated [..., gate f | up f]; bias: [f] or [2 f], or of experts [e, ..]; counts: [e]; returns [..., f]."""
+    return _Biased.apply(x, bias, name, gating, counts)
