@@ -163,7 +163,7 @@ class _View:
         ], None
 
 
-def group_order(spans: Sequence[Span]) -> list[list[int]]:
+def spans_by_group(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans, group by group: the order in which their tokens stand in a step."""
     groups: list[list[int]] = []
     for number in sorted(
@@ -282,7 +282,7 @@ def step_cache(
     depth: int = 0,
     states: tuple[StatePool, Sequence[EqualLengthGroup]] | None = None,
 ) -> StepCache:
-    """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `group_order`, then padding.
+    """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `spans_by_group`, then padding.
 
     tables: of each group int32 [b, blocks] and [b], as `tables_of` returns them. logit_positions: [positions], the tokens whose
     logits are needed; None: all. states: of layers that have them, and the slots of each group.

@@ -177,7 +177,7 @@ class Engine:
         self._finish(current)
         if self._in_flight is not None and not self._in_flight.has_listeners:
             self._in_flight = None
-        self.adapters.release(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
+        self.adapters.forget_unloaded(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
         return True
 
     def _finish(self, current: _Pass) -> None:

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.core.pipeline_parallel.transfers import RankScript, rank_script
 from megatron.inference.adapters import AdapterBank
-from megatron.inference.cache import KVCache, bytes_per_token, group_order, step_cache, tables_of
+from megatron.inference.cache import KVCache, bytes_per_token, spans_by_group, step_cache, tables_of
 from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, write_sampled_ids
 from megatron.inference.routes import ExpertChoiceRecorder, Routes, attach_expert_choices
 from megatron.inference.sampled_tokens import SampledTokens, sample
@@ -231,7 +231,7 @@ class _Step:
 
     def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
         spans = [row.cache_span for row in rows]
-        groups = group_order(spans)
+        groups = spans_by_group(spans)
         self.order = [number for group in groups for number in group]
         self.rows = [rows[number] for number in self.order]
         ids = [token for row in self.rows for token in row.ids]

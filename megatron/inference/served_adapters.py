@@ -63,7 +63,7 @@ class ServedAdapters:
         self._retired.add(self.number_of(name))
         self._numbers = {other: number for other, number in self._numbers.items() if other != name}
 
-    def release(self, used: Iterable[int]) -> None:
+    def forget_unloaded(self, used: Iterable[int]) -> None:
         """Have all ranks forget the adapters that were unloaded. used: numbers that requests still have."""
         if not self._retired:
             return

@@ -15,7 +15,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.low_precision.fp8 import E4M3, NumberFormat, Quantised, block_amax, from_blocks, to_blocks
+from megatron.core.kernels.low_precision.fp8 import (
+    E4M3,
+    NumberFormat,
+    Quantised,
+    block_amax,
+    merge_blocks,
+    split_blocks,
+)
 from megatron.core.kernels.reference import accumulation_dtype
 
 E2M1 = NumberFormat("e2m1", torch.float8_e4m3fn, 6.0)
@@ -33,14 +40,14 @@ def quantize_nvfp4(
     sizes: absolute maxima of the blocks, as in `fp8.quantize_per_block`.
     """
     enlarge, scales = nvfp4_scales(block_amax(x, block) if sizes is None else sizes, largest)
-    tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), block) * enlarge
+    tiles = split_blocks(x.to(accumulation_dtype(x.dtype)), block) * enlarge
     inverse = scales.to(tiles.dtype).reciprocal()
     inverse = torch.where(
         inverse.isinf(), torch.zeros_like(inverse), inverse
     )  # a block too small for its scale is zero
     scaled = tiles * inverse[:, None, :, None]
-    chance = None if noise is None else to_blocks(noise.to(tiles.dtype), block)
-    return Quantised(from_blocks(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
+    chance = None if noise is None else split_blocks(noise.to(tiles.dtype), block)
+    return Quantised(merge_blocks(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
 
 
 def nvfp4_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +74,7 @@ def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
 
 def hadamard_transform(x: Tensor) -> Tensor:
     """Return x [m, k] with each group of 16 columns multiplied by the Hadamard matrix; k is padded with zeros to a multiple of 16."""
-    tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), (1, BLOCK))
+    tiles = split_blocks(x.to(accumulation_dtype(x.dtype)), (1, BLOCK))
     return (tiles @ hadamard_matrix(tiles.dtype, x.device)).flatten(2).flatten(0, 1)
 
 

@@ -129,15 +129,15 @@ def quantize_per_block(
 
     sizes: absolute maxima as `block_amax` returns them, for blocks of which x holds only a part; None: of x.
     """
-    tiles = to_blocks(x.to(accumulation_dtype(x.dtype)), block)
+    tiles = split_blocks(x.to(accumulation_dtype(x.dtype)), block)
     sizes = block_amax(x, block) if sizes is None else sizes
     scaled = torch.ldexp(tiles, -_power_above(sizes, number.largest)[:, None, :, None])
-    return Quantised(from_blocks(_round_to_format(scaled, number), x), None, block_scales(sizes, number), block)
+    return Quantised(merge_blocks(_round_to_format(scaled, number), x), None, block_scales(sizes, number), block)
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the absolute maximum of each block of x [m, k], in accumulator precision: [m / rows, k / columns], rounded up."""
-    return to_blocks(x.to(accumulation_dtype(x.dtype)), block).abs().amax(dim=(1, 3))
+    return split_blocks(x.to(accumulation_dtype(x.dtype)), block).abs().amax(dim=(1, 3))
 
 
 def block_scales(sizes: Tensor, number: NumberFormat) -> Tensor:
@@ -161,15 +161,15 @@ def _round_to_format(x: Tensor, number: NumberFormat) -> Tensor:
     return x.clamp(-number.largest, number.largest).to(number.dtype)
 
 
-def to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+def split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return x [m, k] as [m / rows, rows, k / columns, columns], padded with zeros."""
     rows, columns = block
     filled = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
-def from_blocks(tiles: Tensor, like: Tensor) -> Tensor:
-    """Undo `to_blocks`: the matrix [rows, columns] of the shape of `like` from its blocks."""
+def merge_blocks(tiles: Tensor, like: Tensor) -> Tensor:
+    """Undo `split_blocks`: the matrix [rows, columns] of the shape of `like` from its blocks."""
     return tiles.flatten(2).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
