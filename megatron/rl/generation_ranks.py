@@ -10,7 +10,9 @@ commands over an axis on which ranks may wait as long as they like; weights go o
 from __future__ import annotations
 
 import dataclasses
+import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RunConfig, TrainConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import backend_of
 from megatron.core.parallel.mesh import Mesh, SplitMeshJob
@@ -99,6 +101,7 @@ def run_generation_rank(run: Run, rl: RLConfig, job: SplitMeshJob, environments:
     collectives.gather_objects(socket.gethostname(), job.objects)  # for the plan that the first rank prints
     engine: Engine | None = None
     records = run.config.model.moe.moe_enable_routing_replay
+    outlive_signals(run.config.train)
     while (command := collectives.broadcast_object(None, job.objects)).kind != "end":
         if command.kind == "refit":
             refit.copy({}, refit_targets(stages, run.mesh))
@@ -121,6 +124,15 @@ def run_generation_rank(run: Run, rl: RLConfig, job: SplitMeshJob, environments:
             engine=engine,
         )
         collectives.broadcast_object(played, job.objects, source=job.training)
+
+
+def outlive_signals(train: TrainConfig) -> None:
+    """Go on at a signal that ends the run: the ranks that train save first, which needs what is generated, and then let these end."""
+    numbers = {signal.SIGINT, *([getattr(signal, train.exit_signal)] if train.exit_signal_handler else [])}
+    if threading.current_thread() is threading.main_thread():  # others cannot, and get no signals
+        for number in numbers:
+            # Not SIG_IGN, which programs that an environment starts would inherit.
+            signal.signal(number, lambda number, frame: None)
 
 
 def split_mesh_builder(

@@ -88,6 +88,7 @@ class PolicyData(StepHooks):
         self._samples = SampleFiles(self._bank) if shows and self._bank is not None else None
         self._bank_is_full = False  # and it was told
         self._since = time.monotonic()  # the last round was prepared, or the run began
+        self._waited = 0.0  # seconds since then, for rollouts of other ranks
         if trainer.samples is None and rl.rl_samples_per_round:
             trainer.samples = lambda stages: self._shown_answers()
         self._tell_memory()
@@ -218,10 +219,11 @@ class PolicyData(StepHooks):
                     rollouts, self.rl, longest=min(self._generation_limits.num_tokens, self._generation_limits.length)
                 )
             )
+        waited, self._waited = self._waited, 0.0
         seconds = {
-            "training": begun - self._since,
+            "training": begun - self._since - waited,
             "evaluation and refit": sampling - begun,
-            "generation": sampled - sampling - times.waiting,
+            "generation": sampled - sampling - times.waiting + waited,
             "waiting": times.waiting,
             "log-probabilities": time.monotonic() - sampled,
         }
@@ -259,7 +261,9 @@ class PolicyData(StepHooks):
         if not isinstance(self._generator, GenerationRanks) or not self._generator.is_busy:
             return
         assert self._round is not None, "rollouts are played ahead of a round"
+        begun = time.monotonic()
         played, _ = self._generator.collect()
+        self._waited += time.monotonic() - begun
         self.queue.fill(played)
         if self.run.mesh.world.is_first:
             self.queue.write(self._round[0] // self.step.steps)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +18,7 @@ from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.rl import refit
 from megatron.rl.environments.config import read_environments
-from megatron.rl.generation_ranks import run_generation_rank
+from megatron.rl.generation_ranks import outlive_signals, run_generation_rank
 from megatron.rl.policy_data import PolicyData
 from megatron.rl.policy_step import PolicyStep, policy_model_provider
 from megatron.rl.settings import RLConfig, generation_config
@@ -162,6 +164,17 @@ def test_tensor_2_x_pipeline_2_is_refitted_into_data_4(world: Worlds) -> None:
     sizes = {"rl_inference_tensor_model_parallel_size": 1, "rl_inference_pipeline_model_parallel_size": 1}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     check(world, 8, {"rl_generation_ranks": 4, "rl_generation_lag": 1, **sizes}, {}, layout, 3)
+
+
+def test_a_rank_that_generates_goes_on_at_a_signal_for_those_that_train_to_save() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        outlive_signals(tiny.config(1).train)
+        for number in before:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_weight_that_is_left_out_is_found_by_both_sides(world: Worlds) -> None:
