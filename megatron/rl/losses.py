@@ -83,10 +83,12 @@ def entropy_term(logprobs: Tensor) -> Tensor:
     return -logprobs.exp() * logprobs
 
 
-def importance_weight(old_logprobs: Tensor, generation_logprobs: Tensor, *, cap: float) -> Tensor:
+def importance_weight(old_logprobs: Tensor, generation_logprobs: Tensor, *, cap: float, masks: bool = False) -> Tensor:
     """Return min(exp(old - generation), cap), any shape: corrects for log-probabilities of the generation engine that
     differ from those in training.
 
-    Truncated importance sampling (Yao et al., 2025). No gradient passes.
+    Truncated importance sampling (Yao et al., 2025). masks: weights above the cap are 0 instead (masked importance sampling).
+    No gradient passes.
     """
-    return ratio_of(old_logprobs, generation_logprobs).clamp(max=cap).detach()
+    weight = ratio_of(old_logprobs, generation_logprobs).detach()
+    return weight.masked_fill(weight > cap, 0.0) if masks else weight.clamp(max=cap)

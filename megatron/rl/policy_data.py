@@ -165,9 +165,12 @@ class PolicyData(StepHooks):
         """Rewards and lengths of the round's answers, from the first rank."""
         trained = self.rollouts or []
         speaks = self.run.mesh.world.is_first
-        rewards = [one.rollout.reward for one in trained if speaks and not one.rollout.problem]
-        lengths = [float(one.rollout.num_sampled) for one in trained if speaks and one.rollout.num_sampled]
-        cut = [float(not one.rollout.finished) for one in trained if speaks and one.rollout.num_sampled]
+        valid = [one.rollout for one in trained if speaks and not one.rollout.problem]
+        rewards = [one.reward for one in valid]
+        lengths = [
+            float(sum(version >= 0 for version in one.versions)) for one in valid
+        ]  # also of what is not trained on
+        cut = [float(not one.finished) for one in valid]
         facts: dict[str, list[float]] = {"reward": rewards, "answer tokens": lengths, "answers cut off": cut}
         if self.rl.lag:
             facts["policy lag"] = self._lags(trained) if speaks else []

@@ -51,8 +51,7 @@ class PolicyLoss:
         else:
             loss = losses.clipped_loss(ratio, advantages, dual_clip=config.rl_dual_clip, **limits)
         if config.rl_inference_logprobs_is_correction:
-            cap = config.rl_importance_sampling_truncation_coef or float("inf")
-            loss = loss * losses.importance_weight(old, generation, cap=cap)
+            loss = loss * self._importance_weight((old - generation) * mask, extras["rl_answer"])
         divergence = torch.zeros_like(loss)
         if self.has_reference:
             reference = extras["rl_reference"].to(token_losses.dtype)
@@ -95,6 +94,14 @@ class PolicyLoss:
         if self.algorithm.sequence_ratio == "mean":
             sums = sums / answer_sums(mask, answers, self.context).clamp(min=1.0)
         return losses.ratio_of(sums, torch.zeros_like(sums))
+
+    def _importance_weight(self, differences: Tensor, answers: Tensor) -> Tensor:
+        """What corrects a token's loss for how it was sampled, [b, s]. differences: of log-probabilities before this round and of generation."""
+        level, _, above = self.config.rl_importance_sampling_mode.partition("_")
+        if level == "sequence":
+            differences = answer_sums(differences, answers, self.context)
+        cap = self.config.rl_importance_sampling_truncation_coef or float("inf")
+        return losses.importance_weight(differences, torch.zeros_like(differences), cap=cap, masks=above == "mask")
 
 
 def answer_sums(values: Tensor, answers: Tensor, context: Axis) -> Tensor:

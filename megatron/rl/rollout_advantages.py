@@ -29,6 +29,8 @@ def with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) 
     algorithm = ALGORITHMS[rl.rl_algorithm]
     values = rewards if algorithm.has_critic else advantages(rewards, algorithm.baseline)
     dropped = failed
+    if rl.rl_overlong_filtering:
+        dropped = dropped | ~torch.tensor([one.finished for one in rollouts]).view_as(failed)
     if rl.grpo_filter_groups_with_same_reward:
         dropped = dropped | ~informative_groups(rewards)[:, None]
     return [

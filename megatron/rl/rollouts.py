@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -322,6 +323,8 @@ async def _play_one(task: Task, conversation: _Conversation, seconds: float) -> 
     try:
         problem = task.environment.problem(task.number)
         reward = float(await asyncio.wait_for(task.environment.play(problem, conversation), seconds or None))
+        if not math.isfinite(reward):
+            reward, trouble = float("nan"), f"the environment gave a reward of {reward}"
     except TimeoutError:
         trouble = f"the environment took longer than {seconds:g} s"
     except Busy as busy:

@@ -85,10 +85,18 @@ class RLConfig:
     rl_overlong_margin: int = flag(
         0, "answers within so many tokens of the limit lose up to 1 of their reward (DAPO)", metavar="TOKENS"
     )
+    rl_overlong_filtering: bool = flag(
+        False,
+        "do not train on answers that were cut off at the limit; their rewards still count in the means of their prompts",
+    )
     rl_inference_logprobs_is_correction: bool = flag(
         False, "weigh tokens by how much likelier training finds them than generation did"
     )
     rl_importance_sampling_truncation_coef: float | None = flag(None, "upper limit of these weights")
+    rl_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = flag(
+        "token_truncate",
+        "these weights are of each token, or of the whole answer (the product of its tokens); those above the limit become the limit, or 0 (mask)",
+    )
     rl_max_logprob_difference: float | None = flag(
         None, "stop when log-probabilities of generation and training differ by more than this on average (nats)"
     )
@@ -284,6 +292,11 @@ def _sampling_problems(rl: RLConfig) -> Iterator[str]:
         yield f"--rl-dual-clip {rl.rl_dual_clip} must be above 1"
     if rl.rl_importance_sampling_truncation_coef is not None and not rl.rl_inference_logprobs_is_correction:
         yield "--rl-importance-sampling-truncation-coef limits the weights of --rl-inference-logprobs-is-correction; add that"
+    mode = rl.rl_importance_sampling_mode
+    if mode != "token_truncate" and not rl.rl_inference_logprobs_is_correction:
+        yield f"--rl-importance-sampling-mode {mode} says what the weights of --rl-inference-logprobs-is-correction are; add that"
+    if mode.endswith("mask") and rl.rl_importance_sampling_truncation_coef is None:
+        yield f"--rl-importance-sampling-mode {mode} leaves out weights above a limit; give --rl-importance-sampling-truncation-coef"
 
 
 def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:

@@ -104,6 +104,14 @@ def trl_trainer(logprobs: torch.Tensor, **settings: Any) -> Any:
     return SimpleNamespace(**{**values, **settings})
 
 
+def weights_of(given: dict[str, torch.Tensor], mode: str) -> torch.Tensor:
+    """The weights of TRL's vllm_importance_sampling_mode, [4, 8] or [4, 1], by their formulas; the limit is 1.2."""
+    differences = (given["old"] - given["generation"]) * given["mask"]
+    weights = (differences.sum(1, keepdim=True) if mode.startswith("sequence") else differences).exp()
+    assert (weights > 1.2).any() and (weights < 1.2).any()
+    return torch.where(weights > 1.2, 0.0, weights) if mode.endswith("mask") else weights.clamp(max=1.2)
+
+
 TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {}, {"loss_type": "grpo"}),
     "grpo with kl": ("grpo", {"grpo_kl_beta": BETA, "rl_reference": "x"}, {"loss_type": "grpo", "beta": BETA}),
@@ -112,11 +120,18 @@ TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dr_grpo": ("dr_grpo", {}, {"loss_type": "dr_grpo"}),
     "gspo": ("gspo", {}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "cispo": ("cispo", {}, {"loss_type": "cispo", "epsilon_high": 1 + HIGH}),
-    "importance sampling": (
-        "dapo",
-        {"rl_inference_logprobs_is_correction": True, "rl_importance_sampling_truncation_coef": 1.2},
-        {"loss_type": "dapo", "use_vllm": True},
-    ),
+    **{
+        f"importance sampling, {mode}": (
+            "dapo",
+            {
+                "rl_inference_logprobs_is_correction": True,
+                "rl_importance_sampling_truncation_coef": 1.2,
+                "rl_importance_sampling_mode": mode,
+            },
+            {"loss_type": "dapo", "use_vllm": True, "vllm_importance_sampling_mode": mode},
+        )
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
 }
 
 
@@ -137,7 +152,7 @@ def test_the_losses_are_those_of_trl(name: str) -> None:
         "old_per_token_logps": given["old"],
         "ref_per_token_logps": given["reference"],
         "num_items_in_batch": given["mask"].sum(),
-        "importance_sampling_ratio": (given["old"] - given["generation"]).exp().clamp(max=1.2),
+        "importance_sampling_ratio": weights_of(given, settings.get("vllm_importance_sampling_mode", "")),
     }
     compare(
         ours(given, algorithm, **changes),

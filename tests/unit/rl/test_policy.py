@@ -11,10 +11,11 @@ import torch
 
 from megatron.core.datasets.indexed import DataError
 from megatron.rl.bank import read_bank
+from megatron.rl.environments.base import Problem
 from megatron.training.health.bad_steps import BadStep
 from megatron.training.hooks import StepHooks
 from megatron.training.step import train_step
-from tests.helpers.policy import PACKED, RL, train_policy_here, trainer_of
+from tests.helpers.policy import PACKED, RL, EvenIds, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights
 from tests.helpers.world import Worlds
 
@@ -167,6 +168,37 @@ def test_an_environment_that_raises_costs_its_rollouts_and_is_counted() -> None:
     assert failed and len(failed) < len(data.rollouts)
     assert all("the judge is out" in one.rollout.problem and one.rollout.num_sampled == 0 for one in failed)
     assert any(one.advantage for one in data.rollouts)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_costs_its_rollout(reward: float) -> None:
+    class Odd(EvenIds):
+        """Every third problem has an odd reward."""
+
+        def reward(self, problem: Problem, answer: str) -> float:
+            """As the base class says, or no number."""
+            return reward if len(problem.prompt.split()) == 3 else super().reward(problem, answer)
+
+    trainer, data = trainer_of(RL)
+    data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=Odd()),)
+    step = train_step(trainer, data)
+    assert data.rollouts is not None and torch.isfinite(step.losses["rl loss"]).all()
+    failed = [one.rollout for one in data.rollouts if one.rollout.problem]
+    assert failed and all(f"gave a reward of {reward}" in one.problem and not one.num_sampled for one in failed)
+
+
+def test_answers_that_were_cut_off_are_left_out_by_overlong_filtering() -> None:
+    for filters in (False, True):
+        trainer, data = trainer_of(dataclasses.replace(RL, rl_overlong_filtering=filters))
+        count = int(train_step(trainer, data).losses["rl loss"][1])
+        assert data.rollouts is not None
+        whole = [one for one in data.rollouts if one.rollout.finished]
+        cut = [one for one in data.rollouts if not one.rollout.finished]
+        assert whole and cut and all((one.rollout.num_sampled == 0) == filters for one in cut)
+        assert count == sum(one.rollout.num_sampled for one in data.rollouts)
+        assert any(one.advantage for one in whole), "the cut ones still count in the means"
+        total, number = data.batch_metrics()["answers cut off"]
+        assert (total, number) == (len(cut), len(data.rollouts))
 
 
 def test_texts_of_the_environment_are_not_trained_on() -> None:

@@ -101,6 +101,11 @@ REFUSALS = [
     ("--rl-default-temperature 0", "give a temperature above 0"),
     ("--rl-dual-clip 0.5", "--rl-dual-clip 0.5 must be above 1"),
     ("--rl-importance-sampling-truncation-coef 2", "add that"),
+    ("--rl-importance-sampling-mode sequence_truncate", "add that"),
+    (
+        "--rl-importance-sampling-mode token_mask --rl-inference-logprobs-is-correction",
+        "give --rl-importance-sampling-truncation-coef",
+    ),
     ("--rl-value-clip 0.1", "--rl-value-clip set up the critic of --rl-algorithm ppo"),
     ("--rl-algorithm ppo --rl-discount 1.5", "must lie between 0 and 1"),
     ("--rl-algorithm ppo --rl-critic-lr-ratio 0", "--rl-critic-lr-ratio 0.0 must be positive"),
