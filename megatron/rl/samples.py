@@ -32,7 +32,7 @@ def sample_records(iteration: int, trained: Sequence[TrainingRollout], prompts: 
             "answer": one.rollout.answer,
             "reward": one.rollout.reward,
             "advantage": one.advantage,
-            "tokens": one.rollout.num_sampled,
+            "tokens": sum(version >= 0 for version in one.rollout.versions),  # also of answers that are not trained on
             "finished": one.rollout.finished,
             "failure": one.rollout.problem,
         }

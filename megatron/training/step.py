@@ -60,6 +60,7 @@ class StepWork:
             )
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
+        self.data_figures: tuple[str, ...] = ()  # names of those that tell of the data alone
         self.count = torch.zeros((), dtype=torch.float64 if _uses_fp64(trainer) else torch.float32, device=self.device)
         self._scale = self._loss_scale()
 
@@ -119,7 +120,9 @@ class StepWork:
             for name, pair in microbatch_context.metrics.items():
                 notes[name] = notes[name] + pair if name in notes else pair
         if isinstance(self._batches, PlannedBatches):
-            notes |= {name: self.count.new_tensor(pair) for name, pair in self._batches.batch_metrics().items()}
+            facts = self._batches.batch_metrics()
+            self.data_figures = tuple(facts)
+            notes |= {name: self.count.new_tensor(pair) for name, pair in facts.items()}
         if self.trainer.note_names is None:
             names = collectives.gather_objects(tuple(notes), self.trainer.run.mesh.world)
             self.trainer.note_names = tuple(dict.fromkeys(name for theirs in names for name in theirs))
@@ -259,6 +262,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
         num_zeros=result.zeros,
         params_norm=norm,
         skipped=not result.stepped,
+        data_figures=work.data_figures,
     )
 
 

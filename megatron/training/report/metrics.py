@@ -8,7 +8,7 @@
 
 A loss travels as a tensor [sum, count] of this rank; sums and counts are added over the ranks that saw other data only
 when they are resolved, so a step's loss is the mean over all its tokens. The interval's loss is the mean over its steps
-that were not skipped. Everything below `Meter` is a pure function of numbers.
+that were not skipped; figures of the data alone (rewards of rollouts) count in all steps. Everything below `Meter` is a pure function of numbers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Step:
     log line have names under moe/. loads: how often experts were chosen; later among the losses.
     None: not measured in this run or this step. consumed_samples: of the run, after the step. learning_rate, loss_scale: after the
     step, as in Megatron's log: what the next step takes.
-    skipped: the optimizer did not step (overflow in fp16).
+    skipped: the optimizer did not step (overflow in fp16). data_figures: names of losses that tell of the data alone, and hold in a skipped step too.
     """
 
     iteration: int
@@ -81,6 +81,7 @@ class Step:
     num_zeros: Tensor | float | None = None
     params_norm: Tensor | float | None = None
     skipped: Tensor | bool = False
+    data_figures: tuple[str, ...] = ()
 
 
 class ResolvedStep(Step):
@@ -100,6 +101,11 @@ class ResolvedStep(Step):
         return all(math.isfinite(loss) for loss in self.losses.values())
 
 
+def valid_losses(step: ResolvedStep) -> Mapping[str, float]:
+    """The losses that count: of a skipped step those of its data."""
+    return {name: loss for name, loss in step.losses.items() if not step.skipped or name in step.data_figures}
+
+
 @dataclass(frozen=True, slots=True)
 class Throughput:
     """How fast the interval was. TFLOP/s are model FLOPs on one device; `peak` is that device's peak, if it is known."""
@@ -113,7 +119,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One log interval: `last` is its last step, the losses are means over its steps that were not skipped.
+    """One log interval: `last` is its last step, the losses are means over its steps that were not skipped, those of the data over all.
 
     samples_left, tokens_left, seconds_left: until the run's last iteration, at this interval's speed.
     """
@@ -184,11 +190,11 @@ class Meter:
         assert self._interval and not self._pending, "a report needs steps, and all of them resolved"
         steps, self._interval = self._interval, []
         names = dict.fromkeys(name for step in steps for name in step.losses)
-        done = [step for step in steps if not step.skipped]
+        valid = [valid_losses(step) for step in steps]
         samples = sum(step.batch_size for step in steps)
         means = {}
         for name in names:
-            values = [step.losses[name] for step in done if name in step.losses]
+            values = [losses[name] for losses in valid if name in losses]
             if values:
                 means[name] = sum(values) / len(values)
         return Report(
@@ -197,7 +203,7 @@ class Meter:
             skipped_samples=skipped_samples,
             seconds_per_iteration=seconds / len(steps),
             losses=means,
-            skipped_iterations=len(steps) - len(done),
+            skipped_iterations=sum(step.skipped for step in steps),
             nan_iterations=sum(not step.finite for step in steps),
             throughput=None if work is None else work.throughput(samples, seconds),
             samples_left=samples_left,

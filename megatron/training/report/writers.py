@@ -38,6 +38,7 @@ from megatron.training.report.metrics import (
     perplexity,
     report_line,
     time_left_line,
+    valid_losses,
     validation_text,
 )
 from megatron.training.report.run_log import LogFile, to_json_value
@@ -112,7 +113,9 @@ class Writers:
         for step in steps:
             if self._bar:
                 self._bar.update(step.iteration - self._bar.n)
-            self._journal_event("step", **dataclasses.asdict(step))
+            fields = dataclasses.asdict(step)
+            del fields["data_figures"]
+            self._journal_event("step", **fields)
             if self._openers and step.iteration % self._log.tensorboard_log_interval == 0:
                 values = self._step_scalars(step)
                 self._write_values(values, iteration=step.iteration, samples=step.consumed_samples)
@@ -223,7 +226,7 @@ class Writers:
         """A step under Megatron's scalar names."""
         values: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.batch_size}
         values["decoupled-learning-rate"] = step.decoupled_learning_rate
-        values |= {name: loss for name, loss in step.losses.items() if not step.skipped}
+        values |= valid_losses(step)
         if self._log.log_loss_scale_to_tensorboard:
             values["loss-scale"] = step.loss_scale
         if self._log.log_world_size_to_tensorboard:

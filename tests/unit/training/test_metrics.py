@@ -21,6 +21,7 @@ from megatron.training.report.metrics import (
     report_line,
     theoretical_memory_line,
     time_left_line,
+    valid_losses,
     validation_text,
 )
 
@@ -96,6 +97,17 @@ def test_the_interval_averages_steps_that_were_not_skipped():
     assert report.losses == {"lm loss": 3.0}
     assert (report.skipped_iterations, report.nan_iterations, report.seconds_per_iteration) == (2, 1, 0.5)
     assert report.last.iteration == 4
+
+
+def test_figures_of_the_data_count_in_skipped_steps_too():
+    meter = Meter(same)
+    for iteration, reward, skipped in ((1, 0.5, False), (2, 1.0, True)):
+        losses = {"lm loss": torch.tensor([2.0, 1.0]), "reward": torch.tensor([reward, 1.0])}
+        one = step(iteration, skipped=skipped)
+        meter.add(dataclasses.replace(one, losses=losses, data_figures=("reward",)))
+    first, second = meter.resolve()
+    assert valid_losses(first) == {"lm loss": 2.0, "reward": 0.5} and valid_losses(second) == {"reward": 1.0}
+    assert meter.report(train_iters=10, seconds=2.0).losses == {"lm loss": 2.0, "reward": 0.75}
 
 
 def test_an_interval_spans_several_resolves_and_then_begins_anew():
