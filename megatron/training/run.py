@@ -79,13 +79,8 @@ class Run:
             wgrad_store=self.mesh.overlap.wgrad_store if self.config.parallel.defers_weight_gradients else None,
             low_precision=self.config.precision.low,
             overlapped=self._overlapped_matmuls,
-            sums=self._fuses_wgrad_accumulation,
+            sums=self.config.parallel.gradient_accumulation_fusion,
         )
-
-    @property
-    def _fuses_wgrad_accumulation(self) -> bool:
-        """Whether layers add the gradients of their weights themselves: a recorded layer gives them to autograd."""
-        return self.config.parallel.gradient_accumulation_fusion and self.config.graphs.cuda_graph_impl == "none"
 
     @property
     def _overlapped_matmuls(self) -> OverlappedMatmuls:

@@ -34,6 +34,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.device import storage_position
+from megatron.core.parallel.main_grad import active_main_grad
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.training.trainer import Trainer
@@ -88,6 +89,11 @@ class _CapturedLayer:
         for weight, gradient in changes:
             self._part.gradients[weight].add_(gradient)
         self.weights = [weight for weight, _ in changes]
+        for weight in weights:  # layers have added what autograd does not return, in their own products
+            main_grad = active_main_grad(weight)
+            if main_grad is not None and main_grad.has_uncounted:
+                main_grad.has_uncounted = False
+                self.weights.append(weight)
         remaining = iter(gradients[: len(differentiable)])
         return tuple(next(remaining) if place.requires_grad else None for place in self._inputs)
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
 from megatron.training.cli.preflight import preflight
 from megatron.training.evaluate import evaluate
@@ -87,8 +88,29 @@ def train_here(changes: Changes, steps: int) -> tuple[list[float], list[float], 
 def test_recorded_layers_train_to_the_same_bits(model: str) -> None:
     changes = {**MODELS[model], "global_batch_size": 2, "hidden_dropout": 0.1}
     losses, norms, weights, _ = train_here(changes, 4)
-    plain = train_alone({**changes, **GRAPHS, "cuda_graph_impl": "none", "gradient_accumulation_fusion": False}, 4)
+    plain = train_alone({**changes, **GRAPHS, "cuda_graph_impl": "none"}, 4)
     assert not (problems := differences(outcome([(losses, norms, weights)]), plain, 0.0)), "\n".join(problems)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_recorded_layers_add_gradients_of_weights_in_their_products(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[torch.Size] = []
+    add_product = MainGrad.add_product
+
+    def counted(self: MainGrad, left: torch.Tensor, right: torch.Tensor) -> None:
+        products.append(self.total.shape)
+        add_product(self, left, right)
+
+    trainer, recordings = recorded(**MODELS["llama"], global_batch_size=1, gradient_accumulation_fusion=fused)
+    train(trainer, recordings, 1)
+    monkeypatch.setattr(MainGrad, "add_product", counted)
+    train(trainer, recordings, 1)
+    layers = recordings.count
+    assert len(products) == (4 * layers if fused else 0), "the four matrices of each layer, as they are recorded"
+    train(trainer, recordings, 1)
+    assert len(products) == (4 * layers if fused else 0), "a repeated recording calls no Python"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +181,7 @@ def test_evaluation_and_larger_batches_come_between_recorded_steps() -> None:
         "global_batch_size": 2,
     }
     trainer, recordings = recorded(**changes)
-    plain = tiny.trainer_of(tiny.run_of(tiny.config(**changes, gradient_accumulation_fusion=False)))
+    plain = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
     for steps, count in ((2, 2), (2, 4)):  # in turn: all forward passes of a batch, then its backward passes
         assert train(trainer, recordings, steps) == train_on(plain, steps)
         assert recordings.count == count
