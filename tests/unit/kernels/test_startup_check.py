@@ -173,3 +173,22 @@ def test_every_op_with_a_default_that_is_to_be_tried_has_a_trial() -> None:
     config = tiny.config(**LLAMA, fp8_format="hybrid", fp8_recipe="tensorwise", kernel=())
     tried = {trial.op for trial in startup_check.kernel_trials(config, KernelRequirements(low=config.precision.low))}
     assert ops <= tried and "low_linear" in tried and "paged_attention" in tried
+
+
+def test_every_op_of_the_table_has_a_trial_but_for_the_exchange_between_ranks() -> None:
+    networks: tuple[dict[str, Any], ...] = (
+        {**LLAMA, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "num_experts": 4},
+        {
+            "normalization": "LayerNorm",
+            "hybrid_layer_pattern": "M*G-",
+            "num_layers": None,
+            "position_embedding_type": "none",
+        },
+    )
+    tried: set[str] = set()
+    for changes in networks:
+        config = tiny.config(**changes)
+        tried |= {
+            trial.op for trial in startup_check.kernel_trials(config, KernelRequirements(low=config.precision.low))
+        }
+    assert {one.op for one in CANDIDATES} - tried == {"moe_flex_dispatcher"}

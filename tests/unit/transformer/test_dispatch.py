@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.external import import_problem
 from megatron.core.kernels.external.deep_ep import DeepEP, unsupported_reason
 from megatron.core.kernels.table import Kernels
 from megatron.core.transformer.dispatch import (
@@ -210,6 +212,7 @@ def test_a_library_that_sends_each_token_once_brings_the_same(
         ({"dtype": torch.float16}, "bf16 only"),
         ({"cut": True}, "--expert-tensor-parallel-size 1"),
         ({"overlaps": True}, "--moe-shared-expert-overlap"),
+        ({}, "importing it fails: ImportError: undefined symbol"),
         ({}, ""),
     ],
 )
@@ -217,6 +220,17 @@ def test_the_library_says_why_it_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
 ) -> None:
     fits = {"device": "cuda", "dtype": torch.bfloat16, "cut": False, "overlaps": False}
+    broken = words if "importing" in words else ""
     monkeypatch.setattr("megatron.core.kernels.external.deep_ep.is_installed", lambda: words != "not installed")
+    monkeypatch.setattr("megatron.core.kernels.external.deep_ep.import_problem", lambda _: broken)
     reason = unsupported_reason(**{**fits, **changes})
     assert words in reason and bool(words) == bool(reason)
+
+
+def test_a_package_that_is_installed_and_broken_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "compiled_for_another_torch.py").write_text("raise ImportError('undefined symbol: x\\nand more')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert import_problem("compiled_for_another_torch") == (
+        "compiled_for_another_torch is installed, but importing it fails: ImportError: undefined symbol: x"
+    )
+    assert import_problem("json") == ""

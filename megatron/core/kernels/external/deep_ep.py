@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.kernels.external import import_problem
+
 
 def is_installed() -> bool:
     """Whether DeepEP can be imported."""
@@ -110,8 +112,6 @@ def unsupported_reason(*, device: str, dtype: torch.dtype, cut: bool, overlaps: 
         return "it sends bf16 only"
     if cut:
         return "its ranks hold whole experts; give --expert-tensor-parallel-size 1"
-    return (
-        "nothing runs beside it; leave out --moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm"
-        if overlaps
-        else ""
-    )
+    if overlaps:
+        return "nothing runs beside it; leave out --moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm"
+    return import_problem("deep_ep")

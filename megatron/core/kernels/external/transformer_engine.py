@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.kernels import fused
 from megatron.core.kernels.documents import starts_of
+from megatron.core.kernels.external import import_problem
 from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 
@@ -86,4 +87,4 @@ def unsupported_reason(*, device: str, dtype: torch.dtype, lacks: str) -> str:
         return "the package transformer_engine is not installed (github.com/NVIDIA/TransformerEngine)"
     if dtype not in (torch.float16, torch.bfloat16):
         return "it needs fp16 or bf16"
-    return lacks
+    return lacks or import_problem("transformer_engine.pytorch")
