@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.adapter_set import AdapterSet, AdapterSource
 from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import device as devices
 from megatron.core.parallel.spec import local_shape, local_shards, spec_of
 from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter
 from megatron.core.tensor_parallel.linear import AdaptedLinear
@@ -121,7 +123,7 @@ class AdapterBank:
         """One where a token has the adapter that a column belongs to, [t or t/tp, 1, sum of ranks]. ranks: (number, rank) of each adapter."""
         if ranks not in self._masks:
             owners = [number for number, rank in ranks for _ in range(rank)]
-            same = self._adapter_of_tokens(low)[:, None] == torch.tensor(owners, device=low.device)
+            same = self._adapter_of_tokens(low)[:, None] == _upload_numbers(owners, low.device)
             self._masks[ranks] = same[:, None].to(low.dtype)
         mask = self._masks[ranks]
         return mask if len(mask) == len(low) else self.build.region.scatter_to_sequence(mask)
@@ -129,7 +131,7 @@ class AdapterBank:
     def adapter_slots(self, numbers: tuple[int, ...], result: Tensor) -> Tensor:
         """For each token 1 + the place of its adapter among these numbers, or 0, int64 [t or t/tp]."""
         if numbers not in self._places:
-            known = torch.tensor(numbers, device=result.device)
+            known = _upload_numbers(numbers, result.device)
             same = self._adapter_of_tokens(result)[:, None] == known
             self._places[numbers] = (same * torch.arange(1, len(numbers) + 1, device=result.device)).sum(1)
         places = self._places[numbers]
@@ -199,3 +201,8 @@ def _joint_factors(adapter: LinearAdapter, weight: Tensor) -> _Factors:
         [adapter.join_part_rows({name: pair.scale * pair.lora_B}, weight[:, : pair.rank]) for name, pair in pairs], 1
     )
     return _Factors(first.detach(), second.detach(), adapter.dora_row_factors(weight))
+
+
+def _upload_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers of adapters, int64 [n], on the device, which is not waited for."""
+    return devices.upload([np.array(numbers, np.int64)], device)[0]

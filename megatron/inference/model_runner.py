@@ -132,12 +132,12 @@ class CachedNetwork:
             if row.images is not None:
                 encoded.append(self._encode_images(image_input, row.images))
         slots += [-1] * (ids.shape[1] - len(slots))
-        return IdsWithImages(ids, torch.cat(encoded), torch.tensor([slots], device=self.mesh.device))
+        return IdsWithImages(ids, torch.cat(encoded), devices.upload([np.array([slots])], self.mesh.device)[0])
 
     def _encode_images(self, image_input: ImageEmbedder, images: PromptImages) -> Tensor:
         """The rows of a prompt's images, which are kept for its next pass and for prompts with the same images."""
         if images.digest not in self._image_rows:
-            pixels = torch.from_numpy(images.images).to(self.mesh.device)
+            (pixels,) = devices.upload([images.images], self.mesh.device)
             self._image_rows[images.digest] = image_input.encode_images(pixels)
         self._image_rows.move_to_end(images.digest)
         while len(self._image_rows) > _KEPT_IMAGES:

@@ -136,8 +136,8 @@ def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequ
         return None
     if penalty != 1.0:
         seen = sorted({*sampling_state.seen, *before[len(before) - step :]})
-        logits = apply_repetition_penalty(logits, torch.tensor(seen, device=logits.device), penalty)
-    return logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), float("-inf"))
+        logits = apply_repetition_penalty(logits, _upload_indices(seen, logits.device), penalty)
+    return logits.index_fill(0, _upload_indices(banned, logits.device), float("-inf"))
 
 
 def _ids_at_positions(rows: Sequence[SequenceInput], tokens: Tensor) -> Tensor:

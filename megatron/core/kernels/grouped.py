@@ -79,6 +79,24 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = 
     return reference.with_expert_bias(F.grouped_mm(x, weight.transpose(1, 2), offs=ends), bias, counts)
 
 
+def weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
+    """Return the gradients of `grouped_linear`'s matrices, [e, out, in]. x: [n, in]; gradient: [n, out]; both sorted by expert; counts: [e].
+
+    On a GPU in bf16 by torch's grouped kernel, for which the host need not know the counts.
+    """
+    fits = x.device.type == "cuda" and x.dtype == torch.bfloat16 and not (x.shape[-1] % 8 or gradient.shape[-1] % 8)
+    return (_grouped_weight_gradients if fits else _weight_gradients_by_loop)(x, gradient, counts)
+
+
+def _grouped_weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
+    return F.grouped_mm(gradient.t(), x, offs=counts.cumsum(0).to(torch.int32))
+
+
+def _weight_gradients_by_loop(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
+    sizes = counts.tolist()
+    return torch.stack([dy.t().matmul(rows) for dy, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)])
+
+
 class _WeighedBias(Function):
     """The autograd function of `weighed_bias`."""
 

@@ -208,21 +208,20 @@ class Muon(UpdateRule):
         """Do the same with all tensor ranks computing together, without gathering the matrix. x: [k, rows, columns]."""
         tp_shard = spec.shards[0]
         held = local_shards(spec, self.mesh)
-        counted = torch.cat(
-            [
-                torch.full(
-                    (shard.local.shape[tp_shard.dim],), float(shard.is_first_replica), dtype=x.dtype, device=x.device
-                )
-                for shard in held
-            ]
-        )
-        sizes = [shard.local.shape[tp_shard.dim] for shard in held] if self._is_split(spec) else [len(counted)]
+        widths = [shard.local.shape[tp_shard.dim] for shard in held]
+        counted = None  # known here, so the device is asked nothing
+        if not all(shard.is_first_replica for shard in held):
+            counted = torch.cat(
+                [x.new_full((width,), float(shard.is_first_replica)) for width, shard in zip(widths, held, strict=True)]
+            )
+        sizes = widths if self._is_split(spec) else [sum(widths)]
         lengths = [part.size for part in tp_shard.segments] if self._is_split(spec) else [spec.shape[tp_shard.dim]]
         parts = []
-        for part, mask, length in zip(x.split(sizes, tp_shard.dim - 2), counted.split(sizes), lengths, strict=True):
+        masks = [None] * len(sizes) if counted is None else counted.split(sizes)
+        for part, mask, length in zip(x.split(sizes, tp_shard.dim - 2), masks, lengths, strict=True):
             shape = (length, spec.shape[1]) if tp_shard.dim == 0 else (spec.shape[0], length)
             wide = part.mT if tp_shard.dim == 0 else part
-            wide = orthogonalize_distributed(wide, self.iteration, axis, None if bool(mask.all()) else mask)
+            wide = orthogonalize_distributed(wide, self.iteration, axis, mask)
             parts.append(self._scale_update(wide.mT if tp_shard.dim == 0 else wide, shape))
         return torch.cat(parts, tp_shard.dim - 2)
 

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels import reference
+from megatron.core.kernels import grouped, reference
 from megatron.core.kernels.grouped import weighed_bias
 from megatron.core.parallel.recompute import discard_intermediate, recompute
 from megatron.core.parallel.spec import (
@@ -69,10 +68,7 @@ class _DelayedWgradGroupedLinear(Function):
 
 def _weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> tuple[Tensor]:
     """dW, [e, out, in]. x: [n, in]; gradient: [n, out], sorted by expert; counts: [e]."""
-    sizes = counts.tolist()
-    return (
-        torch.stack([gone.t().matmul(rows) for gone, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)]),
-    )
+    return (grouped.weight_gradients(x, gradient, counts),)
 
 
 class GroupedLinear(nn.Module):

@@ -104,3 +104,11 @@ def test_a_weighed_bias_has_the_gradients_of_its_formula(counts: tuple[int, ...]
     owners = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
     assert torch.equal(grouped.weighed_bias(weights, bias, torch.tensor(counts)), weights[:, None] * bias[owners])
     assert torch.autograd.gradcheck(lambda w, b: grouped.weighed_bias(w, b, torch.tensor(counts)), (weights, bias))
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_weight_gradients_that_wait_are_the_same_by_torchs_grouped_kernel(counts: tuple[int, ...]) -> None:
+    x, gradient = (torch.randn(sum(counts), size).bfloat16() for size in (16, 24))
+    sizes = torch.tensor(counts)
+    result = grouped._grouped_weight_gradients(x, gradient, sizes)
+    torch.testing.assert_close(result, grouped.weight_gradients(x, gradient, sizes), rtol=2e-2, atol=1e-2)
