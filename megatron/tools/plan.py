@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -123,16 +124,16 @@ def resolve_setup(options: argparse.Namespace, words: Sequence[str]) -> tuple[Re
     return setting, config if broken else with_vocabulary(config, options.true_vocab_size)
 
 
-def dry_runner() -> DryRunner:
-    """The dry run, which needs torch."""
+def dry_runner(hardware: Hardware) -> DryRunner:
+    """The dry run, which needs torch, with the attention that this hardware has for documents."""
     from megatron.trust.simulate.dry_run import dry_run
 
-    return dry_run
+    return partial(dry_run, varlen=hardware.fused)
 
 
 def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardware: Hardware) -> int:
     """Print the layouts that fit; the exit code."""
-    dry_run = dry_runner() if options.plans else None
+    dry_run = dry_runner(hardware) if options.plans else None
 
     def planner(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
@@ -171,7 +172,7 @@ def plan_one(
     command: the whole command line, shown in the page, and read again for the memory beside training. Returns the exit code: 0 if
     every rank's memory suffices, what it holds beside training included, and no rank would wait forever; else 1.
     """
-    dry_run = dry_runner()
+    dry_run = dry_runner(hardware)
     print_progress(f"running one step dry on {setting.world_size:,} ranks")
     planned = plan(config, setting.world_size, hardware, dry_run)
     planned = replace(planned, matching=match_collectives(planned.run))

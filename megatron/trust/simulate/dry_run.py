@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ import pretrain_t5
 import pretrain_vision_classify
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stages_of
-from megatron.core.kernels.table import available_kernels, select_kernels
+from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.table import CANDIDATES, available_kernels, select_kernels
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -52,6 +54,12 @@ from megatron.trust.simulate.recorder import Recorder
 from megatron.trust.simulate.trace import DryRun, EventList, Trace
 
 _MOST_KINDS = 8
+_LENGTHS = (
+    "varlen",
+    "flash_attn_2",
+    "flash_attn_3",
+    "transformer_engine",
+)  # kernels that are told where documents begin
 _PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
@@ -101,8 +109,11 @@ class _ForwardingFlightRecorder(FlightRecorder):
         self.recorder.consumer = str(what.consumer) if isinstance(what, Transfer) else ""
 
 
-def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
-    """Build a trainer as every run does, with a flight recorder that reports to `recorder`."""
+def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder, *, varlen: bool = False) -> Trainer:
+    """Build a trainer as every run does, with a flight recorder that reports to `recorder`.
+
+    varlen: documents are attended to as a GPU's kernel for them does it, where the run would take that.
+    """
     shared: dict[str, Any] = {"flight_recorder": _ForwardingFlightRecorder(recorder), "overlap": Overlap()}
     axes = {name: replace(mesh.axis(name), **shared) for name in axis_names(mesh)}
     mesh = replace(mesh.with_axes(axes), hybrid_cp=tuple(replace(axis, **shared) for axis in mesh.hybrid_cp))
@@ -114,6 +125,8 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     if wishes["cross_entropy"] == "auto":
         wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
     kernels = select_kernels(need, available_kernels(need, wishes))
+    if varlen and takes_varlen(config):
+        kernels = replace(kernels, attention=partial(_attend_to_whole_rows, kernels.attention))
     run = Run(
         config=config,
         mesh=mesh,
@@ -127,6 +140,27 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder) -> Trainer:
     trainer = build_trainer(run, provider.model, provider.forward_step)
     trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
     return trainer
+
+
+def takes_varlen(config: RunConfig) -> bool:
+    """Whether a run on a GPU keeps documents apart by their lengths, and makes no mask."""
+    need = replace(kernel_requirements(config, torch.device("cpu")), device="cuda")
+    varlen = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", "varlen"))
+    requested = config.model.kernel_requests["attention"] in ("auto", *_LENGTHS)
+    return requested and need.documents and not need.window and not varlen.unsupported_reason(need)
+
+
+def _attend_to_whole_rows(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    dropout: float = 0.0,
+    scores: ScoreModifiers = ScoreModifiers(),
+) -> Tensor:
+    """Compute what documents of whole rows take, which is the most: nothing is kept but q, k, v and the output."""
+    return attention(q, k, v, replace(mask, documents=None, starts=None), dropout, scores)
 
 
 def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextManager[None] = nullcontext()) -> Trace:
@@ -192,11 +226,12 @@ def dry_run(
     *,
     whole: bool = False,
     follows: bool = False,
+    varlen: bool = False,
 ) -> DryRun:
     """Simulate one step of every distinct kind of rank, or of the given ranks.
 
     config: resolved, with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs to reach its steady state.
-    follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py).
+    follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py). varlen: as for `make_trainer`.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -210,7 +245,9 @@ def dry_run(
     world = FakeTensorCache()
     try:
         traces = tuple(
-            _extend_to_microbatches(fake_trace(short, lists, kind[0], world, 0 if follows else enough), enough, count)
+            _extend_to_microbatches(
+                fake_trace(short, lists, kind[0], world, 0 if follows else enough, varlen=varlen), enough, count
+            )
             for kind in kinds
         )
     finally:
@@ -332,7 +369,13 @@ def schedule_plan(config: RunConfig, count: int) -> Plan:
 
 
 def fake_trace(
-    config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int = 0
+    config: RunConfig,
+    lists: dict[str, RankLists],
+    rank: int,
+    world: FakeTensorCache,
+    copied: int = 0,
+    *,
+    varlen: bool = False,
 ) -> Trace:
     """Simulate one rank's step on fake tensors (any shape).
 
@@ -340,14 +383,14 @@ def fake_trace(
     """
     try:
         with _fake_groups(len(lists["world"][0]), rank):
-            return _trace_in_groups(config, lists, rank, world, copied)
+            return _trace_in_groups(config, lists, rank, world, copied, varlen)
     except TraceMismatch as unlike:
         logging.getLogger("megatron.dry_run").debug("rank %d is followed op by op: %s", rank, unlike)
-    return fake_trace(config, lists, rank, world)
+    return fake_trace(config, lists, rank, world, varlen=varlen)
 
 
 def _trace_in_groups(
-    config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int
+    config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int, varlen: bool
 ) -> Trace:
     """As `fake_trace`, within the process groups of this rank; a separate function so that nothing outlives them."""
     mesh, ranks = _mesh_of_own_groups(lists, rank)
@@ -359,7 +402,7 @@ def _trace_in_groups(
         masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
     )
     with world.mode, recorder, recorder.patched((world.mode,)):
-        trainer = make_trainer(config, mesh, recorder)
+        trainer = make_trainer(config, mesh, recorder, varlen=varlen)
         for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
             for one in bucket.main_grads:  # as on the GPUs of the plan
                 one.mixed_dtype_addmm = one.total.dtype == torch.float32 and bucket.data.dtype in (

@@ -19,7 +19,7 @@ from megatron.core.models.flops import BYTES, rank_memory
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.simulate.dry_run import dry_run, real_trace
+from megatron.trust.simulate.dry_run import dry_run, real_trace, takes_varlen
 from megatron.trust.simulate.memory import explain_highest_peak, forwards_waiting
 from megatron.trust.simulate.trace import TOGETHER, Trace
 from tests.helpers import tiny
@@ -444,3 +444,17 @@ def test_a_thousand_ranks_are_planned_in_a_gigabyte(name):
     found = planned(name)
     assert found.stages == 16 and found.megabytes < 1024, f"{found.megabytes:.0f} MB"
     assert 5 < found.peak < 141, f"a peak of {found.peak:.1f} GiB fits no GPU"
+
+
+def test_a_plan_for_gpus_counts_documents_without_a_mask_where_their_kernel_takes_none():
+    length = 256
+    small = {**SMALL, "seq_length": length, "max_position_embeddings": length, "bf16": True, "attention_dropout": 0.0}
+    packed = {**small, "reset_attention_mask": True, "reset_position_ids": True}
+    peaks = [
+        dry_run(tiny.config(1, **changes), 1, varlen=varlen).traces[0].peak
+        for changes, varlen in ((small, True), (packed, True), (packed, False))
+    ]
+    assert peaks[0] <= peaks[1] < peaks[0] + 64 * length, "document numbers and positions of tokens, and no mask"
+    assert peaks[2] > peaks[1] + length * length, "a mask, and more"
+    for changes in ({"bf16": False}, {"attention_backend": "fused"}, {"window_size": "8,0"}):
+        assert not takes_varlen(tiny.config(1, **{**packed, **changes})), changes
