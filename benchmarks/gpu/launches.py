@@ -67,6 +67,14 @@ LLAMA: dict[str, Any] = {
 }
 TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "residual_norm=triton", "adamw=triton")
 FP8: dict[str, Any] = {**LLAMA, "fp8_format": "hybrid"}
+FP8_TRITON: dict[str, Any] = {**FP8, "kernel": (*TRITON, "quantise=triton"), "cross_entropy_fusion_impl": "triton"}
+EXPERTS: dict[str, Any] = {
+    **LLAMA,
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_grouped_gemm": True,
+}
 CASES: Mapping[str, dict[str, Any]] = {
     "gpt": {},
     "gpt, bias with GELU": {"kernel": ("bias_activation=triton",)},
@@ -83,7 +91,16 @@ CASES: Mapping[str, dict[str, Any]] = {
     "llama, fp8 tensorwise": {**FP8, "fp8_recipe": "tensorwise"},
     "llama, fp8 delayed": {**FP8, "fp8_recipe": "delayed"},
     "llama, fp8 blockwise": {**FP8, "fp8_recipe": "blockwise"},
-    "experts": {**LLAMA, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_grouped_gemm": True},
+    "llama, fp8 tensorwise, Triton": {**FP8_TRITON, "fp8_recipe": "tensorwise"},
+    "llama, fp8 delayed, Triton": {**FP8_TRITON, "fp8_recipe": "delayed"},
+    "llama, fp8 blockwise, Triton": {**FP8_TRITON, "fp8_recipe": "blockwise"},
+    "experts": EXPERTS,
+    "experts with biases": {**EXPERTS, "add_bias_linear": True},
+    "experts with biases, added with SwiGLU": {
+        **EXPERTS,
+        "add_bias_linear": True,
+        "kernel": ("bias_activation=triton",),
+    },
 }
 
 
