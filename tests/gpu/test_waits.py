@@ -33,6 +33,13 @@ STEPS: dict[str, dict[str, Any]] = {
     "packed without a mask": {**MODELS["packed"], "bf16": True, "attention_backend": "varlen"},
     "recomputed": MODELS["recomputed"],
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True, "bf16": True},
+    "experts, weights later": {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 32,
+        "moe_grouped_gemm": True,
+        "bf16": True,
+        "delay_wgrad_compute": True,
+    },
     "fp8 tensorwise": {**FP8, "fp8_recipe": "tensorwise"},
     "fp8 delayed": {**FP8, "fp8_recipe": "delayed"},
     "fp8 blockwise": {**FP8, "fp8_recipe": "blockwise"},

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from megatron.core.parallel.mesh import Axis
 from megatron.rl import losses
+from megatron.rl.policy_loss import answer_sums
 
 
 def draws(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,3 +89,10 @@ def test_ratios_of_extreme_differences_are_finite() -> None:
 def test_the_entropy_term_is_minus_p_log_p() -> None:
     logprobs = torch.tensor([-0.5, -2.0])
     assert losses.entropy_term(logprobs).tolist() == pytest.approx([0.5 * math.exp(-0.5), 2.0 * math.exp(-2.0)])
+
+
+def test_sums_over_answers_ask_the_device_for_no_number() -> None:
+    values, answers = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[0, 0, 1, 0]])
+    assert answer_sums(values, answers, Axis("cp")).tolist() == [[11.0, 11.0, 4.0, 11.0]]
+    nowhere = answer_sums(values.to("meta"), answers.to("meta"), Axis("cp"))  # a tensor without numbers
+    assert nowhere.shape == values.shape
