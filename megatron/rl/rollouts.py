@@ -128,7 +128,7 @@ class _Paused(BaseException):
 class _Conversation:
     """The text of one rollout, and how the engine continues it. See `environments.base.Conversation`.
 
-    known: answers of the draft that are still to be given; answers: given so far. version: of the weights.
+    known: answers of the draft that are still to be given; answers: given so far. version: of the weights. prompt: what came before the first answer.
     """
 
     tokenizer: Tokenizer
@@ -144,9 +144,11 @@ class _Conversation:
     answers: list[Answer] = field(default_factory=list)
     routes: list[tuple[int, ...]] = field(default_factory=list)
     is_finished: bool = False
+    prompt: str = ""
 
     def add(self, text: str) -> None:
         """Append a text of the environment."""
+        self.prompt += "" if self.answers else text
         ids = self.tokenizer.tokenize(text)
         self.ids += ids
         self.sampled += [False] * len(ids)
@@ -342,7 +344,7 @@ async def _play_one(task: Task, conversation: _Conversation, seconds: float) -> 
         tuple(conversation.logprobs),
         reward,
         conversation.is_finished,
-        problem.prompt,
+        problem.prompt or conversation.prompt,
         "\n".join(answer.text for answer in conversation.answers),
         trouble,
         tuple(conversation.versions),

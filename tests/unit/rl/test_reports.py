@@ -14,7 +14,7 @@ from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
 from megatron.inference.sampling import Sampling
 from megatron.rl import memory as rl_memory
-from megatron.rl.environments.base import Environment, Problem
+from megatron.rl.environments.base import Conversation, Environment, Problem
 from megatron.rl.environments.config import WeightedEnvironment
 from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, results_text
 from megatron.rl.planned_memory import extra_network_memory, generation_memory, least_memory, rank_plan
@@ -24,7 +24,7 @@ from megatron.tools import check_config, plan
 from megatron.training.step import train_step
 from megatron.trust.flags.command import read_command
 from megatron.trust.plan.analytic_estimate import with_vocabulary
-from tests.helpers.policy import RL, trainer_of
+from tests.helpers.policy import RL, EvenIds, trainer_of
 
 
 @pytest.mark.parametrize("answers, right, k", [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 2), (6, 5, 3)])
@@ -93,6 +93,28 @@ def test_a_run_shows_answers_with_their_rewards() -> None:
     assert trainer.samples is not None
     shown = trainer.samples(trainer.stages)
     assert len(shown) == 4 and all("[reward " in text for _, text in shown)
+
+
+def test_the_prompt_of_an_environment_that_makes_it_while_it_plays_is_shown() -> None:
+    class Late(EvenIds):
+        """The prompt is not known before, as with agents."""
+
+        def problem(self, number: int) -> Problem:
+            """As the base class says."""
+            return Problem("")
+
+        async def play(self, problem: Problem, conversation: Conversation) -> float:
+            """Two texts before the answer and one after it."""
+            conversation.add("1 2")
+            conversation.add(" 3")
+            answer = await conversation.generate()
+            conversation.add(" 4")
+            return self.reward(problem, answer)
+
+    trainer, data = trainer_of(RL)
+    data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=Late()),)
+    train_step(trainer, data)
+    assert data.rollouts is not None and {one.rollout.prompt for one in data.rollouts} == {"1 2 3"}
 
 
 def test_the_planned_memory_is_that_of_the_tensors() -> None:
