@@ -96,10 +96,17 @@ def first_screen(parser: argparse.ArgumentParser) -> str:
 
 
 def search_help(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """Groups whose title has all these words, whole; and of the others the flags whose spelling or help has them."""
+    """Groups whose title has all these words, whole; and of the others the flags whose spelling or help has them.
+
+    A word of up to three letters (rl, moe, tp) has to begin a word there.
+    """
+
+    def has(word: str, text: str) -> bool:
+        return f" {word}" in f" {text}" if len(word) < 4 else word in text
 
     def holds(text: str) -> bool:
-        return all(word in text.lower().replace("-", " ") or word in text.lower() for word in words)
+        plain = text.lower().replace("-", " ").replace("(", " ")
+        return all(has(word, plain) or "-" in word and word in text.lower() for word in words)
 
     matches: list[Section] = []
     for title, description, actions in help_groups(parser):
