@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.families.registry import model_of
 from megatron.core.tokenizers.base import Tokenizer, read_text
@@ -37,7 +36,7 @@ from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.score_service import ScoreService
 from megatron.inference.service import Service
 from megatron.tools.parser import ToolParser
-from megatron.training.checkpoint.adapters import open_adapters, source_hash
+from megatron.training.checkpoint.adapters import open_adapters, require_base, source_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import FORMATS, GPT, REWARD, InferenceModel, load_network
 from megatron.training.entry import run_entry
@@ -222,20 +221,17 @@ def adapters_of(given: argparse.Namespace) -> dict[str, str]:
     return {name: folder for name, _, folder in pairs}
 
 
-def adapter_opener(source: Source, model: ModelConfig) -> Callable[[str], AdapterSet]:
-    """What reads adapters of a network. source: where that was loaded from, to tell whether adapters were trained on it."""
+def adapter_opener(source: Source, model: ModelConfig, names: Sequence[str] = ()) -> Callable[[str], AdapterSet]:
+    """What reads adapters of a network. source: where that was loaded from, to tell whether adapters were trained on it; names: it has more."""
     hashes: dict[AdapterConfig, str] = {}
 
     def open_(folder: str) -> AdapterSet:
         adapters = open_adapters(folder, model)
-        trained_on, config = adapters.base.get("hash"), adapters.model.adapter
-        if trained_on is not None and not adapters.saved:
-            hashes[config] = hashes.get(config) or source_hash(source, config)
-            if hashes[config] != trained_on:
-                raise CheckpointError(
-                    f"{folder} holds adapters of another base: they were trained on {adapters.base.get('where')} with hash {trained_on}, and "
-                    f"{source.where} has {hashes[config]}"
-                )
+        config, known = adapters.model.adapter, adapters.base.get("hash") is not None
+        if known and not adapters.saved and config not in hashes:
+            hashes[config] = source_hash(source, config)
+        if not adapters.saved:  # those are refused by the engine
+            require_base(adapters, {"hash": hashes.get(config), "where": source.where}, names)
         return adapters
 
     return open_
@@ -265,7 +261,7 @@ def main() -> None:
         if sock is None:
             follow_leader(engine.run_as_follower)
         else:
-            reads = adapter_opener(loaded.source, loaded.config.model)
+            reads = adapter_opener(loaded.source, loaded.config.model, [model_name(given)])
             for name, folder in adapters_of(given).items():
                 engine.adapters.load(name, reads(folder))
             run_leader(engine, liveness, sock, given, limits_of(given, engine), token, reads)

@@ -122,11 +122,22 @@ class HFCheckpoint:
 
 def is_hf_checkpoint(path: str | Path) -> bool:
     """Whether a folder holds the config.json of a published model. (A checkpoint of ours has one that says other things.)"""
+    config = _config_of(path)
+    return "architectures" in config or "model_type" in config
+
+
+def recorded_name(path: str | Path) -> str:
+    """The name or path that the config.json in a folder has of its network; empty where there is none."""
+    return str(_config_of(path).get("_name_or_path") or "")
+
+
+def _config_of(path: str | Path) -> Mapping[str, Any]:
+    """The config.json in a folder; nothing where it cannot be read."""
     try:
         config = json.loads(read_file(DISK, Path(path) / _CONFIG))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and ("architectures" in config or "model_type" in config)
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> HFCheckpoint:

@@ -129,7 +129,7 @@ def read(folder: str | Path, model: ModelConfig) -> AdapterSet:
     if problems or not pairs:
         raise CheckpointError(f"{folder} is no adapter of this network", problems or ["it adapts nothing"])
     made = replace(model, adapter=_adapter_settings(config, model, pairs, saved))
-    base = {"hash": metadata.get("base_hash"), "where": config.get("base_model_name_or_path") or str(folder)}
+    base = {"hash": metadata.get("base_hash"), "where": config.get("base_model_name_or_path")}
     return AdapterSet(str(folder), made, tuple(pairs), saved, base)
 
 

@@ -29,7 +29,7 @@ from megatron.core.families.registry import model_of
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolParser
-from megatron.training.checkpoint.adapters import demand_same_base, open_adapters, source_hash
+from megatron.training.checkpoint.adapters import open_adapters, require_base, source_hash
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
@@ -38,12 +38,14 @@ OWN, PUBLISHED = "own", "hf"
 
 
 def adapters_for(base: Source, adapter: str) -> AdapterSet:
-    """The adapters of a folder, which belong to this base as far as its shapes and, where it is known, its hash tell."""
+    """The adapters of a folder, which belong to this base as its shapes and its hash, or where that is not known its name, tell."""
     adapters = open_adapters(adapter, model_of(base.settings))
-    if adapters.base.get("hash") is not None:
-        model = adapters.model
-        mine = {"hash": source_hash(base, model.adapter, reward_head=model.reward_head), "where": base.where}
-        demand_same_base(adapters.base, mine, adapters.where)
+    model, known = adapters.model, adapters.base.get("hash") is not None
+    mine = {
+        "hash": source_hash(base, model.adapter, reward_head=model.reward_head) if known else None,
+        "where": base.where,
+    }
+    require_base(adapters, mine)
     return adapters
 
 

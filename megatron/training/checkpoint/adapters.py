@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree
 from megatron.core.families import peft
 from megatron.core.families.adapter_set import BASE, OUTPUT_LAYER, AdapterSet, read_adapters, require_matching_network
+from megatron.core.families.hf import recorded_name
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box
@@ -33,6 +35,7 @@ from megatron.core.tensor_parallel.quantized import quantize_and_dequantize
 from megatron.training.checkpoint.formats import open_checkpoint
 
 _LENGTHS = ".magnitude"
+_OF_A_RUN = re.compile(r"iter_\d+|best|release|/")  # folders of a checkpoint within that of its run
 
 
 def holds_adapters(source: Source) -> bool:
@@ -49,10 +52,13 @@ def open_adapters(path: str | Path, model: ModelConfig) -> AdapterSet:
     return adapters
 
 
-def adapter_settings(path: str | Path, model: ModelConfig) -> AdapterConfig:
-    """What makes a network have the adapters of a folder. Raises `CheckpointError` where they are not of this network."""
+def adapter_settings(path: str | Path, model: ModelConfig, base: str | None = None) -> AdapterConfig:
+    """What makes a network have the adapters of a folder. base: its folder. Raises `CheckpointError` where they are not of this network."""
     known = model if model.true_vocab_size else model.with_vocabulary(1, 1)  # before a tokenizer is built
-    return replace(open_adapters(path, known).model.adapter, freeze=model.adapter.freeze)
+    adapters = open_adapters(path, known)
+    if base is not None:
+        require_named_base(adapters, base)
+    return replace(adapters.model.adapter, freeze=model.adapter.freeze)
 
 
 def trained_only(tree: Tree, config: AdapterConfig) -> Tree:
@@ -112,24 +118,56 @@ class SourceWithRowNorms:
         return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
 
 
-def base_in_words(adapters: AdapterSet, mine: Mapping[str, Any]) -> str:
-    """On what adapters were trained, for the log; and that it has another name than this run's base, where no hash says whether it is the same."""
-    theirs = str(adapters.base.get("where"))
-    if adapters.base.get("hash") is not None or Path(theirs).name == Path(str(mine["where"])).name:
-        return f"trained on {theirs}"
-    return (
-        f"trained on {theirs} by what they say of themselves, and without a hash of it: this run's base is {mine['where']}; "
-        "see that it is the same network"
-    )
+def require_base(adapters: AdapterSet, mine: Mapping[str, Any], names: Iterable[str] = ()) -> None:
+    """Refuse adapters of another base: by the hash of its weights or, where they have none, as folders of PEFT's, by its name.
+
+    mine: the value of `BASE`. names: that the base has beside those of its folder.
+    """
+    if adapters.base.get("hash") is not None:
+        require_same_base(adapters.base, mine, adapters.where)
+    else:
+        require_named_base(adapters, str(mine["where"]), names)
 
 
-def demand_same_base(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
+def require_same_base(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
     """Refuse adapters that were trained on other frozen weights. saved, mine: the values of `BASE`."""
     if saved.get("hash") != mine["hash"]:
         raise CheckpointError(
-            f"{where} holds adapters of another base: they were trained on {saved.get('where')} with hash {saved.get('hash')}, and this "
-            f"run's frozen weights, of {mine['where']}, have {mine['hash']}; give their base with --pretrained-checkpoint"
+            f"{where} holds adapters of another base: they were trained on {saved.get('where')} with hash {saved.get('hash')}, and the "
+            f"frozen weights here, of {mine['where']}, have {mine['hash']}; give their base"
         )
+
+
+def require_named_base(adapters: AdapterSet, where: str, names: Iterable[str] = ()) -> None:
+    """Refuse adapters without a hash that name another base than the one in a folder. names: that it has beside those of its folder."""
+    theirs = adapters.base.get("where")
+    if adapters.base.get("hash") is not None or not theirs:
+        return
+    known = base_names(where).union(*map(base_names, names))
+    if not known & (said := base_names(theirs)) and known and said:
+        raise CheckpointError(
+            f"{adapters.where} holds adapters of another base: they say that they were trained on {theirs}, and the base here is {where}; "
+            f"give theirs with --pretrained-checkpoint (--base of adapter.py). If it is the same network under another name, write {where} "
+            f"as base_model_name_or_path into {Path(adapters.where) / peft.CONFIG}"
+        )
+
+
+def base_names(where: str) -> set[str]:
+    """What the network in a folder may be called, in lower case: after the folder, what a link to it leads to, and its config.json.
+
+    Of a checkpoint that is the folder of its run, in the hub's cache the repository. where: may also be a name alone, such as of a hub.
+    """
+    return {_last_name(name) for name in (where, str(Path(where).resolve()), recorded_name(where))} - {""}
+
+
+def _last_name(where: str) -> str:
+    """runs/lora/base/iter_0000150 -> base; hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f -> llama-3.1-8b"""
+    parts = list(Path(where).parts)
+    if "snapshots" in parts:
+        parts = parts[: parts.index("snapshots")]
+    while parts and _OF_A_RUN.fullmatch(parts[-1]):
+        parts.pop()
+    return parts[-1].rpartition("--")[2].lower() if parts else ""
 
 
 def base_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterConfig) -> str:

@@ -44,11 +44,11 @@ from megatron.training.checkpoint.adapters import (
     BASE,
     SourceWithRowNorms,
     base_hash,
-    base_in_words,
     base_weights,
-    demand_same_base,
     holds_adapters,
     open_adapters,
+    require_base,
+    require_same_base,
     trained_only,
 )
 from megatron.training.checkpoint.export import export
@@ -372,15 +372,14 @@ class Checkpoint:
                 "--pretrained-checkpoint"
             )
         self._base = self._base or self._own_base("the initial values of --seed")
-        demand_same_base(source.values[BASE], self._base, source.where)
+        require_same_base(source.values[BASE], self._base, source.where)
         return source
 
     def _load_adapters(self, folder: str) -> None:
         """Start from adapters of the base that was loaded. What does not fit is refused before any tensor is changed."""
         adapters = open_adapters(folder, self.config.model)
         source = AdapterSource(adapters)
-        if adapters.base.get("hash") is not None:
-            demand_same_base(adapters.base, self._base, source.where)
+        require_base(adapters, self._base)
         slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
@@ -391,7 +390,7 @@ class Checkpoint:
         self._mark_written(slots)
         self._log_info(
             f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters; "
-            f"{base_in_words(adapters, self._base)}"
+            f"trained on {adapters.base.get('where') or 'a base that they do not name'}"
         )
 
     def _part_of(self, source: Source, state: Tree) -> Tree:

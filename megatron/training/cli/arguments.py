@@ -349,7 +349,7 @@ def _take_from_adapter(args: argparse.Namespace) -> list[str]:
     )
 
     model = from_namespace(RequestedRun, args).model.resolve()
-    theirs, given = adapter_settings(args.adapter, model), {}
+    theirs, given = adapter_settings(args.adapter, model, args.pretrained_checkpoint), {}
     for name, value in to_values(theirs).items():
         if args.origins.get(name) in ("command line", "file"):
             given[name] = getattr(model.adapter, name)

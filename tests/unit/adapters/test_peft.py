@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from megatron.tools import check_config
 from megatron.tools.checkpoint import adapter as tool
-from megatron.training.checkpoint.adapters import open_adapters, source_hash
+from megatron.training.checkpoint.adapters import base_names, open_adapters, source_hash
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.cli.arguments import config_of, read_args
@@ -385,22 +386,47 @@ def test_an_adapter_of_a_network_with_other_names_is_refused(
     assert words in checked(tmp_path / "base", tmp_path / "adapter", capsys)
 
 
-def test_the_base_of_what_was_exported_is_known_by_its_hash_and_that_of_other_folders_by_its_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_adapters_of_another_base_are_refused_by_hash_or_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapted(published("Llama", SIZES, tmp_path / "base"), tmp_path / "theirs", target_modules=["q_proj"])
     trainer = ours(tmp_path / "base", "--lora-rank", "4", "--save", str(tmp_path / "run"))
     Checkpoint(trainer).save()
     tool.main(["export", "--adapter", str(tmp_path / "run"), "--save", str(tmp_path / "out")])
     published("Llama", {**SIZES, "initializer_range": 0.1}, tmp_path / "other")
-    with pytest.raises(CheckpointError, match="another base"):
+    with pytest.raises(CheckpointError, match="another base.* hash"):
         ours(tmp_path / "other", "--adapter", str(tmp_path / "out"))
-    edited(tmp_path / "theirs", {"base_model_name_or_path": "some/base"})
+    edited(tmp_path / "theirs", {"base_model_name_or_path": "some/Base"})
     with caplog.at_level(logging.INFO):
         ours(tmp_path / "base", "--adapter", str(tmp_path / "theirs"))
-        assert "see that it is the same network" not in caplog.text
+    assert "trained on some/Base" in caplog.text
+    words = f"trained on some/Base, and the base here is {tmp_path / 'other'}; give theirs"
+    with pytest.raises(ConfigError, match=re.escape(words)):
         ours(tmp_path / "other", "--adapter", str(tmp_path / "theirs"))
-    assert "trained on some/base by what they say of themselves" in caplog.text
+    assert words in checked(tmp_path / "other", tmp_path / "theirs", capsys)
+    for command in ("merge", "import"):
+        flags = ["--adapter", str(tmp_path / "theirs"), "--save", str(tmp_path / command)]
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            tool.main([command, *flags, "--base", str(tmp_path / "other")])
+    edited(tmp_path / "theirs", {"base_model_name_or_path": str(tmp_path / "other")})  # as the message says
+    ours(tmp_path / "other", "--adapter", str(tmp_path / "theirs"))
+
+
+def test_a_base_is_called_as_its_folder_its_repository_or_its_config_says(tmp_path: Path) -> None:
+    (tmp_path / "network").mkdir()
+    (tmp_path / "network/config.json").write_text('{"_name_or_path": "meta-llama/Llama-3.1-8B"}')
+    (tmp_path / "link").symlink_to(tmp_path / "network")
+    assert base_names(str(tmp_path / "link")) == {"link", "network", "llama-3.1-8b"}
+    for where in (
+        "meta-llama/Llama-3.1-8B",
+        "/data/Llama-3.1-8B/",
+        "hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f",
+    ):
+        assert base_names(where) == {"llama-3.1-8b"}
+    assert (
+        base_names("runs/lora/base/iter_0000150") == base_names("runs/lora/base") == base_names("Base/best") == {"base"}
+    )
+    assert base_names("/best") == set()  # which names nothing, so that it contradicts nothing
 
 
 def test_flags_that_contradict_an_adapter_are_refused_and_those_that_repeat_it_are_not(tmp_path: Path) -> None:
