@@ -94,6 +94,14 @@ class PreferenceConfig:
             self.finetune_task == "kto" or self.finetune_task == "dpo" and self.preference_loss not in WITHOUT_REFERENCE
         )
 
+    @property
+    def num_passes_before(self) -> int:
+        """Forward passes over the samples of a step before it: of the reference, if it is not cached; of KTO as many of the mismatched answers, and
+        one by the policy.
+        """
+        asked = self.has_reference and self.preference_reference_cache is None
+        return asked + (asked + 1) * (self.finetune_task == "kto")
+
 
 def reference_folder(config: PreferenceConfig, run: RunConfig) -> str | None:
     """The checkpoint of the reference; None where the loss has none, or where it is the base under adapters."""

@@ -137,7 +137,7 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
 
     def planner(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
-        planned = plan(config, world_size, hardware, dry_run)
+        planned = plan(config, world_size, hardware, dry_run, passes=setting.passes)
         return planned.run.worst_trace.peak, planned.cost.time
 
     with tqdm(file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -174,7 +174,7 @@ def plan_one(
     """
     dry_run = dry_runner(hardware)
     print_progress(f"running one step dry on {setting.world_size:,} ranks")
-    planned = plan(config, setting.world_size, hardware, dry_run)
+    planned = plan(config, setting.world_size, hardware, dry_run, passes=setting.passes)
     planned = replace(planned, matching=match_collectives(planned.run))
     if not planned.fits:
         print_progress(f"it does not fit (after {planned.seconds:.1f} s); trying changes")

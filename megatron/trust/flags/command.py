@@ -53,7 +53,8 @@ class EntryScript:
     problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each. beside: of a
     namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks. apart: the
     same of a rank that does not train, none where all do. memory: of a namespace, what tells why it cannot fit, from a config, a number of
-    ranks and the bytes of a device. ranks: of a command line and the ranks of its job, how many train. reads_data: how it reads the data that the flags name.
+    ranks and the bytes of a device. ranks: of a command line and the ranks of its job, how many train. reads_data: how it reads the data that
+    the flags name. passes: of a namespace, forward passes without gradients over the samples of a step that come before it.
     """
 
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
@@ -64,6 +65,7 @@ class EntryScript:
     memory: Callable[[Any], MemoryProblem] = lambda args: _training_memory_problem
     ranks: Callable[[Sequence[str], int], int] = lambda words, ranks: ranks
     reads_data: DataFiles = "datasets"
+    passes: Callable[[Any], int] = lambda args: 0
 
 
 ENTRIES: Mapping[str, EntryScript] = {
@@ -84,6 +86,7 @@ ENTRIES: Mapping[str, EntryScript] = {
         preference_problems,
         lambda args: partial(preference_memory, from_namespace(PreferenceConfig, args)),
         reads_data="lines",
+        passes=lambda args: from_namespace(PreferenceConfig, args).num_passes_before,
     ),
     "train_rl.py": EntryScript(
         rl_defaults,
@@ -149,7 +152,9 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         return Command(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
     own = [] if args.problems else script.problems(args, ranks)
     return Command(
-        RequestedSetup(from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data),
+        RequestedSetup(
+            from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data, passes=script.passes(args)
+        ),
         (
             *(BrokenRule("command-line", problem) for problem in dict.fromkeys(args.problems)),
             *(BrokenRule(entry, problem) for problem in own),

@@ -202,7 +202,8 @@ class RequestedSetup:
     """What a user gave: a config that is not resolved, and how many ranks there will be.
 
     whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be; files:
-    whether the files that it needs have to be here; reads_data: how its script reads those of its data.
+    whether the files that it needs have to be here; reads_data: how its script reads those of its data; passes: forward passes
+    without gradients over the samples of a step that its script makes before it trains on them.
     """
 
     config: RequestedRun
@@ -211,6 +212,7 @@ class RequestedSetup:
     device: str = ""
     files: bool = False
     reads_data: DataFiles = "datasets"
+    passes: int = 0
 
     def value(self, name: str) -> Any:
         """What a flag says."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.flops import BYTES, flops_per_sample, rank_memory
-from megatron.trust.plan.cost import StepTime, step_time
+from megatron.trust.plan.cost import FORWARD, StepTime, step_time
 from megatron.trust.plan.hardware import Hardware, collective_seconds
 
 # Element-wise passes of one layer's forward pass: widths of the hidden state that are read or written for each token, outside and
@@ -66,34 +66,45 @@ def rank0_groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
 
 
 def analytic_estimate(
-    config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec]
+    config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec], *, passes: int = 0
 ) -> AnalyticEstimate:
-    """Estimate a layout. config: resolved, with its vocabulary. stages: of its pipeline (`stages_of`), which many variants share."""
+    """Estimate a layout. config: resolved, with its vocabulary. stages: of its pipeline (`stages_of`), which many variants share. passes: as in
+    `step_cost`.
+    """
     count = num_microbatches(config, world_size)
     dp = config.parallel.data_parallel_size(world_size)
     held = rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
     position = max(range(len(held)), key=lambda place: held[place].total)
     forward, again, parts = _layer_seconds(config, world_size, hardware, sum(len(stage.layers) for stage in stages))
     ends = _output_layer_seconds(config, hardware)
-    passes = [
+    both = [
         _stage_pass_seconds(config, [stage for stage in stages if stage.rank == place], forward, again, ends)
         for place in range(config.parallel.pp)
     ]
-    slowest, chunks = max(passes), len(stages) // config.parallel.pp
+    slowest, chunks = max(both), len(stages) // config.parallel.pp
     # Where gradients of weights wait: by the schedules' own formulas, with a third of a pass for each of its three parts.
     fill = (config.parallel.pp - 1) / {"zb-h1": 3, "zb-v": 6}.get(config.parallel.pipeline_schedule, chunks)
     late, update = _reduction_and_update_seconds(
         config, world_size, hardware, max(one.parameters for one in held), slowest
     )
+    busiest = [stage for stage in stages if stage.rank == both.index(slowest)]
+    # A third of a forward and backward pass, as it is of the matrix products.
+    asked = (
+        passes
+        * (count + (config.parallel.pp - 1) / chunks)
+        * _stage_pass_seconds(config, busiest, forward, 0.0, ends)
+        / 3
+    )
     seconds = (count + fill) * slowest + late + update
-    layers = sum(len(stage.layers) for stage in stages if stage.rank == passes.index(slowest))
+    layers = sum(len(stage.layers) for stage in busiest)
     share = {name: count * layers * part for name, part in parts.items() if part}
     share |= {
         "output and loss": count * slowest - sum(share.values()),
         "update": update,
         "waiting": fill * slowest + late,
+        **({FORWARD: asked} if passes else {}),
     }
-    time = step_time(config, world_size, hardware, seconds=seconds, bubble=fill / (count + fill), parts=share)
+    time = step_time(config, world_size, hardware, seconds=seconds + asked, bubble=fill / (count + fill), parts=share)
     return AnalyticEstimate(held[position].total, position, time)
 
 

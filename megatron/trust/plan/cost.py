@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.flops import flops_per_sample
-from megatron.core.pipeline_parallel.schedules import num_stages
+from megatron.core.pipeline_parallel.schedules import forward_only, num_stages, placement_of
 from megatron.core.pipeline_parallel.timeline import Timeline, simulate_plan
 from megatron.trust.plan.hardware import Hardware, collective_seconds
 from megatron.trust.simulate.trace import DryRun, Event, EventSpan, Trace, spans_of
@@ -41,6 +41,7 @@ FUSED = "megatron/core/kernels/fused.py:"
 ROWS = "megatron/core/kernels/chunked_attention.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
 # A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
 LOW_PRECISION, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "product")
+FORWARD = "forward passes without gradients"  # of networks that are asked before a step
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
 BLOCKS = ("megatron/core/tensor_parallel/loss.py:", "megatron/core/kernels/linear_loss.py:")
 ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
@@ -116,8 +117,8 @@ class RankTime:
     gathers: tuple[float, ...]
 
 
-def step_cost(run: DryRun, hardware: Hardware) -> Cost:
-    """Compute seconds, bytes and shares of a simulated step."""
+def step_cost(run: DryRun, hardware: Hardware, *, passes: int = 0) -> Cost:
+    """Compute seconds, bytes and shares of a simulated step. passes: forward passes of all its microbatches before it, without gradients."""
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
     if run.config.parallel.hybrid_context_parallel:
         _fill_idle_microbatches(ranks, run.num_microbatches)
@@ -143,15 +144,16 @@ def step_cost(run: DryRun, hardware: Hardware) -> Cost:
         sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather(rank)
         for rank in ranks
     ]
+    asked = passes * _forward_seconds(run, times["F"], message)
     seconds = max(ends) + max(tails)
     busiest = max(ranks, key=lambda rank: sum(spent.seconds_per_action for spent in rank.spent.values()))
-    parts = _step_seconds_by_category(busiest, run.whole_microbatches, seconds)
+    parts = _step_seconds_by_category(busiest, run.whole_microbatches, seconds) | ({FORWARD: asked} if passes else {})
     traffic: dict[str, float] = {}
     for rank in ranks:
-        for axis, moved in _traffic_by_axis(rank, run.whole_microbatches).items():
+        for axis, moved in _traffic_by_axis(rank, run.whole_microbatches, passes).items():
             traffic[axis] = max(traffic.get(axis, 0.0), moved)
     return Cost(
-        step_time(run.config, run.world_size, hardware, seconds=seconds, bubble=timeline.bubble, parts=parts),
+        step_time(run.config, run.world_size, hardware, seconds=seconds + asked, bubble=timeline.bubble, parts=parts),
         timeline,
         traffic,
     )
@@ -165,6 +167,13 @@ def _fill_idle_microbatches(ranks: Sequence[RankTime], num_microbatches: int) ->
                 spent.begun |= {
                     f"{key}.{number}": spent.seconds for number in range(len(spent.begun), num_microbatches)
                 }
+
+
+def _forward_seconds(run: DryRun, forward: Sequence[float], message: float) -> float:
+    """Return seconds of one forward pass of all microbatches without gradients. forward: seconds of a microbatch on each stage."""
+    pp, stages = len(run.whole_plan), len(forward)
+    plan = forward_only(pp, stages // pp, run.whole_microbatches, placement_of(run.whole_plan))
+    return max(row[-1] for row in simulate_plan(plan, forward=forward, message=message).end)
 
 
 def _times_of_stages(ranks: Sequence[RankTime], stages: int) -> dict[str, list[float]]:
@@ -441,11 +450,12 @@ def _step_seconds_by_category(rank: RankTime, microbatches: int, seconds: float)
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _traffic_by_axis(rank: RankTime, microbatches: int) -> defaultdict[str, float]:
+def _traffic_by_axis(rank: RankTime, microbatches: int, passes: int) -> defaultdict[str, float]:
     volume: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         # Sums of gradients are begun once in a step, however many microbatches there are.
         once = key[0] == "B" and bool(spent.launches)
         for axis, moved in spent.traffic.items():
-            volume[axis] += moved * (1.0 if once and axis in DATA_AXES else _repetitions(key, spent, microbatches))
+            times = 1.0 if once and axis in DATA_AXES else _repetitions(key, spent, microbatches)
+            volume[axis] += moved * times * (1 + passes if key[0] == "F" and ACTION.match(key) else 1)
     return volume

@@ -250,7 +250,7 @@ def _estimate_layout(
         if one is None:
             continue
         drawn = [
-            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
+            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages, passes=setting.passes))
             for variant, config in [_recompute_variants(layout, one, true_vocab_size)[0]]
         ]
         if drawn[0][2].needs > hardware.usable_bytes():  # what keeps the least; a larger micro batch keeps more
@@ -259,7 +259,7 @@ def _estimate_layout(
             ranking.rejected.append(Rejected(layout, ("memory",), (reason,)))
             break
         drawn += [
-            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages))
+            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages, passes=setting.passes))
             for variant, config in _recompute_variants(layout, one, true_vocab_size)[1:]
         ]
         _keep_pareto_variants(drawn, hardware, ranking)

@@ -77,11 +77,11 @@ class RunPlan:
         return self.run.worst_trace.peak <= self.hardware.usable_bytes()
 
 
-def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner) -> RunPlan:
-    """Plan a resolved config that has its vocabulary."""
+def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner, *, passes: int = 0) -> RunPlan:
+    """Plan a resolved config that has its vocabulary. passes: as in `step_cost`."""
     started = time.monotonic()
     run = dry_run(config, world_size)
-    return RunPlan(run, step_cost(run, hardware), hardware, time.monotonic() - started)
+    return RunPlan(run, step_cost(run, hardware, passes=passes), hardware, time.monotonic() - started)
 
 
 def with_advice(
@@ -167,7 +167,8 @@ class _Trial:
             return None
         config = with_vocabulary(config, self.true_vocab_size)
         times = [
-            analytic_estimate(one, ranks, hardware, stages_of(one)).time.seconds for one in (before.config, config)
+            analytic_estimate(one, ranks, hardware, stages_of(one), passes=self.setting.passes).time.seconds
+            for one in (before.config, config)
         ]
         # The fullest rank stays the fullest when only what all ranks do alike changes.
         same = all(

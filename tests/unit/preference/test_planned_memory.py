@@ -1,4 +1,4 @@
-"""What the planner counts of a reference network, and of the optimizer of a run with adapters, is what real runs hold."""
+"""What the planner counts of a reference network, and of the optimizer of a run with adapters, is what real runs hold and compute."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from megatron.core.config.stages import stages_of
 from megatron.core.models.flops import owned_state_bytes, rank_memory
+from megatron.preference import data
 from megatron.preference.planned_memory import reference_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -18,6 +19,7 @@ from megatron.trust.flags.command import read_command
 from megatron.trust.plan.analytic_estimate import with_vocabulary
 from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
+from tests.helpers.preference import trainer_of
 from tests.helpers.training import train_on
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "add_bias_linear": False, "bf16": True}
@@ -81,3 +83,32 @@ def test_the_planner_counts_the_reference_by_where_it_comes_from() -> None:
     assert not cached or 0 < cached["reference while its cache is filled"] < reference
     for words in (["--lora-rank", "2"], ["--finetune-task", "reward"], ["--preference-loss", "orpo"]):
         assert beside(*words) == {}
+
+
+@pytest.mark.parametrize(
+    "words, passes",
+    [
+        ((), 1),
+        (("--lora-rank", "2"), 1),
+        (("--preference-reference-cache", "cache"), 0),
+        (("--preference-loss", "simpo"), 0),
+        (("--finetune-task", "kto"), 3),
+        (("--finetune-task", "kto", "--preference-reference-cache", "cache"), 1),
+        (("--finetune-task", "reward"), 0),
+        (("--finetune-task", "sft"), 0),
+    ],
+)
+def test_the_planner_counts_the_passes_that_a_step_makes_before_it(words: tuple[str, ...], passes: int) -> None:
+    command = read_command([*COMMAND.split(), *words], ranks=1)
+    assert command.setting is not None and command.setting.passes == passes
+
+
+@pytest.mark.parametrize("task, loss", [("dpo", "sigmoid"), ("dpo", "orpo"), ("kto", "sigmoid")])
+def test_a_step_makes_the_passes_that_are_planned(task: Any, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, asked = PreferenceConfig(finetune_task=task, preference_loss=loss), []
+    made = data.logprobs
+    monkeypatch.setattr(data, "logprobs", lambda *given: asked.append(len(given[2])) or made(*given))
+    _, batches = trainer_of(config)
+    batches.prepare_step(4)
+    batches.close()
+    assert asked == [4] * config.num_passes_before

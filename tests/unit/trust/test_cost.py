@@ -17,7 +17,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import Action, num_stages, training_plan, with_reduction
 from megatron.core.pipeline_parallel.transfers import rank_script
-from megatron.trust.plan.cost import bytes_of, event_seconds, rank_time, step_cost
+from megatron.trust.plan.cost import FORWARD, bytes_of, event_seconds, rank_time, step_cost
 from megatron.trust.plan.hardware import (
     PROFILES,
     Link,
@@ -151,6 +151,15 @@ def test_a_step_of_even_stages_takes_what_the_formula_of_1f1b_says(pp: int, micr
     found = step_cost(run_of(config, pp, passes), PLAIN)
     assert found.time.seconds == (microbatches + pp - 1) * 3
     assert found.time.bubble == pytest.approx((pp - 1) / (microbatches + pp - 1))
+
+
+@pytest.mark.parametrize("pp, microbatches", [(1, 8), (2, 8), (4, 8)])
+def test_networks_that_are_asked_before_a_step_take_their_forward_passes(pp: int, microbatches: int) -> None:
+    run = run_of(config_of(f"--pipeline-model-parallel-size {pp}", pp), pp, passes)
+    alone, asked = (step_cost(run, PLAIN, passes=count).time for count in (0, 3))
+    assert asked.seconds == alone.seconds + 3 * (microbatches + pp - 1)
+    assert asked.parts == {**alone.parts, FORWARD: 3.0 * (microbatches + pp - 1)}
+    assert asked.tokens == pytest.approx(alone.tokens * alone.seconds / asked.seconds)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
