@@ -189,6 +189,11 @@ def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[st
             f"{loss} compares with a reference; give --pretrained-checkpoint, which is also where "
             "the policy starts, or --preference-reference, or --lora-rank, whose base is the reference"
         )
+    elif run.model.adapter.lora_modules_to_save and config.preference_reference is None:
+        yield (
+            "--lora-modules-to-save trains parameters of the base, which then is no longer the reference; give it with --preference-reference, "
+            "or leave the parameters frozen"
+        )
     elif config.preference_reference_cache and not (
         config.preference_reference or run.checkpoint.pretrained_checkpoint
     ):

@@ -233,6 +233,11 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
             f"--grpo-kl-beta {rl.grpo_kl_beta} needs a reference network; give --pretrained-checkpoint or --rl-reference FOLDER, or "
             "--lora-rank, whose base is the reference, or --grpo-kl-beta 0"
         )
+    if rl.grpo_kl_beta and run.model.adapter.lora_modules_to_save and rl.rl_reference is None:
+        yield (
+            "--lora-modules-to-save trains parameters of the base, which then is no longer the reference; give it with --rl-reference, or leave "
+            "the parameters frozen"
+        )
     yield from _sampling_problems(rl)
     yield from _generation_rank_problems(rl, run)
     yield from _rollout_problems(rl, run)

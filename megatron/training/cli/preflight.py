@@ -15,9 +15,11 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.adapters import is_trained
+from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
@@ -25,6 +27,7 @@ from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.marks import IMAGE, named_tokens
 from megatron.core.datasets.paths import check_data_files
 from megatron.core.dist_checkpointing.store import why_unwritable
+from megatron.core.models.describe import parameter_shapes
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import (
@@ -143,7 +146,8 @@ def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig,
         except ConfigError as error:
             problems += [("batch-over-time", message) for message in problem_lines(error)]
     problems += broken_rules(config, world_size)
-    if not problems:  # what these two work out needs sizes that are known to be sound
+    if not problems:  # what these work out needs sizes that are known to be sound
+        problems += [("trained-parameters", message) for message in _pattern_problems(config.model)]
         problems += [
             ("batch-over-time", message)
             for message in _problems_of_attempt(
@@ -162,6 +166,20 @@ def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig,
                 )
             ]
     return config, problems
+
+
+def _pattern_problems(model: ModelConfig) -> Iterator[str]:
+    """Patterns of --freeze and --lora-modules-to-save that match no parameter, and those that leave nothing to train."""
+    adapter = model.adapter
+    if not (adapter.freeze or adapter.lora_modules_to_save):
+        return
+    names = list(parameter_shapes(model if model.true_vocab_size else model.with_vocabulary(1, 1)))
+    for field in ("freeze", "lora_modules_to_save"):
+        for pattern in getattr(adapter, field):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                yield f"{flag_name(field)} {pattern} matches no parameter of this network; they have names such as {names[0]} and {names[-1]}"
+    if not any(is_trained(name, adapter) for name in names):
+        yield f"--freeze {' '.join(adapter.freeze)} leaves nothing to train; name fewer parameters"
 
 
 def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:

@@ -22,6 +22,7 @@ BASE = (
 OTHERS: Mapping[str, str] = {
     "batch-over-time": "every size that the global batch takes on is a whole number of microbatches on every data-parallel rank",
     "learning-rate-over-time": "warm-up and decay are measured in one unit, and the warm-up ends before the decay",
+    "trained-parameters": "every pattern of names matches a parameter, and some parameters are trained",
     "tokenizer": "the tokenizer is of a known kind and has what that needs",
     "files": "the files that the flags name are here, and --save can be written",
     "machine": "kernels that are asked for by name can compute what the run needs, and the machine has what it asks for",
@@ -119,6 +120,7 @@ EXAMPLES: Mapping[str, Example] = {
     "multi-token-prediction": Example("--mtp-num-layers 32"),
     "batch-over-time": Example("--rampup-batch-size 3 4 1000"),
     "learning-rate-over-time": Example("--lr-warmup-iters 20"),
+    "trained-parameters": Example("--freeze embeddings.*"),
     "tokenizer": Example("--tokenizer-type HuggingFaceTokenizer", whole=True),
     "files": Example("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
     "machine": Example(

@@ -136,6 +136,9 @@ FLAGS = (
         ("--data-path .", ". is a folder"),
         ("--lora-dropout 0.1", "compared by different networks; give --hidden-dropout 0 --attention-dropout 0 --lora-dropout 0"),
         ("--preference-beta 0", "must be positive"),
+        ("--lora-modules-to-save *layernorm*", "no longer the reference; give it with --preference-reference"),
+        ("--lora-modules-to-save *layernorm* --preference-loss simpo", None),
+        ("--lora-modules-to-save *layernrom*", "--lora-modules-to-save *layernrom* matches no parameter"),
     ],
 )  # fmt: skip
 def test_the_run_and_the_check_of_its_flags_agree(

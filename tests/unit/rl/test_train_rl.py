@@ -98,6 +98,7 @@ REFUSALS = [
     ("--global-batch-size 12", "--global-batch-size 12 does not divide the 8 rollouts"),
     ("--rl-algorithm rloo --grpo-group-size 1", "--rl-algorithm rloo compares answers"),
     ("", "--grpo-kl-beta 0.001 needs a reference network"),
+    ("--lora-rank 2 --lora-modules-to-save *layernorm*", "no longer the reference; give it with --rl-reference"),
     ("--rl-default-temperature 0", "give a temperature above 0"),
     ("--rl-dual-clip 0.5", "--rl-dual-clip 0.5 must be above 1"),
     ("--rl-importance-sampling-truncation-coef 2", "add that"),

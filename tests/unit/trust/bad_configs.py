@@ -232,6 +232,9 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (1, "--adapter my_adapter", "adapter-start", 1),
     (1, "--lora-rank 8 --lora-targets q_porj", "adapter-targets", 1),
     (1, "--lora-rank 8 --optimizer muon", "adapter-fit", 1),
+    (1, "--freeze embeddings.*", "trained-parameters", 1),
+    (1, "--lora-rank 8 --lora-modules-to-save lm_head.weight", "trained-parameters", 1),
+    (1, "--freeze *", "trained-parameters", 1),
     (1, "--num-leyers 3", "command-line", 0),
     (1, "--micro-batch-size many", "command-line required", 1),
     # What a search must put together: one change that mends several rules, and several that are needed.
