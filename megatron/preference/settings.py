@@ -99,8 +99,8 @@ class PreferenceConfig:
         """Forward passes over the samples of a step before it: of the reference, if it is not cached; of KTO as many of the mismatched answers, and
         one by the policy.
         """
-        asked = self.has_reference and self.preference_reference_cache is None
-        return asked + (asked + 1) * (self.finetune_task == "kto")
+        num_reference = self.has_reference and self.preference_reference_cache is None
+        return num_reference + (num_reference + 1) * (self.finetune_task == "kto")
 
 
 def reference_folder(config: PreferenceConfig, run: RunConfig) -> str | None:

@@ -144,7 +144,7 @@ def require_named_base(adapters: AdapterSet, where: str, names: Iterable[str] = 
     if adapters.base.get("hash") is not None or not theirs:
         return
     known = base_names(where).union(*map(base_names, names))
-    if not known & (said := base_names(theirs)) and known and said:
+    if not known & (claimed := base_names(theirs)) and known and claimed:
         raise CheckpointError(
             f"{adapters.where} holds adapters of another base: they say that they were trained on {theirs}, and the base here is {where}; "
             f"give theirs with --pretrained-checkpoint (--base of adapter.py). If it is the same network under another name, write {where} "

@@ -89,7 +89,7 @@ def analytic_estimate(
     )
     busiest = [stage for stage in stages if stage.rank == both.index(slowest)]
     # A third of a forward and backward pass, as it is of the matrix products.
-    asked = (
+    extra = (
         passes
         * (count + (config.parallel.pp - 1) / chunks)
         * _stage_pass_seconds(config, busiest, forward, 0.0, ends)
@@ -102,9 +102,9 @@ def analytic_estimate(
         "output and loss": count * slowest - sum(share.values()),
         "update": update,
         "waiting": fill * slowest + late,
-        **({FORWARD: asked} if passes else {}),
+        **({FORWARD: extra} if passes else {}),
     }
-    time = step_time(config, world_size, hardware, seconds=seconds + asked, bubble=fill / (count + fill), parts=share)
+    time = step_time(config, world_size, hardware, seconds=seconds + extra, bubble=fill / (count + fill), parts=share)
     return AnalyticEstimate(held[position].total, position, time)
 
 

@@ -144,16 +144,16 @@ def step_cost(run: DryRun, hardware: Hardware, *, passes: int = 0) -> Cost:
         sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather(rank)
         for rank in ranks
     ]
-    asked = passes * _forward_seconds(run, times["F"], message)
+    extra = passes * _forward_seconds(run, times["F"], message)
     seconds = max(ends) + max(tails)
     busiest = max(ranks, key=lambda rank: sum(spent.seconds_per_action for spent in rank.spent.values()))
-    parts = _step_seconds_by_category(busiest, run.whole_microbatches, seconds) | ({FORWARD: asked} if passes else {})
+    parts = _step_seconds_by_category(busiest, run.whole_microbatches, seconds) | ({FORWARD: extra} if passes else {})
     traffic: dict[str, float] = {}
     for rank in ranks:
         for axis, moved in _traffic_by_axis(rank, run.whole_microbatches, passes).items():
             traffic[axis] = max(traffic.get(axis, 0.0), moved)
     return Cost(
-        step_time(run.config, run.world_size, hardware, seconds=seconds + asked, bubble=timeline.bubble, parts=parts),
+        step_time(run.config, run.world_size, hardware, seconds=seconds + extra, bubble=timeline.bubble, parts=parts),
         timeline,
         traffic,
     )
