@@ -185,7 +185,7 @@ def plan_one(
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(planned, command), encoding="utf-8")
         print_progress(f"written: {options.html}")
-    read = read_command(command, ranks=options.world_size, entry=options.entry)
+    read = read_command(parse_arguments(command[2:])[1], ranks=options.world_size, entry=options.entry)
     beside = read.beside(config, setting.world_size)
     whole, budget = planned.run.worst_trace.peak + sum(beside.values()), hardware.usable_bytes()
     trouble = read.memory(config, setting.world_size, budget)  # also of ranks that do not train

@@ -229,3 +229,13 @@ def test_every_full_size_launcher_can_be_planned(launcher: str, tmp_path: Path) 
     )
     found = json.loads(done.stdout)
     assert found["time"]["seconds"] > 0 and 0.02 < found["time"]["mfu"] < 0.9 and found["ranks"][0]["peak"] > 2**20
+
+
+@pytest.mark.parametrize("task, holds", [("dpo", True), ("reward", False)])
+def test_what_is_held_beside_training_is_that_of_the_flags_without_a_command(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], task: str, holds: bool
+) -> None:
+    run = RUN.replace("--mock-data", "--data-path x.jsonl --pretrained-checkpoint base")
+    words = f"{OWN} --world-size 1 --entry finetune.py -- {run} --hidden-dropout 0 --finetune-task {task}"
+    out, _ = report(tool, capsys, words, 0)
+    assert ("beside that a rank holds: reference" in out) == ("forward passes without gradients" in out) == holds
