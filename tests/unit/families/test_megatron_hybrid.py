@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.config.settings.network import network_differences
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.export import write_legacy, write_torch_dist
-from megatron.core.families.megatron.hybrid import infer_layer_symbols
+from megatron.core.families.megatron.hybrid import infer_layer_pattern
 from megatron.core.families.megatron.legacy import open_legacy
 from megatron.core.families.megatron.pickles import attributes, read_torch_file
 from megatron.core.families.megatron.torch_dist import open_torch_dist
@@ -130,6 +130,22 @@ def hybrid() -> Pieces:
     return network([makers[symbol](f"decoder.layers.{i}.") for i, symbol in enumerate(PATTERN)], "final_norm")
 
 
+def ahead() -> Pieces:
+    """The same with two depths of multi-token prediction, each of attention and M."""
+    whole = hybrid()
+    for depth in range(2):
+        at = f"mtp.layers.{depth}."
+        inner = f"{at}mtp_model_layer.layers."
+        own = {f"{at}{name}.weight": {"": torch.randn(H)} for name in ("enorm", "hnorm", "final_layernorm")}
+        whole |= {
+            **own,
+            f"{at}eh_proj.weight": {"": torch.randn(H, 2 * H)},
+            **attention(f"{inner}0."),
+            **mamba(f"{inner}1."),
+        }
+    return whole
+
+
 def gpt() -> Pieces:
     """A GPT whose first layer has a delta net, and whose attention has gates."""
     torch.manual_seed(6)
@@ -168,13 +184,17 @@ def rank_rows(name: str, pieces: dict[str, Tensor], rank: int, ranks: int) -> di
         return {"": (0, by_turns(pieces, range(rank * each, (rank + 1) * each)))}
     if "norm" in name and not name.endswith("mixer.norm.weight"):
         return {piece: (-1, tensor) for piece, tensor in pieces.items()}
-    axis = 1 if name.endswith(("_proj.weight", "fc2.weight")) and "in_proj" not in name else 0
+    axis = 1 if name.endswith(("_proj.weight", "fc2.weight")) and "in_proj" not in name and "eh_proj" not in name else 0
     return {piece: (axis, tensor.chunk(ranks, dim=axis)[rank].clone()) for piece, tensor in pieces.items()}
 
 
-def saved_distributed(folder: Path, whole: Pieces, arguments: dict[str, Any], **more: Any) -> Path:
-    """As two tensor ranks save it: pieces under names of their own."""
-    boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+def saved_distributed(
+    folder: Path, whole: Pieces, arguments: dict[str, Any], *, flat: Pieces | None = None, **more: Any
+) -> Path:
+    """As two tensor ranks save it: pieces under names of their own. flat: tensors that are saved as they are."""
+    boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {
+        key: [((0,), one[""])] for key, one in (flat or {}).items()
+    }
     for name, pieces in whole.items():
         for rank in range(RANKS):
             for piece, (axis, part) in rank_rows(name, pieces, rank, RANKS).items():
@@ -216,6 +236,7 @@ CASES: dict[str, Any] = {
     "hybrid": (hybrid, {**ARGUMENTS, "num_layers": 5, "hybrid_override_pattern": PATTERN, "is_hybrid_model": True}),
     "stages": (hybrid, {**ARGUMENTS, "num_layers": 5, "hybrid_layer_pattern": "MG|-*|M", "hybrid_mlp_ratio": 0.2}),
     "gpt": (gpt, GPT),
+    "ahead": (ahead, {**ARGUMENTS, "num_layers": 5, "hybrid_layer_pattern": f"{PATTERN}/*M/*M", "mtp_num_layers": 2}),
 }
 
 
@@ -237,7 +258,7 @@ def test_pieces_are_put_together_as_the_network_has_them(case: str, format: str,
     )
 
 
-@pytest.mark.parametrize("case", ["hybrid", "gpt"])
+@pytest.mark.parametrize("case", ["hybrid", "gpt", "ahead"])
 def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path: Path) -> None:
     make, arguments = CASES[case]
     whole = make()
@@ -263,7 +284,9 @@ def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path:
             elif "embedding" not in name and "output_layer" not in name:  # whose padding is by Megatron's multiple
                 rows = torch.cat([part for _, part in rank_rows(name, pieces, rank, RANKS).values()])
                 assert torch.equal(content["model"][name], rows), name
-        assert attributes(content["args"])["hybrid_layer_pattern"] == (PATTERN if case == "hybrid" else None)
+        assert attributes(content["args"])["hybrid_layer_pattern"] == CASES[case][1].get(
+            "hybrid_layer_pattern", PATTERN if case == "hybrid" else None
+        )
 
 
 def test_a_pure_network_of_mamba_is_known_by_its_tensors(tmp_path: Path) -> None:
@@ -299,11 +322,61 @@ def test_moments_of_the_optimizer_are_put_together_too(tmp_path: Path) -> None:
     assert torch.equal(found[name], torch.cat(list(state[f"optimizer.state.exp_avg.{name}"].values())))
 
 
+IN_PROJ = ["in_proj.layer_norm_weight", "in_proj.weight"]
+CONV = {"M": ["conv1d.weight", "conv1d.bias"], "G": ["conv1d.weight"]}
+# What the constructors of Megatron Core's layers define, in their order, with the convolution as a child of the mixer or as its own parameters.
+OWN = {"M": ["dt_bias", "A_log", "D"], "G": ["dt_bias", "A_log"]}
+BEHIND = {"M": ["norm.weight", "out_proj.weight"], "G": ["out_norm.weight", "out_proj.weight"]}
+OTHERS = {
+    "-": ["mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"],
+    "*": [f"self_attention.linear_{name}" for name in ("proj.weight", "qkv.layer_norm_weight", "qkv.weight")],
+}
+
+
+def definition_order(own_conv: bool) -> list[str]:
+    """The parameters of `hybrid` as a module tree of Megatron lists them."""
+    names = ["embedding.word_embeddings.weight"]
+    for index, symbol in enumerate(PATTERN):
+        inner = OTHERS.get(symbol, [])
+        if symbol in OWN:
+            mixer = "mixer" if symbol == "M" else "self_attention"
+            first, last = (CONV[symbol], []) if own_conv else ([], CONV[symbol])
+            inner = [f"{mixer}.{name}" for name in (*first, *OWN[symbol], *IN_PROJ, *last, *BEHIND[symbol])]
+        names += [f"decoder.layers.{index}.{name}" for name in inner]
+    return [*names, "decoder.final_norm.weight", "output_layer.weight"]
+
+
+@pytest.mark.parametrize("own_conv", [False, True])
+def test_flat_buckets_hold_the_state_of_layers_with_states_too(own_conv: bool, tmp_path: Path) -> None:
+    """`dp_reshardable`: of each tensor rank its parameters end to end, the last defined first, each from a multiple of 64 elements on."""
+    whole = hybrid()
+    slots = {slot: {n: {p: torch.rand_like(t) for p, t in held.items()} for n, held in whole.items()} for slot in "mv"}
+    named = {"param": whole, "exp_avg": slots["m"], "exp_avg_sq": slots["v"]}
+    buckets: Pieces = {}
+    for slot, network_ in named.items():
+        for rank in range(RANKS):
+            flat = torch.zeros(0)
+            for name in reversed(definition_order(own_conv)):
+                own = torch.cat([part for _, part in rank_rows(name, network_[name], rank, RANKS).values()]).flatten()
+                flat = torch.cat((flat, torch.zeros(-len(flat) % 64), own))
+            key = f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.{slot}"
+            buckets[key] = {"": flat}
+    ranks = {"tensor_model_parallel_size": RANKS, "transformer_impl": "transformer_engine"}
+    arguments = {**CASES["hybrid"][1], **ranks, "consumed_train_samples": 24}
+    steps = {"optimizer": {"param_groups": [{"step": 3}]}}
+    folder = saved_distributed(tmp_path / "saved", whole, arguments, flat=buckets, **steps)
+    source = open_torch_dist(folder, IDS)
+    assert not source.skipped, source.skipped
+    for slot in ("m", "v"):
+        kind = "exp_avg" if slot == "m" else "exp_avg_sq"
+        check(contents(source, f"optimizer.{kind}."), ours(slots[slot]))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"hybrid_override_pattern": "MG-*D"}, "layers MG-.D; read are M G"),
-        ({"hybrid_override_pattern": "MG-*M/M"}, "without layers of multi-token"),
+        ({"hybrid_override_pattern": "MG-*M/M"}, "MG-.M/M in the settings, MG-.M in the tensors"),
         ({"hybrid_override_pattern": "MG-**"}, "MG-.. in the settings, MG-.M in the tensors"),
     ],
 )
@@ -311,6 +384,19 @@ def test_patterns_that_are_not_the_networks_are_refused(change: dict[str, Any], 
     folder = saved_distributed(tmp_path / "saved", hybrid(), {**CASES["hybrid"][1], **change})
     with pytest.raises(CheckpointError, match=message):
         open_torch_dist(folder, IDS)
+
+
+def test_layers_ahead_that_older_releases_state_once_are_those_of_each_depth(tmp_path: Path) -> None:
+    """`--mtp-hybrid-override-pattern`; and one layer for all depths has tensors once."""
+    arguments = {**CASES["ahead"][1], "hybrid_layer_pattern": PATTERN, "mtp_hybrid_override_pattern": "*M"}
+    source = open_torch_dist(saved_distributed(tmp_path / "each", ahead(), arguments), IDS)
+    assert source.settings["hybrid_layer_pattern"] == f"{PATTERN}/*M/*M"
+    once = {name: pieces for name, pieces in ahead().items() if "mtp.layers.1." not in name}
+    folder = saved_distributed(tmp_path / "once", once, {**arguments, "mtp_use_repeated_layer": True})
+    again = open_torch_dist(folder, IDS)
+    assert again.settings["hybrid_layer_pattern"] == f"{PATTERN}/*M/*M"
+    shapes = {name: tuple(tensor.shape) for name, tensor in ours(once).items()}
+    assert shapes == parameter_shapes(model_of(again.settings))
 
 
 def test_a_missing_piece_is_named(tmp_path: Path) -> None:
@@ -321,6 +407,6 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
 
 
 def test_symbols_are_told_only_by_layers_of_one_part() -> None:
-    assert infer_layer_symbols(["decoder.layers.0.mixer.D", "decoder.layers.1.mlp.linear_fc1.weight"]) == "M-"
+    assert infer_layer_pattern(["decoder.layers.0.mixer.D", "decoder.layers.1.mlp.linear_fc1.weight"]) == "M-"
     both = ["decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"]
-    assert infer_layer_symbols(both) == infer_layer_symbols([]) == ""
+    assert infer_layer_pattern(both) == infer_layer_pattern([]) == ""

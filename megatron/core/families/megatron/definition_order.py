@@ -2,7 +2,8 @@
 
 A checkpoint of the distributed format names global tensors; the ranks that wrote it are found again from the boxes of these
 and from the arguments of the run. The order is that of the constructors of Megatron Core, which has been the same since its
-first release: a module's own parameters, then those of its children, one after the other.
+first release: a module's own parameters, then those of its children, one after the other. Only the convolution of layers with
+a state has two places: it was a child, and is two parameters of the mixer in later releases, which write the same names.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.families.megatron.buffers import UnreadableStateError
+from megatron.core.families.megatron.hybrid import pieces_of
 from megatron.core.parallel.boxes import Box
 
 # Names of siblings stand in the order in which their parent defines them.
@@ -22,7 +24,8 @@ _ORDER = {
     for place, word in enumerate(
         (
             "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder mtp layers enorm hnorm eh_proj transformer_layer "
-            "mtp_model_layer input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp core_attention linear_proj "
+            "mtp_model_layer conv1d_weight conv1d_bias dt_bias A_log D in_proj conv1d norm out_norm out_proj mixer "
+            "input_layernorm self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp core_attention linear_proj "
             "linear_qkv linear_q linear_kv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj q_layernorm "
             "k_layernorm kv_layernorm router experts local_experts shared_experts linear_fc1 linear_fc2 weight1 weight2 gate_weight final_layernorm final_norm "
             "lm_head dense layer_norm output_layer pooler binary_head softmax_offset layer_norm_weight layer_norm_bias weight bias"
@@ -37,6 +40,7 @@ _NORMS = (
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
 _WORDS = "embedding.word_embeddings.weight"
+_CONV = re.compile(r"\.conv1d\.(weight|bias)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class WriterLayout:
             )
             if arguments.get(name)
         ]
+        odd += ["hybrid_layer_pattern"] if _pattern_has_stages(arguments) else []
         if pipeline > 1 and odd:
             raise UnreadableStateError(f"its run divided the layers by --{odd[0].replace('_', '-')}")
         fused = arguments.get("transformer_impl") == "transformer_engine"
@@ -157,9 +162,19 @@ def local_parameters(
     expert: int,
     expert_tensor: int,
     tied: bool,
+    own_conv: bool = False,
 ) -> list[list[LocalParameter]]:
-    """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix."""
+    """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix.
+
+    own_conv: the convolutions of layers with a state are parameters of the mixer itself.
+    """
     chunks: list[list[LocalParameter]] = [[] for _ in range(ranks.chunks)]
+    model, fused = _fused_parameters(model)
+    for whole, pieces in fused.items():
+        stage = _stage_of_fused(whole, ranks)
+        if stage[0] == pipeline:
+            name = _CONV.sub(r".conv1d_\1", whole) if own_conv else whole
+            chunks[stage[1]].append(_join_pieces(name, [_rank_parameter(one, one, ranks, tensor) for one in pieces]))
     for one in model:
         for layer, part in _layers_of_stack(one):
             stage = _stage_of_layer(part.key, layer, ranks)
@@ -173,6 +188,44 @@ def local_parameters(
         words = next(one for one in model if one.key == _WORDS)
         _mark_tied_embedding(chunks, _rank_parameter(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1)
     return [sorted(chunk, key=lambda one: _sort_key(one.name)) for chunk in chunks]
+
+
+def _fused_parameters(
+    model: Sequence[GlobalParameter],
+) -> tuple[list[GlobalParameter], dict[str, list[GlobalParameter]]]:
+    """The parameters that are whole, and the pieces of each fused one of a layer with a state, in order."""
+    by_key, fused = {one.key: one for one in model}, dict[str, list[GlobalParameter]]()
+    for key in by_key:
+        whole, _, piece = key.rpartition(".")
+        if piece in pieces_of(whole) and whole not in fused:
+            keys = [f"{whole}.{each}" for each in pieces_of(whole)]
+            if missing := [each for each in keys if each not in by_key]:
+                raise UnreadableStateError(f"the checkpoint has {key}, and lacks {', '.join(missing)}")
+            fused[whole] = [by_key[each] for each in keys]
+    taken = {one.key for pieces in fused.values() for one in pieces}
+    return [one for one in model if one.key not in taken], fused
+
+
+def _stage_of_fused(name: str, ranks: WriterLayout) -> tuple[int, int]:
+    """(pipeline rank, chunk) of a fused parameter, which no stack of layers has."""
+    match = _LAYER.match(name)
+    return _stage_of_layer(name, int(match[2]) if match else 0, ranks)
+
+
+def _pattern_has_stages(arguments: Mapping[str, Any]) -> bool:
+    """Whether a pattern of layers says where stages end."""
+    return any("|" in str(arguments.get(name)) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+
+
+def _join_pieces(name: str, pieces: Sequence[LocalParameter]) -> LocalParameter:
+    """Pieces of a rank's parameter one below the other."""
+    parts, rows = list[ParameterPart](), 0
+    for one in pieces:
+        for part in one.parts:
+            first, *others = part.inside.offset
+            parts.append(replace(part, inside=Box((rows + first, *others), part.inside.shape)))
+        rows += one.shape[0]
+    return LocalParameter(name, (rows, *pieces[0].shape[1:]), tuple(parts))
 
 
 def _mark_tied_embedding(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:

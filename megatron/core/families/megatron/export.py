@@ -194,7 +194,8 @@ def _distributed_name(name: str, export: _Export) -> str:
             ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
         )
     name = _hybrid_name(name, export)
-    return _EXPERTS.sub(r".mlp.experts.experts.\1", name).replace(".mtp_model_layer.", ".transformer_layer.")
+    name = _EXPERTS.sub(r".mlp.experts.experts.\1", name)
+    return name if export.model.is_hybrid else name.replace(".mtp_model_layer.", ".transformer_layer.")
 
 
 def _hybrid_name(name: str, export: _Export) -> str:
@@ -230,7 +231,7 @@ def write_legacy(
             for name in export.names
             if (reason := sharding_problem(name, tensor_size, export.layout))
         ]
-        if export.model.mtp.mtp_num_layers:
+        if export.model.mtp.mtp_num_layers and not (export.model.is_hybrid and pipeline_size == 1):
             problems.append(
                 "layers of multi-token prediction have other names in each release's files of ranks; write torch_dist"
             )

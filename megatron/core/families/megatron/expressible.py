@@ -132,9 +132,6 @@ def _unsupported_combinations(model: ModelConfig) -> dict[str, bool]:
         "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases": ahead
         and model.window is not None
         and model.window_attn_skip_freq is not None,
-        "--hybrid-layer-pattern with /: layers of multi-token prediction of a hybrid have other names in each release": bool(
-            model.hybrid.mtp_patterns
-        ),
         "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead
         and model.uses_rotary
         and model.rope.no_rope_freq is not None,

@@ -2,6 +2,7 @@
 
     --hybrid-layer-pattern *-*E        attention, MLP, attention, experts: four layers there, two here, as of a GPT
     --hybrid-layer-pattern M-M*-       layers of one part here too
+    --hybrid-layer-pattern M-M*-/*-    and one depth of multi-token prediction, of two layers
 
 Distributed checkpoints cut the fused matrices of layers with a state into pieces, each of which any number of tensor ranks divides:
 
@@ -10,6 +11,7 @@ Distributed checkpoints cut the fused matrices of layers with a state into piece
     decoder.layers.I.self_attention.in_proj.weight.query  .key .value .z .beta .alpha      gated delta net
     decoder.layers.I.self_attention.conv1d.weight.query  .key .value
 
+Layers of multi-token prediction are mtp.layers.DEPTH.mtp_model_layer.layers.I, where a GPT's one is mtp.layers.DEPTH.transformer_layer.
 Files of tensor ranks hold the pieces of their rank end to end.
 """
 
@@ -111,48 +113,52 @@ def join_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return joined
 
 
-def symbols_of(arguments: Mapping[str, Any]) -> str:
-    """A symbol for each layer that the arguments of a run name; empty when it is no hybrid.
+def pattern_of(arguments: Mapping[str, Any]) -> str:
+    """The symbols of the layers that the arguments of a run name, with a / before those of each depth of multi-token prediction; empty for no hybrid.
 
     Raises `CheckpointError` for layers that are not built here.
     """
     given = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
-    symbols = str(given).replace("|", "")
-    if set(symbols) - set(SYMBOLS):
+    pattern, ahead = str(given).replace("|", ""), arguments.get("mtp_hybrid_override_pattern")
+    if pattern and ahead and "/" not in pattern:  # releases before the symbol / state the layers of a depth once
+        pattern += f"/{ahead}" * int(arguments.get("mtp_num_layers") or 1)
+    if set(pattern) - {*SYMBOLS, "/"}:
         raise CheckpointError(
-            f"the checkpoint is of a hybrid network with the layers {given}; read are {' '.join(SYMBOLS)}, without layers of multi-token "
-            "prediction (/)"
+            f"the checkpoint is of a hybrid network with the layers {given}; read are {' '.join(SYMBOLS)} and /"
         )
-    return symbols
+    return pattern
 
 
 def pairs_of(arguments: Mapping[str, Any]) -> str:
     """Of a network of attention and an MLP by turns a symbol for each pair: - with an MLP, E with experts. Else nothing."""
-    symbols = symbols_of(arguments)
+    symbols = pattern_of(arguments)
     return symbols[1::2] if re.fullmatch(r"(\*[-E])+", symbols) else ""
 
 
 def hybrid_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the arguments say of a hybrid's layers; None for settings that others take the place of."""
-    symbols, pairs = symbols_of(arguments), pairs_of(arguments)
-    settings: dict[str, Any] = dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio")) if symbols else {}
+    pattern, pairs = pattern_of(arguments), pairs_of(arguments)
+    settings: dict[str, Any] = dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio")) if pattern else {}
     if pairs:
         settings |= {"num_layers": len(pairs), "hybrid_layer_pattern": None}
         return settings | ({"moe_layer_freq": str([int(one == "E") for one in pairs])} if "E" in pairs else {})
-    if symbols:
-        settings |= {"num_layers": len(symbols), "hybrid_layer_pattern": symbols, "moe_layer_freq": None}
+    if pattern:
+        symbols, *depths = pattern.split("/")
+        settings |= {"num_layers": len(symbols), "hybrid_layer_pattern": pattern, "moe_layer_freq": None}
+        settings |= {"mtp_num_layers": len(depths)} if depths else {}
     return settings
 
 
 def infer_hybrid_settings(names: Iterable[str], settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What a network's parameters (ours) say of its layers, where that is no GPT; and how the settings contradict them."""
-    symbols, stated = infer_layer_symbols(names), str(settings.get("hybrid_layer_pattern") or "").replace("|", "")
-    if stated == symbols or not (stated or "M" in symbols):
+    pattern, stated = infer_layer_pattern(names), str(settings.get("hybrid_layer_pattern") or "").replace("|", "")
+    stored = "/".join(stated.split("/")[:2]) if settings.get("mtp_use_repeated_layer") else stated
+    if stored == pattern or not (stated or "M" in pattern):
         return {}, []
     if stated:
-        there = symbols or "layers of two parts"
+        there = pattern or "layers of two parts"
         return {}, [f"hybrid_layer_pattern: {stated} in the settings, {there} in the tensors"]
-    return {"hybrid_layer_pattern": symbols, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}, []
+    return {"hybrid_layer_pattern": pattern, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}, []
 
 
 def merge_layer_pairs(entries: Mapping[str, Held], arguments: Mapping[str, Any]) -> dict[str, Held]:
@@ -162,13 +168,22 @@ def merge_layer_pairs(entries: Mapping[str, Held], arguments: Mapping[str, Any])
     return {_LAYER.sub(lambda match: str(int(match[1]) // 2), name): held for name, held in entries.items()}
 
 
-def infer_layer_symbols(names: Iterable[str]) -> str:
-    """The symbols of a network with these parameters (ours), whose layers have one part each; empty for others."""
+def infer_layer_pattern(names: Iterable[str]) -> str:
+    """The pattern of a network with these parameters (ours), whose layers have one part each; empty for others."""
+    names = list(names)
+    depths = {int(match[1]) for name in names if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
+    ahead = [_infer_symbols(names, rf"mtp\.layers\.{depth}\.mtp_model_layer\.") for depth in sorted(depths)]
+    symbols = _infer_symbols(names, r"decoder\.")
+    return "/".join([symbols, *ahead]) if symbols else ""
+
+
+def _infer_symbols(names: Iterable[str], stack: str) -> str:
+    """The symbols of the layers of a stack, whose names begin as the expression says; empty where one has not exactly one part."""
     layers: dict[int, set[str]] = {}
     for name in names:
-        if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
+        if match := re.match(rf"{stack}layers\.(\d+)\.(.*)", name):
             symbols = {symbol for part, symbol in _PARTS.items() if match[2].startswith(part)}
             layers.setdefault(int(match[1]), set()).update(symbols)
-    if not layers or any(len(symbols) != 1 for symbols in layers.values()):
+    if any(len(symbols) != 1 for symbols in layers.values()):
         return ""
-    return "".join(*zip(*(layers[index] for index in sorted(layers))))
+    return "".join(symbol for index in sorted(layers) for symbol in layers[index])
