@@ -66,6 +66,22 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "residual_norm=triton", "adamw=triton")
+MAMBA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "none",
+    "add_bias_linear": False,
+    "hybrid_layer_pattern": "M",
+    "mamba_num_groups": 2,
+}
+DELTA: dict[str, Any] = {
+    **LLAMA,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+SCANS = {"kernel": (*TRITON, "causal_conv=triton", "selective_scan=triton", "delta_rule_scan=triton")}
 FP8: dict[str, Any] = {**LLAMA, "fp8_format": "hybrid"}
 FP8_TRITON: dict[str, Any] = {**FP8, "kernel": (*TRITON, "quantise=triton"), "cross_entropy_fusion_impl": "triton"}
 EXPERTS: dict[str, Any] = {
@@ -94,6 +110,10 @@ CASES: Mapping[str, dict[str, Any]] = {
     "llama, fp8 tensorwise, Triton": {**FP8_TRITON, "fp8_recipe": "tensorwise"},
     "llama, fp8 delayed, Triton": {**FP8_TRITON, "fp8_recipe": "delayed"},
     "llama, fp8 blockwise, Triton": {**FP8_TRITON, "fp8_recipe": "blockwise"},
+    "Mamba-2": MAMBA,
+    "Mamba-2, Triton": {**MAMBA, **SCANS},
+    "gated delta net": DELTA,
+    "gated delta net, Triton": {**DELTA, **SCANS},
     "experts": EXPERTS,
     "experts with biases": {**EXPERTS, "add_bias_linear": True},
     "experts with biases, added with SwiGLU": {
@@ -198,7 +218,10 @@ def triton_counted(counted: Counted) -> Iterator[None]:
 
 def step_of(changes: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
     """Operations of the second step of a network: (of its passes, of the update)."""
-    config = tiny.config(**{**SIZES, "num_layers": layers, **changes})
+    pattern = (
+        {"hybrid_layer_pattern": changes["hybrid_layer_pattern"] * layers} if "hybrid_layer_pattern" in changes else {}
+    )
+    config = tiny.config(**{**SIZES, "num_layers": layers, **changes, **pattern})
     trainer = tiny.trainer_of(tiny.run_of(config, torch.device("cuda")))
     train_step(trainer, tiny.batches(trainer.run, 0))
     batches = list(tiny.batches(trainer.run, 1))

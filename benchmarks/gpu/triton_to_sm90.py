@@ -47,7 +47,12 @@ from megatron.core.kernels.table import CANDIDATES
 
 SPILLS = 0  # bytes a thread of spilled registers that a kernel may have
 # The state of a head, the products of a chunk and their factors are more than 255 registers of 128 threads.
-MORE_SPILLS = {"scans._selective": 160, "scans._delta": 1000}
+MORE_SPILLS = {
+    "scans._selective": 160,
+    "scans._delta": 1000,
+    "scan_gradients._selective_gradient": 160,
+    "scan_gradients._delta_gradient": 800,
+}
 TARGET = GPUTarget("cuda", 90, 32)
 Case = Callable[[Any], object]
 
@@ -183,10 +188,10 @@ def scanned(name: str) -> Case:
         segments, fp32 = torch.zeros(1, 64, dtype=torch.long), torch.float32
         if name == "selective":
             x, dt, a = draw(64, 1, 2, 64), draw(64, 1, 2, dtype=fp32), draw(2, dtype=fp32)
-            op(x, dt, a, draw(64, 1, 1, 128), draw(64, 1, 1, 128), segments=segments)
+            both_passes(op(x, dt, a, draw(64, 1, 1, 128), draw(64, 1, 1, 128), segments=segments))
         else:
             q, k, v = draw(64, 1, 2, 128), draw(64, 1, 2, 128), draw(64, 1, 2, 128)
-            op(q, k, v, draw(64, 1, 2, dtype=fp32), draw(64, 1, 2, dtype=fp32), segments=segments)
+            both_passes(op(q, k, v, draw(64, 1, 2, dtype=fp32), draw(64, 1, 2, dtype=fp32), segments=segments))
 
     return call
 

@@ -14,7 +14,7 @@ from megatron.core.kernels import scans
 from megatron.core.kernels.external import state_space
 from tests.helpers.triton_interpreter import interpreted, needs_triton
 
-FILES = ("triton.scans", "triton.conv")
+FILES = ("triton.scan_chunks", "triton.scan_gradients", "triton.scans", "triton.conv")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,33 @@ def test_a_scan_by_triton_gives_torchs_outputs_and_gradients(
         results.append((*outputs, *torch.autograd.grad(outputs, [*leaves.values(), first], pulls)))
     for found, expected in zip(*results, strict=True):
         assert (found - expected).abs().max() <= 3e-6 * max(1.0, expected.abs().max().item())
+
+
+LENGTHS = [3, *(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 63, 64, 65, 257))]
+
+
+@needs_triton
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", ["mamba", "delta"])
+def test_gradients_of_a_scan_by_triton_are_torchs_at_any_length(
+    kernels: dict[str, ModuleType], kind: str, length: int
+) -> None:
+    """Steps are limited as Mamba-2's are, some documents have one token, and the last state is used by the loss."""
+    inputs, state = inputs_of(kind, length)
+    name = "selective_scan" if kind == "mamba" else "delta_rule_scan"
+    for packed in (False, True):
+        segments = (torch.arange(length) * 7 // 40).expand(2, -1) if packed else None
+        results = []
+        for module, dtype in ((kernels["triton.scans"], torch.float32), (scans, torch.float64)):
+            leaves = {key: each.to(dtype).requires_grad_() for key, each in inputs.items()}
+            first = state.to(dtype).requires_grad_()
+            limited = {key: each.clamp(0.2, 0.7) if key == "dt" else each for key, each in leaves.items()}
+            outputs = getattr(module, name)(**limited, segments=segments, state=first)
+            loss = sum((each * torch.cos(torch.arange(each.numel())).view_as(each)).sum() for each in outputs)
+            assert isinstance(loss, Tensor)
+            results.append(torch.autograd.grad(loss, [*leaves.values(), first]))
+        for found, expected in zip(*results, strict=True):
+            assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
 
 
 @needs_triton

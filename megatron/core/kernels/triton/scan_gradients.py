@@ -1,0 +1,375 @@
+"""Backward passes of the scans in Triton: a program takes a head and some of its channels through a span of chunks, from the last to the first.
+
+The forward pass keeps the state before each span. A program first computes the states before the chunks of its span from it, then walks back with
+the gradient of the state; inside a chunk the products of matrices of the forward pass are differentiated (Dao and Gu, 2024, arXiv 2405.21060,
+section 6; Yang et al., 2024, arXiv 2412.06464, section 3). Each span is a launch of its own: gradients that are summed over heads and channels, those of
+keys and queries, are kept apart for one span only.
+
+Decays: with s the sums of logarithms since the beginning of a chunk, every weight between two of its tokens is exp(s_i - s_j) times what does not
+depend on decays, so that its gradient times itself is added to that of s_i and taken from that of s_j. All sums are in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.kernels.triton import cdiv
+from megatron.core.kernels.triton.scan_chunks import (
+    chunk_decays,
+    connected,
+    dot_precision,
+    invert_systems,
+    load_rows,
+    state_width,
+    store_rows,
+)
+
+_CHUNK, _COLUMNS, _WARPS = 16, 32, 8  # tokens of a chunk, for which registers are enough; channels of a program
+
+
+@triton.jit
+def _log_gradient(between: tl.tensor, reads: tl.tensor, gives: tl.tensor, across: tl.tensor) -> tl.tensor:
+    """The gradient of the logarithm of each token's decay: [q]. All that is given is a weight times its gradient.
+
+    between: [q (later), q], of tokens of the chunk; reads, gives: [q], of the state before the chunk until a token, of a token until the end; across: of it all.
+    """
+    sums = tl.sum(between, 1) - tl.sum(between, 0) + reads - gives
+    return tl.cumsum(sums, 0, reverse=True) + tl.sum(gives, 0) + across
+
+
+@triton.jit
+def _selective_states(
+    x: tl.tensor,
+    dt: tl.tensor,
+    decay: tl.tensor,
+    b: tl.tensor,
+    segments: tl.tensor,
+    states: tl.tensor,
+    state: tl.tensor,
+    held: tl.tensor,
+    begin: tl.tensor,
+    chunks: tl.tensor,
+    length: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    columns: tl.tensor,
+    SIZE: tl.constexpr,
+    STATE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Write the state before each chunk of a span. states: where the first goes; state: before the span."""
+    one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
+    step = tl.num_programs(0).to(tl.int64) * SIZE * STATE
+    for number in range(chunks):
+        tl.store(states + number * step, state, mask=held)
+        start = begin + number * CHUNK
+        tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
+        rows = tokens * heads + head
+        steps = tl.load(dt + rows, mask=valid, other=0.0).to(tl.float32)
+        keys = load_rows(b, tokens * (heads // per_group) + head // per_group, valid, deep, STATE)
+        values = load_rows(x, rows, valid, columns, SIZE) * steps[:, None]
+        _, _, to_end, across = chunk_decays(steps * decay, segments, one * length, start, length, CHUNK)
+        made = tl.dot(tl.trans(keys * to_end[:, None]), values, input_precision=PRECISION)
+        state = state * across + made
+    tl.debug_barrier()  # what one thread has written, others read
+
+
+@triton.jit
+def _selective_gradient(
+    x: tl.tensor,
+    dt: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    dy: tl.tensor,
+    segments: tl.tensor,
+    before: tl.tensor,
+    states: tl.tensor,
+    d_state: tl.tensor,
+    dx: tl.tensor,
+    d_dt: tl.tensor,
+    d_logs: tl.tensor,
+    d_b: tl.tensor,
+    d_c: tl.tensor,
+    begin: tl.tensor,
+    chunks: tl.tensor,
+    length: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    SIZE: tl.constexpr,
+    STATE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One span. before, d_state: [batch, heads, SIZE, STATE]; states: room for `chunks` of those; d_dt, d_logs: [splits, length, batch, heads];
+    d_b, d_c: [splits, tokens of the span, batch, heads, STATE]."""
+    one, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+    columns, deep, places = split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE), tl.arange(0, CHUNK)
+    square = tl.program_id(0).to(tl.int64) * SIZE * STATE + columns[None, :] * STATE + deep[:, None]
+    held = (deep < STATE)[:, None] & (columns < SIZE)[None, :]
+    decay = tl.load(a + head).to(tl.float32)
+    state = tl.load(before + square, mask=held, other=0.0)
+    _selective_states(
+        x, dt, decay, b, segments, states + square, state, held, begin, chunks, length, batch, heads, per_group, columns,
+        SIZE, STATE, WIDE, CHUNK, PRECISION,
+    )  # fmt: skip
+    after = tl.load(d_state + square, mask=held, other=0.0)
+    for back in range(chunks):
+        number = chunks - 1 - back
+        start = begin + number * CHUNK
+        tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
+        rows, grouped = tokens * heads + head, tokens * (heads // per_group) + head // per_group
+        steps = tl.load(dt + rows, mask=valid, other=0.0).to(tl.float32)
+        keys, queries = load_rows(b, grouped, valid, deep, STATE), load_rows(c, grouped, valid, deep, STATE)
+        inputs, dys = load_rows(x, rows, valid, columns, SIZE), load_rows(dy, rows, valid, columns, SIZE)
+        state = tl.load(states + number * tl.num_programs(0).to(tl.int64) * SIZE * STATE + square, mask=held, other=0.0)
+        between, from_start, to_end, across = chunk_decays(steps * decay, segments, one * length, start, length, CHUNK)
+        values = inputs * steps[:, None]
+        weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
+        d_weights = tl.dot(dys, tl.trans(values), input_precision=PRECISION)
+        d_values = tl.dot(tl.trans(weights), dys, input_precision=PRECISION)
+        d_values += tl.dot(keys, after, input_precision=PRECISION) * to_end[:, None]
+        d_queries = tl.dot(dys, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
+        d_keys = tl.dot(values, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
+        reads, gives = tl.sum(queries * d_queries, 1), tl.sum(keys * d_keys, 1)
+        logs = _log_gradient(weights * d_weights, reads, gives, tl.sum(state * after) * across)
+        d_weights *= between
+        d_queries += tl.dot(d_weights, keys, input_precision=PRECISION)
+        d_keys += tl.dot(tl.trans(d_weights), queries, input_precision=PRECISION)
+        after *= across
+        after += tl.dot(tl.trans(queries * from_start[:, None]), dys, input_precision=PRECISION)
+        store_rows(dx, rows, valid, columns, d_values * steps[:, None], SIZE)
+        tl.store(d_dt + split * length * batch * heads + rows, tl.sum(inputs * d_values, 1), mask=valid)
+        tl.store(d_logs + split * length * batch * heads + rows, logs, mask=valid)
+        own = ((split * chunks + number) * CHUNK + places) * tl.num_programs(0) + tl.program_id(0)
+        store_rows(d_b, own, places >= 0, deep, d_keys, STATE)
+        store_rows(d_c, own, places >= 0, deep, d_queries, STATE)
+    tl.store(d_state + square, after, mask=held)
+
+
+@triton.jit
+def _delta_states(
+    k: tl.tensor,
+    v: tl.tensor,
+    g: tl.tensor,
+    beta: tl.tensor,
+    inverse: tl.tensor,
+    segments: tl.tensor,
+    states: tl.tensor,
+    state: tl.tensor,
+    held: tl.tensor,
+    begin: tl.tensor,
+    chunks: tl.tensor,
+    length: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    columns: tl.tensor,
+    KEY: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Write the state before each chunk of a span. states: where the first goes; state: before the span; inverse: [chunks, CHUNK, CHUNK]."""
+    one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
+    step = tl.num_programs(0).to(tl.int64) * SIZE * KEY
+    for number in range(chunks):
+        tl.store(states + number * step, state, mask=held)
+        start = begin + number * CHUNK
+        tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
+        rows = tokens * heads + head
+        logs = tl.load(g + rows, mask=valid, other=0.0).to(tl.float32)
+        rate = tl.load(beta + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
+        keys = load_rows(k, tokens * (heads // per_group) + head // per_group, valid, deep, KEY)
+        values = load_rows(v, rows, valid, columns, SIZE) * rate
+        system = load_rows(inverse, number * CHUNK + places, places >= 0, places, CHUNK)
+        between, from_start, to_end, across = chunk_decays(logs, segments, one * length, start, length, CHUNK)
+        reads = tl.dot(system, keys * rate, input_precision=PRECISION) * from_start[:, None]
+        written = tl.dot(system * between, values, input_precision=PRECISION)
+        written -= tl.dot(reads, state, input_precision=PRECISION)
+        made = tl.dot(tl.trans(keys * to_end[:, None]), written, input_precision=PRECISION)
+        state = state * across + made
+    tl.debug_barrier()  # what one thread has written, others read
+
+
+@triton.jit
+def _delta_gradient(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    g: tl.tensor,
+    beta: tl.tensor,
+    dy: tl.tensor,
+    inverse: tl.tensor,
+    segments: tl.tensor,
+    before: tl.tensor,
+    states: tl.tensor,
+    d_state: tl.tensor,
+    dv: tl.tensor,
+    d_g: tl.tensor,
+    d_beta: tl.tensor,
+    d_q: tl.tensor,
+    d_k: tl.tensor,
+    begin: tl.tensor,
+    chunks: tl.tensor,
+    length: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    KEY: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One span. before, d_state: [batch, heads, KEY, SIZE]; states: room for `chunks` of those; inverse: [batch, heads, chunks, CHUNK, CHUNK];
+    d_g, d_beta: [splits, length, batch, heads]; d_q, d_k: [splits, tokens of the span, batch, heads, KEY]."""
+    one, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+    columns, deep, places = split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE), tl.arange(0, CHUNK)
+    square = tl.program_id(0).to(tl.int64) * SIZE * KEY + deep[:, None] * SIZE + columns[None, :]
+    held = (deep < KEY)[:, None] & (columns < SIZE)[None, :]
+    inverse += tl.program_id(0).to(tl.int64) * chunks * CHUNK * CHUNK
+    state = tl.load(before + square, mask=held, other=0.0)
+    _delta_states(
+        k, v, g, beta, inverse, segments, states + square, state, held, begin, chunks, length, batch, heads, per_group,
+        columns, KEY, SIZE, WIDE, CHUNK, PRECISION,
+    )  # fmt: skip
+    after = tl.load(d_state + square, mask=held, other=0.0)
+    for back in range(chunks):
+        number = chunks - 1 - back
+        start = begin + number * CHUNK
+        tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
+        rows, grouped = tokens * heads + head, tokens * (heads // per_group) + head // per_group
+        logs = tl.load(g + rows, mask=valid, other=0.0).to(tl.float32)
+        rate = tl.load(beta + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
+        keys, queries = load_rows(k, grouped, valid, deep, KEY), load_rows(q, grouped, valid, deep, KEY)
+        inputs, dys = load_rows(v, rows, valid, columns, SIZE), load_rows(dy, rows, valid, columns, SIZE)
+        system = load_rows(inverse, number * CHUNK + places, places >= 0, places, CHUNK)
+        state = tl.load(states + number * tl.num_programs(0).to(tl.int64) * SIZE * KEY + square, mask=held, other=0.0)
+        between, from_start, to_end, across = chunk_decays(logs, segments, one * length, start, length, CHUNK)
+        reads = tl.dot(system, keys * rate, input_precision=PRECISION) * from_start[:, None]
+        written = tl.dot(system * between, inputs * rate, input_precision=PRECISION)
+        written -= tl.dot(reads, state, input_precision=PRECISION)
+        # The outputs and the state after the chunk, of what is written and of what is read.
+        products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
+        d_weights = tl.dot(dys, tl.trans(written), input_precision=PRECISION)
+        d_written = tl.dot(tl.trans(weights), dys, input_precision=PRECISION)
+        d_written += tl.dot(keys, after, input_precision=PRECISION) * to_end[:, None]
+        d_queries = tl.dot(dys, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
+        d_keys = tl.dot(written, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
+        gives, requested = tl.sum(keys * d_keys, 1), tl.sum(queries * d_queries, 1)
+        kept = tl.sum(state * after) * across
+        after = after * across - tl.dot(tl.trans(reads), d_written, input_precision=PRECISION)
+        after += tl.dot(tl.trans(queries * from_start[:, None]), dys, input_precision=PRECISION)
+        # What is written, of the inverse, keys and values.
+        d_reads = -tl.dot(d_written, tl.trans(state), input_precision=PRECISION)
+        requested += tl.sum(reads * d_reads, 1)
+        d_reads *= from_start[:, None]
+        d_system = tl.dot(d_written, tl.trans(inputs * rate), input_precision=PRECISION) * between
+        d_g_between = weights * d_weights + system * d_system
+        d_weights *= between
+        d_queries += tl.dot(d_weights, keys, input_precision=PRECISION)
+        d_keys += tl.dot(tl.trans(d_weights), queries, input_precision=PRECISION)
+        d_system += tl.dot(d_reads, tl.trans(keys * rate), input_precision=PRECISION)
+        d_inputs = tl.dot(tl.trans(system * between), d_written, input_precision=PRECISION)
+        d_reads = tl.dot(tl.trans(system), d_reads, input_precision=PRECISION)
+        # The system N of the inverse: dN = -N^-T dN^-1 N^-T, below the diagonal.
+        d_system = tl.dot(tl.trans(system), d_system, input_precision=PRECISION)
+        d_system = -tl.dot(d_system, tl.trans(system), input_precision=PRECISION)
+        d_system = tl.where(connected(segments, one * length, start, length, CHUNK), d_system, 0.0)
+        d_rate = tl.sum(inputs * d_inputs, 1) + tl.sum(keys * d_reads, 1) + tl.sum(products * d_system, 1)
+        d_system *= rate
+        d_keys += d_reads * rate + tl.dot(d_system, keys, input_precision=PRECISION)
+        d_keys += tl.dot(tl.trans(d_system), keys, input_precision=PRECISION)
+        store_rows(dv, rows, valid, columns, d_inputs * rate, SIZE)
+        tl.store(d_beta + split * length * batch * heads + rows, d_rate, mask=valid)
+        logs = _log_gradient(d_g_between, requested, gives, kept)
+        tl.store(d_g + split * length * batch * heads + rows, logs, mask=valid)
+        own = ((split * chunks + number) * CHUNK + places) * tl.num_programs(0) + tl.program_id(0)
+        store_rows(d_q, own, places >= 0, deep, d_queries, KEY)
+        store_rows(d_k, own, places >= 0, deep, d_keys, KEY)
+    tl.store(d_state + square, after, mask=held)
+
+
+def selective_gradients(
+    inputs: Sequence[Tensor], a: Tensor, segments: Tensor | None, states: Tensor, span: int, dy: Tensor, d_state: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Gradients of the state before the first token, of a, and of x, dt, b and c, which are the inputs.
+
+    states: [spans, b, n, p, d], before every `span` tokens; dy: [s, b, n, p]; d_state: [b, n, p, d], of the last one.
+    """
+    x, dt, b, c = inputs
+    length, batch, heads, size = x.shape
+    deep, columns = b.shape[3], min(_COLUMNS, state_width(size))
+    splits, dx, d_b, d_c = cdiv(size, columns), torch.empty_like(x), torch.empty_like(b), torch.empty_like(c)
+    d_dt, d_logs = states.new_empty((2, splits, length, batch, heads))
+    d_state, inside = (
+        d_state.float().contiguous().clone(),
+        torch.empty_like(states[:1].expand(span // _CHUNK, -1, -1, -1, -1)),
+    )
+    for number in reversed(range(len(states))):
+        begin, end = number * span, min((number + 1) * span, length)
+        chunks = cdiv(end - begin, _CHUNK)
+        parts = states.new_empty((2, splits, chunks * _CHUNK, batch, heads, deep))
+        _selective_gradient[(batch * heads, splits)](
+            x, dt, a, b, c, dy, segments, states[number], inside, d_state, dx, d_dt, d_logs, *parts,
+            begin, chunks, length, batch, heads, heads // b.shape[2],
+            SIZE=size, STATE=deep, WIDE=state_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(x),
+            num_warps=_WARPS, num_stages=1,
+        )  # fmt: skip
+        _sum_parts(parts, (d_b, d_c), begin, end)
+    d_log = d_logs.sum(0)
+    return d_state, (d_log * dt).sum((0, 1)).to(a.dtype), (dx, (d_dt.sum(0) + d_log * a).to(dt.dtype), d_b, d_c)
+
+
+def delta_rule_gradients(
+    inputs: Sequence[Tensor], a: None, segments: Tensor | None, states: Tensor, span: int, dy: Tensor, d_state: Tensor
+) -> tuple[Tensor, None, tuple[Tensor, ...]]:
+    """Gradients of the state before the first token, and of q, k, v, g and beta, which are the inputs. a: the delta rule has none.
+
+    states: [spans, b, n, dk, dv], before every `span` tokens; dy: [s, b, n, dv]; d_state: [b, n, dk, dv], of the last one.
+    """
+    q, k, v, g, beta = inputs
+    length, batch, heads, size = v.shape
+    deep, columns = k.shape[3], min(_COLUMNS, state_width(size))
+    splits, dv, d_q, d_k = cdiv(size, columns), torch.empty_like(v), torch.empty_like(q), torch.empty_like(k)
+    d_g, d_beta = states.new_empty((2, splits, length, batch, heads))
+    d_state, inside = (
+        d_state.float().contiguous().clone(),
+        torch.empty_like(states[:1].expand(span // _CHUNK, -1, -1, -1, -1)),
+    )
+    for number in reversed(range(len(states))):
+        begin, end = number * span, min((number + 1) * span, length)
+        chunks = cdiv(end - begin, _CHUNK)
+        parts = states.new_empty((2, splits, chunks * _CHUNK, batch, heads, deep))
+        inverse = invert_systems(k, beta, segments, _CHUNK, begin, end)
+        _delta_gradient[(batch * heads, splits)](
+            q, k, v, g, beta, dy, inverse, segments, states[number], inside, d_state, dv, d_g, d_beta, *parts,
+            begin, chunks, length, batch, heads, heads // k.shape[2],
+            KEY=deep, SIZE=size, WIDE=state_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(v),
+            num_warps=_WARPS, num_stages=1,
+        )  # fmt: skip
+        _sum_parts(parts, (d_q, d_k), begin, end)
+    return d_state, None, (d_q, d_k, dv, d_g.sum(0).to(g.dtype), d_beta.sum(0).to(beta.dtype))
+
+
+def _sum_parts(parts: Tensor, totals: tuple[Tensor, Tensor], begin: int, end: int) -> None:
+    """Sum what programs made of keys and queries over channels and the heads of a group. parts: [2, splits, tokens, b, n, d]; totals: [s, b, g, d]."""
+    for part, total in zip(parts, totals, strict=True):
+        total[begin:end] = part[:, : end - begin].unflatten(3, (total.shape[2], -1)).sum((0, 4))
