@@ -42,6 +42,10 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     ("tp2 sp mb2", "hybrid", {"bf16": True}),
     ("dp2 fsdp mb2", "hybrid", {"bf16": True}),
+    ("tp2 sp dp2 zero overlap-reduce overlap-gather bucket600 mb2", "hybrid-odd-tensor", {"bf16": True}),
+    ("tp2 dp2 fsdp mb2", "hybrid-odd-tensor", {"bf16": True}),
+    ("dp2 fsdp mb2", "delta", {"fp16": True, "loss_scale": 256.0}),
+    ("pp2 dp2 fsdp mb2", "hybrid", {"fp16": True, "loss_scale": 256.0}),
     ("cp2 mb2", "delta", {"fp16": True, "loss_scale": 256.0}),
     ("tp2 muon-distributed dp2 zero mb2", "muon", {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
 )

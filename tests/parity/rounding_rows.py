@@ -31,6 +31,24 @@ _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
 }
 
+# Widths of the first projections that two tensor ranks divide into multiples of 16: 352 rows each.
+_STATES: dict[str, Any] = {
+    "num_layers": None,
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "hybrid_layer_pattern": "M*-G",
+    "mamba_head_dim": 4,
+    "mamba_num_heads": 32,
+    "mamba_num_groups": 4,
+    "mamba_state_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "fp8-tensorwise": {
         "fp8_format": "hybrid",
@@ -55,6 +73,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "fp8_recipe": "tensorwise",
         "moe_ffn_hidden_size": 32,
     },
+    "fp8-hybrid-delayed": {**_DELAYED, **_STATES},
+    "fp8-hybrid-tensorwise": {**_STATES, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
 }
 # What must not change any result.
 WORDS: dict[str, dict[str, Any]] = {"fp8-gather": {"fp8_param_gather": True, "use_distributed_optimizer": True}}
@@ -78,4 +98,8 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("tp2 sp dp2 fp8-gather", "fp8-experts-tensorwise"),
     ("tp2 sp", "fp8-wide-weights"),
     ("tp2 sp", "fp8-experts"),
+    ("tp2 sp", "fp8-hybrid-tensorwise"),
+    ("dp2 fsdp recompute-uniform", "fp8-hybrid-tensorwise"),
+    ("cp2 dp2 zero", "fp8-hybrid-delayed"),
+    ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-hybrid-tensorwise"),
 )
