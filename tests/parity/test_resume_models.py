@@ -54,6 +54,13 @@ RULES = (
     pytest.param("muon-joined", "tp2 pp2 mb2", "", marks=pytest.mark.nightly),
     pytest.param("lion", "tp2 dp2 zero mb2", "", marks=pytest.mark.nightly),
 )
+STATES = (
+    ("hybrid-odd-tensor", "tp2 dp2 zero overlap-reduce bucket600", "dp2 fsdp"),
+    pytest.param("hybrid", "dp2 zero", "tp4 sp", marks=pytest.mark.nightly),
+    pytest.param("hybrid-mtp", "tp2 sp", "pp2 dp2 zero", marks=pytest.mark.nightly),
+    pytest.param("delta", "dp2 fsdp", "tp2 cp2 dp2 zero", marks=pytest.mark.nightly),
+    pytest.param("hybrid-moe", "ep2 dp2 zero", "", marks=pytest.mark.nightly),
+)
 VISION = (
     ("vlm", "tp2 sp", "pp2 dp2 zero"),
     pytest.param("vlm-frozen-vit", "dp2 fsdp", "tp2", marks=pytest.mark.nightly),
@@ -68,7 +75,7 @@ def never_stopped(model: str) -> Outcome:
     return never_stopped_run({**MODELS[model], "fp64": True})
 
 
-@pytest.mark.parametrize("model, writer, reader", (*ENCODERS, *LATENT, *EXPERTS, *ROUNDED, *RULES, *VISION))
+@pytest.mark.parametrize("model, writer, reader", (*ENCODERS, *LATENT, *EXPERTS, *ROUNDED, *RULES, *STATES, *VISION))
 def test_a_run_resumed_under_another_layout_goes_on_as_if_it_had_not_stopped(
     world: Worlds, tmp_path: Path, model: str, writer: str, reader: str
 ) -> None:

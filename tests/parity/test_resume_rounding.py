@@ -1,4 +1,4 @@
-"""Delayed scales: histories are saved with the weights, or begin where there are none."""
+"""Delayed scales: histories are saved with the weights, or begin where there are none. And numbers that stay in fp32 beside weights in bf16."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.training.checkpoint.checkpointing import Checkpoint
 from tests.helpers import tiny
@@ -37,3 +38,15 @@ def test_a_run_can_begin_to_round_at_a_checkpoint_without_histories(tmp_path: Pa
     losses, _, _ = resume_and_train({**MODELS["fp8-delayed"], "bf16": True}, str(tmp_path), AFTER)
     plain, _, _ = resume_and_train({"bf16": True}, str(tmp_path), AFTER)
     assert losses == pytest.approx(plain, rel=0.02) and losses != plain
+
+
+def test_what_heads_of_states_keep_in_fp32_resumes_to_the_last_bit_in_a_run_in_bf16(tmp_path: Path) -> None:
+    """Flat buckets of two formats: A_log, D and dt_bias have no copy of their own among the fp32 weights."""
+    changes: dict[str, Any] = {**MODELS["hybrid-odd-tensor"], "bf16": True, "use_distributed_optimizer": True}
+    whole = outcome([train_and_save(changes, None, BEFORE + AFTER)])
+    train_and_save(changes, str(tmp_path), BEFORE)
+    resumed = outcome([resume_and_train(changes, str(tmp_path), AFTER)])
+    assert (resumed.losses, resumed.norms) == (whole.losses[BEFORE:], whole.norms[BEFORE:])
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
+    formats = {name.rpartition(".")[2]: one.dtype for name, one in trainer.stages[0].named_parameters()}
+    assert {formats[name] for name in ("A_log", "D", "dt_bias")} == {torch.float32} != {formats["weight"]}
