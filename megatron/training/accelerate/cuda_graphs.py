@@ -32,6 +32,7 @@ from torch.autograd import Function
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.distributed.ddp import DataParallel
+from megatron.core.kernels.documents import DocumentStarts
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.device import storage_position
 from megatron.core.parallel.main_grad import active_main_grad
@@ -227,7 +228,11 @@ def _capturable_methods(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The value with its tensors changed, and without what layers say: recorded parts say nothing."""
+    """The value with its tensors changed; without what layers say, as recorded parts say nothing, and without where documents begin, as their
+    number and lengths change, and no kernel of a recorded layer is told of them.
+    """
+    if isinstance(value, (MicrobatchContext, DocumentStarts)):
+        return None
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -235,7 +240,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
         return dataclasses.replace(value, **{name: _map_tensors(part, change) for name, part in parts})
-    return None if isinstance(value, MicrobatchContext) else value
+    return value
 
 
 def _describe_layers(methods: tuple[str, ...], count: int) -> str:

@@ -60,13 +60,13 @@ def train_here(changes: Changes, steps: int) -> tuple[list[float], list[float], 
     [
         "llama",
         "moe",
+        "packed-rope",
         "t5",
         *(
             pytest.param(name, marks=NIGHT)
             for name in (
                 "gpt",
                 "gpt2",
-                "packed-rope",
                 "windows-packed",
                 "gpt-oss-dense",
                 "gemma2",
