@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
 from megatron.training.cli.preflight import preflight
@@ -111,6 +112,11 @@ def test_recorded_layers_add_gradients_of_weights_in_their_products(
     assert len(products) == (4 * layers if fused else 0), "the four matrices of each layer, as they are recorded"
     train(trainer, recordings, 1)
     assert len(products) == (4 * layers if fused else 0), "a repeated recording calls no Python"
+    counted_weights: list[torch.Tensor] = []
+    monkeypatch.setattr(DataParallel, "gradient_arrived", lambda _, weight: counted_weights.append(weight))
+    train(trainer, recordings, 1)
+    weights = list(trainer.stages[0].parameters())
+    assert len(counted_weights) == len(weights) == len({id(one) for one in counted_weights}), "each of them once"
 
 
 @pytest.mark.parametrize(
