@@ -251,7 +251,7 @@ def test_every_triton_kernel_compiles_for_a_hopper_and_spills_nothing(problem: s
         "": "pass",
         "spills": "m.SPILLS = -1; sys.argv.append('--only=_rotate')",
         "no case": "del m.CASES['rotary']",
-        "not launched": "m.CASES['rotary'] = {}",
+        "not launched": "m.CASES['gated_activation'] = {}",
         "does not compile": "m.CASES['rotary'] = {'odd': lambda op: op(m.draw(2, 2, 2, 6), None, None, False)}",
     }[problem]
     code = f"import sys; from benchmarks.gpu import triton_to_sm90 as m; {spoiled}; sys.exit(m.main())"
@@ -261,7 +261,7 @@ def test_every_triton_kernel_compiles_for_a_hopper_and_spills_nothing(problem: s
         "": "none spills",
         "spills": "rotary._rotate_token (rotary 64) spills 0 bytes; -1 are allowed",
         "no case": "rotary has a Triton kernel and no case",
-        "not launched": "rotary._rotate_token of megatron/core/kernels/triton/rotary.py was launched by no case",
+        "not launched": "pointwise._gated_activation of megatron/core/kernels/triton/pointwise.py was launched by no case",
         "does not compile": "rotary (odd): AttributeError",
     }[problem]
     assert expected in done.stdout, done.stdout[-3000:]
