@@ -207,7 +207,7 @@ def test_the_table_of_launches_has_a_row_for_every_configuration() -> None:
     page = launches.PAGE.read_text()
     table = re.split(f"{launches.BEGIN}|{launches.END}", page)[1]
     names = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert names == list(launches.CASES) and len(names) == 16, "benchmarks/gpu/launches.py --write"
+    assert names == list(launches.CASES), "benchmarks/gpu/launches.py --write"
     name = names[3]
     changed = launches.with_rows(page, {name: f"| {name} | 1 | 2 | 3 | 4 | 5 |"})
     assert changed.count("\n") == page.count("\n") and f"| {name} | 1 |" in changed
