@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,8 +111,3 @@ def _question_problem(question: Any, options: Any, answer: Any) -> str:
 def question_with_answer(question: str, answer: str) -> str:
     """Question and answer as one text: the answer in the question's gap, or behind it."""
     return _GAP.sub(lambda _: answer, question) if "_" in question else f"{question} {answer}"
-
-
-def overall_accuracy(results: Sequence[tuple[int, int]]) -> float:
-    """Share of right answers over several folders, by (right, all) of each."""
-    return sum(right for right, _ in results) / max(1, sum(count for _, count in results))

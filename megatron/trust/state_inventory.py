@@ -1,11 +1,9 @@
 """Every piece of mutable training state: what it is, where it lives in a run, and under which names it is saved.
 
-    INVENTORY   what a run must save to go on as if it had never stopped; compared bit for bit
-    DERIVED     what also changes while a run trains, and why nobody needs to save it
-
-A place is a path of attributes and keys from the session of `training/loop.py`, such as `trainer.optimizer.scaler.scale`.
-A test walks everything that can be reached from a session before and after some steps, and fails when something has
-changed that stands in neither table. `tools/checkpoint/resume_check.py` compares two checkpoints item by item.
+`INVENTORY` lists what a run must save to continue as if it had never stopped; it is compared bit for bit. A place is a path of
+attributes and keys from the session of `training/loop.py`, such as `trainer.optimizer.scaler.scale`. A test walks everything that
+can be reached from a session before and after some steps, and fails when something has changed that is neither in this table nor
+in the test's list of derived state. `tools/checkpoint/resume_check.py` compares two checkpoints item by item.
 """
 
 from __future__ import annotations
@@ -243,43 +241,6 @@ INVENTORY = (
     ),
     Item("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _always_present("run.tokenizer")),
 )
-
-# Patterns of places -> why what is there need not be saved.
-DERIVED = {
-    (
-        "trainer.parallels.*.buckets.*.grad",
-        "trainer.optimizer.segments.*.grad",
-        "trainer.parallels.*.buckets.*.main_grads.*",
-    ): "gradients are made anew in every step",
-    (
-        "trainer.optimizer.rules.*.param_groups.*.lr",
-        "trainer.optimizer.rules.*.param_groups.*.weight_decay",
-    ): "set from the schedule and the counters before every update",
-    (
-        "trainer.parallels.*._launched",
-        "trainer.parallels.*._missing*",
-        "trainer.parallels.*._reducing*",
-    ): "of one step's reductions",
-    ("trainer.parallels.*._gathering*",): "parameters on their way to other ranks; a save waits for them",
-    ("trainer.scripts.*",): "the order of work, a function of the number of microbatches",
-    ("trainer.loss_names*", "trainer.note_names*"): "names of the losses, which the first step asks for",
-    ("trainer.stages.*.scaling.seen",): "largest values of the step that is under way",
-    ("trainer.stages.*.recorded*",): "choices of experts of the last step, for a replay (--moe-enable-routing-replay)",
-    ("trainer.run.timers.*",): "time spent, which is only reported",
-    ("data.*",): "samples read ahead; which come next follows from the counters",
-    ("meter.*", "writers.*", "notes*", "since", "steps_since", "reported_memory", "failed_saves"): "reports",
-    ("checkpoint.*",): "what is known of the folder of checkpoints, found again there",
-}
-
-
-def items_at(place: str) -> list[Item]:
-    """The items that live at a place."""
-    return [item for item in INVENTORY if matches_pattern(place, item.places)]
-
-
-def why_derived(place: str) -> str:
-    """Why what lives at a place need not be saved; empty where nobody has said so."""
-    return next((reason for patterns, reason in DERIVED.items() if matches_pattern(place, patterns)), "")
 
 
 def missing_names(item: Item, source: Source, *, world_size: int, parameters: list[str]) -> list[str]:

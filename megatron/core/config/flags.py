@@ -109,11 +109,6 @@ def flag_spellings(field: dataclasses.Field, kind: Any) -> list[str]:
     return words
 
 
-def known_flags(config_class: type) -> set[str]:
-    """Every spelling that the class understands."""
-    return {word for field, kind in flag_fields(config_class) for word in flag_spellings(field, kind)}
-
-
 def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add one help group for the class's own flags, then the groups of the parts it holds."""
     hints = _field_types(config_class)

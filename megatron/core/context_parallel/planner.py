@@ -43,11 +43,6 @@ class Assignment:
         return sum(self.loads) / len(self.loads) / largest if largest else 1.0
 
 
-def largest_power_of_two(ranks: int) -> int:
-    """Return the largest power of two that is at most `ranks`."""
-    return 1 << (ranks.bit_length() - 1)
-
-
 def ranks_needed(length: int, limit: int) -> int:
     """Return the smallest power of two of ranks that hold `length` positions with at most `limit` each."""
     size = 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.core.datasets.storage import DataError, atomic_file, read_small
+from megatron.core.datasets.storage import DataError, read_small
 
 FORMAT = "indexed dataset sidecar"
 VERSION = 1
@@ -112,12 +112,6 @@ def _content_problem(content: Mapping[str, Any]) -> str | None:
 
 def _is_shard(value: object) -> bool:
     return isinstance(value, list) and [*map(type, value)] == [int, int] and 0 <= value[0] < value[1]
-
-
-def write(prefix: str | Path, sidecar: Sidecar) -> None:
-    """Write or replace the sidecar of a pair; it appears whole."""
-    with atomic_file(sidecar_path(prefix)) as file:
-        file.write(encode(sidecar))
 
 
 def encode(sidecar: Sidecar) -> bytes:

@@ -3,15 +3,13 @@
     Row("decoder.layers.{i}.self_attention.linear_qkv.weight",
         ("model.layers.{i}.self_attn.q_proj.weight", "...k_proj.weight", "...v_proj.weight"), concat(q, kv, kv))
 
-An `TensorConversion` is a pair of functions on whole tensors, so that nobody here knows of ranks. Both directions stand in one row and
-cannot disagree. `mapping_errors` runs rows on tensors of indices and names every element that is lost, doubled or moved.
+A `TensorConversion` is a pair of functions on whole tensors, so nothing here depends on ranks. Both directions stand in one row and
+cannot disagree; a test runs rows on tensors of indices and names every element that is lost, doubled or moved.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,21 +147,6 @@ def concat(*sizes: int) -> TensorConversion:
     return TensorConversion(lambda parts: torch.cat(list(parts)), lambda whole: whole.split(list(sizes)))
 
 
-def interleaved_qkv(heads: int, groups: int, size: int) -> TensorConversion:
-    """Theirs holds, for every key head in turn, its query heads, itself and its value head; ours is [q | k | v]."""
-    turns = heads // groups + 2
-
-    def ours(parts: Sequence[Tensor]) -> Tensor:
-        rows = parts[0].reshape(groups, turns, size, *parts[0].shape[1:])
-        return torch.cat([part.reshape(-1, *part.shape[3:]) for part in (rows[:, :-2], rows[:, -2:-1], rows[:, -1:])])
-
-    def theirs(whole: Tensor) -> Sequence[Tensor]:
-        parts = whole.split([heads * size, groups * size, groups * size])
-        return (torch.cat([part.reshape(groups, -1, size, *whole.shape[1:]) for part in parts], dim=1).flatten(0, 2),)
-
-    return TensorConversion(ours, theirs)
-
-
 def per_expert(op: TensorConversion, each: int) -> TensorConversion:
     """Ours has a leading dimension of experts; theirs has, expert by expert, `each` parts that `op` makes one of."""
 
@@ -202,40 +185,6 @@ def hf_shapes(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> 
         parts = row.op.theirs(torch.empty(shapes[row.ours], device="meta"))
         result_shapes |= {name: tuple(part.shape) for name, part in zip(row.theirs, parts, strict=True)}
     return result_shapes
-
-
-def mapping_errors(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> list[str]:
-    """What is wrong with (expanded) rows, a line each; nothing when every element of both sides is used exactly once.
-
-    shapes: of all our parameters. Runs the ops on tensors of indices, so it is meant for tiny sizes.
-    """
-    problems = [f"{name} is in no row" for name in shapes if name not in {row.ours for row in rows}]
-    for side, names in (
-        ("ours", [row.ours for row in rows]),
-        ("theirs", [name for row in rows for name in row.theirs]),
-    ):
-        problems += [f"{side}: {name} is in {count} rows" for name, count in Counter(names).items() if count > 1]
-    for row in rows:
-        problems += (
-            _mapping_problems(row, shapes[row.ours])
-            if row.ours in shapes
-            else [f"{row.ours} is not a parameter of the network"]
-        )
-    return problems
-
-
-def _mapping_problems(row: ParameterMapping, shape: Shape) -> list[str]:
-    problems = []
-    whole = torch.arange(math.prod(shape)).view(shape)
-    parts = row.op.theirs(whole)
-    if len(parts) != len(row.theirs):
-        problems.append(f"{row.ours} makes {len(parts)} of theirs, and the row names {len(row.theirs)}")
-    used = torch.cat([part.reshape(-1) for part in parts])
-    if not torch.equal(used.sort().values, whole.view(-1)):
-        problems.append(f"{row.ours}: not every element goes to exactly one of theirs")
-    elif not torch.equal(row.op.ours(parts), whole):
-        problems.append(f"{row.ours}: there and back is not where it was")
-    return problems
 
 
 def _mapping_for_layer(row: ParameterMapping, layer: int, experts: int) -> ParameterMapping:

@@ -86,9 +86,3 @@ def assign_owners(tasks: Sequence[MuonTask], ranks: int) -> list[MuonTask]:
         load[owner] += task.cost
         taken[owner] += task.high - task.low
     return [assigned[place] for place in range(len(tasks))]
-
-
-def load_imbalance(tasks: Sequence[MuonTask], ranks: int) -> float:
-    """Return the work of the busiest rank divided by the mean; 1 is perfect."""
-    load = [sum(task.cost for task in tasks if task.owner == rank) for rank in range(ranks)]
-    return max(load) * ranks / sum(load) if sum(load) else 1.0

@@ -36,7 +36,7 @@ from megatron.core.parallel.spec import LocalShard, local_shape, local_shards, q
 
 
 class QuantizedWeight:
-    """The values of one frozen parameter, [out, in] or of experts [e, out, in], in a format of `weight_blocks.FORMATS`.
+    """The values of one frozen parameter, [out, in] or of experts [e, out, in], in nf4 or int8.
 
     boxes: what of the global tensor must be given to `quantize_box`, one by one. hashes: of the values given, of each local shard.
     """

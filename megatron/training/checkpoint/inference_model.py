@@ -52,7 +52,6 @@ from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import read_launch_info, world_size
 from megatron.training.launch.rendezvous import join_ranks
 
-Stage = GPTModel | BERTModel | T5Model
 AnyStage = TypeVar("AnyStage", GPTModel, BERTModel, T5Model)
 FORMATS = ("float32", "bfloat16", "float16", "float64")
 _EMBEDDING = "model.embedding.word_embeddings.weight"

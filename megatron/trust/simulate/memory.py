@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, UntypedStorage
 
-from megatron.trust.simulate.trace import KINDS, TOGETHER, DryRun, MemoryByKind, Trace
+from megatron.trust.simulate.trace import KINDS, TOGETHER, MemoryByKind
 
 _FOREVER = 1 << 62
 _POINTS = 1000  # of a thinned timeline
@@ -314,37 +314,3 @@ class StorageTracker:
         life.died = self.clock
         self._log_event(life)
         self.live -= life.size
-
-
-def forwards_waiting(trace: Trace) -> int:
-    """Return how many forward passes at the peak still waited for their backward pass."""
-    passes = [
-        name[0]
-        for event in trace.events[: trace.peak_event + 1]
-        if event.kind == "action"
-        for name in event.name.split(TOGETHER)
-        if name[0] in "FB"
-    ]
-    return passes.count("F") - passes.count("B") + (passes[-1:] == ["B"])
-
-
-def explain_highest_peak(run: DryRun) -> str:
-    """Explain in words what the rank with the highest peak holds more of than the rank with the lowest."""
-    worst, least = run.worst_trace, min(run.traces, key=lambda trace: trace.peak)
-    name = f"rank {worst.rank} ({_place_text(worst)}) needs {worst.peak / 2**30:.2f} GiB"
-    if worst.peak == least.peak:
-        return f"{name}, as all others do"
-    more = sorted(((getattr(worst.at_peak, kind) - getattr(least.at_peak, kind), kind) for kind in KINDS), reverse=True)
-    parts = []
-    for difference, kind in more:
-        if difference > 0 and difference >= 0.01 * (worst.peak - least.peak):
-            waiting = f" ({forwards_waiting(worst)} forward passes wait for their backward pass, there {forwards_waiting(least)})"
-            parts.append(f"{difference / 2**30:.2f} GiB of {kind}{waiting if kind == 'activations' else ''}")
-    return (
-        f"{name}, {(worst.peak - least.peak) / 2**30:.2f} GiB more than rank {least.rank} ({_place_text(least)}), which needs least: "
-        f"{', '.join(parts)} more"
-    )
-
-
-def _place_text(trace: Trace) -> str:
-    return ", ".join(f"{axis} {rank}" for axis, rank in trace.place.items() if axis in ("pp", "tp", "ep")) or "alone"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +15,11 @@ from hypothesis import strategies as st
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.rules import (
     ParameterMapping,
+    Shape,
     TensorConversion,
     concat,
     expand_mappings,
     hf_shapes,
-    interleaved_qkv,
-    mapping_errors,
     per_expert,
     same,
     transpose,
@@ -217,14 +219,46 @@ def test_every_element_is_used_exactly_once_in_both_directions(
     assert mapping_errors(expand_mappings(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
 
 
+def mapping_errors(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> list[str]:
+    """What is wrong with (expanded) rows, a line each; nothing when every element of both sides is used exactly once.
+
+    shapes: of all our parameters. Runs the ops on tensors of indices, so it is meant for tiny sizes.
+    """
+    problems = [f"{name} is in no row" for name in shapes if name not in {row.ours for row in rows}]
+    for side, names in (
+        ("ours", [row.ours for row in rows]),
+        ("theirs", [name for row in rows for name in row.theirs]),
+    ):
+        problems += [f"{side}: {name} is in {count} rows" for name, count in Counter(names).items() if count > 1]
+    for row in rows:
+        problems += (
+            _mapping_problems(row, shapes[row.ours])
+            if row.ours in shapes
+            else [f"{row.ours} is not a parameter of the network"]
+        )
+    return problems
+
+
+def _mapping_problems(row: ParameterMapping, shape: Shape) -> list[str]:
+    problems = []
+    whole = torch.arange(math.prod(shape)).view(shape)
+    parts = row.op.theirs(whole)
+    if len(parts) != len(row.theirs):
+        problems.append(f"{row.ours} makes {len(parts)} of theirs, and the row names {len(row.theirs)}")
+    used = torch.cat([part.reshape(-1) for part in parts])
+    if not torch.equal(used.sort().values, whole.view(-1)):
+        problems.append(f"{row.ours}: not every element goes to exactly one of theirs")
+    elif not torch.equal(row.op.ours(parts), whole):
+        problems.append(f"{row.ours}: there and back is not where it was")
+    return problems
+
+
 @pytest.mark.parametrize(
     "op, shape, theirs",
     [
         (same, (3, 4), [(3, 4)]),
         (transpose, (3, 4), [(4, 3)]),
         (concat(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
-        (interleaved_qkv(6, 2, 3), (30, 2), [(30, 2)]),
-        (interleaved_qkv(4, 4, 2), (24,), [(24,)]),
         (per_expert(concat(2, 2), 2), (3, 4, 5), [(2, 5)] * 6),
         (per_expert(same, 1), (2, 3), [(3,)] * 2),
     ],
@@ -236,13 +270,6 @@ def test_ops_make_the_shapes_of_theirs_and_come_back(
     rows = [ParameterMapping("weight", names, op)]
     assert list(hf_shapes(rows, {"weight": shape}).values()) == theirs
     assert mapping_errors(rows, {"weight": shape}) == []
-
-
-def test_interleaved_rows_stand_key_head_by_key_head() -> None:
-    """[q0 q1 q2 q3 | k0 k1 | v0 v1] there is q0 q1 k0 v0 q2 q3 k1 v1; a head has two rows."""
-    ours = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 10, 10, 11, 11, 20, 20, 21, 21])
-    (theirs,) = interleaved_qkv(4, 2, 2).theirs(ours)
-    assert theirs.tolist() == [0, 0, 1, 1, 10, 10, 20, 20, 2, 2, 3, 3, 11, 11, 21, 21]
 
 
 def test_experts_are_written_out_expert_by_expert() -> None:

@@ -15,7 +15,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.groups import uses_muon
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulz, orthogonalize, update_scale
-from megatron.core.optimizer.owners import MuonTask, assign_owners, load_imbalance, muon_tasks
+from megatron.core.optimizer.owners import MuonTask, assign_owners, muon_tasks
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedSegment,
@@ -234,7 +234,6 @@ def test_work_is_divided_within_grahams_bound() -> None:
         least = max(sum(costs) / ranks, ordered[0], pair)
         assert max(load) <= (4 / 3) * least * (1 + 1e-12) or max(load) - min(load) <= ordered[0], (costs, load)
         assert sum(load) == pytest.approx(sum(costs))
-        assert load_imbalance(found, ranks) == pytest.approx(max(load) * ranks / sum(costs))
 
 
 def test_the_layers_of_a_network_are_divided_evenly() -> None:
@@ -247,7 +246,8 @@ def test_the_layers_of_a_network_are_divided_evenly() -> None:
     ] * 24
     owned = [Ownership(spec, spec.shape, tuple((0, 0) for _ in range(8))) for spec in specs]
     found = assign_owners([slab for one in owned for slab in muon_tasks(one, lambda spec: True)], 8)
-    assert load_imbalance(found, 8) < 1.02
+    load = [sum(task.cost for task in found if task.owner == rank) for rank in range(8)]
+    assert max(load) * 8 / sum(load) < 1.02
 
 
 def test_a_rank_works_on_what_it_holds_anyway_if_nobody_has_less_to_do() -> None:

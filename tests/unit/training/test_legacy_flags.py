@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.core.config.flags import add_arguments, flag_fields, flag_name, known_flags
+from megatron.core.config.flags import add_arguments, flag_fields, flag_name, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import (
     FAMILIES,
@@ -18,7 +18,7 @@ from megatron.training.cli.legacy_flags import (
     translate,
 )
 
-KNOWN = known_flags(RequestedRun)
+KNOWN = {word for field, kind in flag_fields(RequestedRun) for word in flag_spellings(field, kind)}
 
 
 def argv(text):

@@ -25,7 +25,7 @@ from megatron.training.loader import build_data
 from megatron.training.loop import Session
 from megatron.training.trainer import build_trainer
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import DERIVED, INVENTORY, items_at, why_derived
+from megatron.trust.state_inventory import INVENTORY, Item
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, VOCABULARY, write_tokens
 from tests.helpers.training import train_on
@@ -102,6 +102,44 @@ def train(one: Session, steps: int = 5) -> None:
     with one._exit_conditions() as watch:
         for _ in range(steps):
             one._one_iteration(watch)
+
+
+# Patterns of places -> why what is there need not be saved.
+DERIVED = {
+    (
+        "trainer.parallels.*.buckets.*.grad",
+        "trainer.optimizer.segments.*.grad",
+        "trainer.parallels.*.buckets.*.main_grads.*",
+    ): "gradients are made anew in every step",
+    (
+        "trainer.optimizer.rules.*.param_groups.*.lr",
+        "trainer.optimizer.rules.*.param_groups.*.weight_decay",
+    ): "set from the schedule and the counters before every update",
+    (
+        "trainer.parallels.*._launched",
+        "trainer.parallels.*._missing*",
+        "trainer.parallels.*._reducing*",
+    ): "of one step's reductions",
+    ("trainer.parallels.*._gathering*",): "parameters on their way to other ranks; a save waits for them",
+    ("trainer.scripts.*",): "the order of work, a function of the number of microbatches",
+    ("trainer.loss_names*", "trainer.note_names*"): "names of the losses, which the first step asks for",
+    ("trainer.stages.*.scaling.seen",): "largest values of the step that is under way",
+    ("trainer.stages.*.recorded*",): "choices of experts of the last step, for a replay (--moe-enable-routing-replay)",
+    ("trainer.run.timers.*",): "time spent, which is only reported",
+    ("data.*",): "samples read ahead; which come next follows from the counters",
+    ("meter.*", "writers.*", "notes*", "since", "steps_since", "reported_memory", "failed_saves"): "reports",
+    ("checkpoint.*",): "what is known of the folder of checkpoints, found again there",
+}
+
+
+def items_at(place: str) -> list[Item]:
+    """The items that live at a place."""
+    return [item for item in INVENTORY if matches_pattern(place, item.places)]
+
+
+def why_derived(place: str) -> str:
+    """Why what lives at a place need not be saved; empty where nobody has said so."""
+    return next((reason for patterns, reason in DERIVED.items() if matches_pattern(place, patterns)), "")
 
 
 def saved(one: Session) -> dict[str, str]:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 BLOCK = 64  # inputs that share a scale
 SCALES = 256  # rows whose scales share a mean and a step
-FORMATS = ("nf4", "int8")
 _MOST = 127  # of a code of 8 bits
 # The mean of the outermost quantiles of 16 and of 15 values, at which neither end is infinite.
 _OUTERMOST = 1.0 - (1.0 / 30.0 + 1.0 / 32.0) / 2.0
