@@ -1,7 +1,7 @@
 """UpdateRule: the interface between the optimizer and an algorithm such as AdamW or Muon.
 
 `Optimizer` reduces, clips, and writes weights; a rule turns gradients into new main weights. To add one, derive from
-`UpdateRule`, write `step` and `slots`, and name it in `optimizer.py` (docs/developer/adding.md).
+`UpdateRule`, write `step` and `checkpoint_state`, and name it in `optimizer.py` (docs/developer/adding.md).
 """
 
 from __future__ import annotations
