@@ -50,19 +50,11 @@ _SHOWN = 100  # problems an error prints; a wrong model misses thousands of name
 
 # What a user may choose anew for a checkpoint's model: kernels, dropout, initial values, and the padding of this layout.
 FREE = frozenset(
-    {
-        "attention_backend",
-        "kernel",
-        "cross_entropy_fusion_impl",
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "embedding_init_method_std",
-        "init_method_xavier_uniform",
-        "make_vocab_size_divisible_by",
-        "padded_vocab_size",
-        "fp32_residual_connection",
-    }
+    """
+    attention_backend kernel cross_entropy_fusion_impl hidden_dropout attention_dropout init_method_std
+    embedding_init_method_std init_method_xavier_uniform make_vocab_size_divisible_by padded_vocab_size
+    fp32_residual_connection
+    """.split()
 )
 
 

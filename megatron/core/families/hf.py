@@ -47,19 +47,11 @@ SHARD_BYTES = 5_000_000_000
 PUBLISHED = "published.config"  # the value under which a source keeps the config.json that it came from
 
 _CONFIG, _WEIGHTS, _BIN = "config.json", "model.safetensors", "pytorch_model.bin"
-_CARRIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
+_CARRIED = tuple(
+    """
+    generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt vocab.txt tokenizer.model spiece.model chat_template.jinja chat_template.json
+    """.split()
 )
 _HEADS = ("lm_head.", "cls.", "classifier.")  # beginnings of names that stand beside a family's base
 _WORDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}

@@ -16,77 +16,19 @@ from megatron.core.config.settings.model import ModelConfig, RopeConfig
 
 # Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
 IGNORED = frozenset(
-    (
-        "_commit_hash",
-        "_name_or_path",
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "gradient_checkpointing",
-        "id2label",
-        "is_decoder",
-        "is_llama_config",
-        "keys_to_ignore_at_inference",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "max_sequence_length",
-        "min_length",
-        "model_type",
-        "n_ctx",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_past",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "reorder_and_upcast_attn",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "bad_words_ids",
-        "encoder_no_repeat_ngram_size",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    )
+    """
+    _commit_hash _name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward
+    diversity_penalty do_sample dtype early_stopping eos_token_id finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label is_decoder is_llama_config keys_to_ignore_at_inference
+    label2id length_penalty max_length max_sequence_length min_length model_type n_ctx no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_past output_scores
+    pad_token_id prefix pretraining_tp problem_type reorder_and_upcast_attn repetition_penalty return_dict
+    return_dict_in_generate sep_token_id decoder_start_token_id suppress_tokens begin_suppress_tokens bad_words_ids
+    encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unsloth_fixed unsloth_version use_cache
+    """.split()
 )
 
 # Keys that say how experts are balanced while they are trained.

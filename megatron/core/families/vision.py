@@ -211,24 +211,12 @@ def read_encoder_config(keys: ConfigReader, kind: str) -> dict[str, Any]:
     }
 
 
-_SAYS_NOTHING = (
-    "initializer_range",
-    "initializer_factor",
-    "projection_dim",
-    "vocab_size",
-    "vision_use_head",
-    "apply_layernorm",
-    "out_features",
-    "out_indices",
-    "reshape_hidden_states",
-    "stage_names",
-    "use_mask_token",
-    "layerscale_value",
-    "layer_scale_init_value",
-    "encoder_stride",
-    "pooler_act",
-    "pooler_output_size",
-    "logit_scale_init_value",
+_SAYS_NOTHING = tuple(
+    """
+    initializer_range initializer_factor projection_dim vocab_size vision_use_head apply_layernorm out_features
+    out_indices reshape_hidden_states stage_names use_mask_token layerscale_value layer_scale_init_value encoder_stride
+    pooler_act pooler_output_size logit_scale_init_value
+    """.split()
 )
 
 

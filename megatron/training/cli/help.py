@@ -7,27 +7,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-COMMON = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "lr",
-    "lr_decay_style",
-    "lr_warmup_fraction",
-    "weight_decay",
-    "bf16",
-    "data_path",
-    "tokenizer_type",
-    "save",
-    "load",
-    "save_interval",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "use_distributed_optimizer",
+COMMON = tuple(
+    """
+    num_layers hidden_size num_attention_heads seq_length micro_batch_size global_batch_size train_iters lr
+    lr_decay_style lr_warmup_fraction weight_decay bf16 data_path tokenizer_type save load save_interval
+    tensor_model_parallel_size pipeline_model_parallel_size use_distributed_optimizer
+    """.split()
 )
 MORE = (
     "--help all        every flag, in groups\n"

@@ -20,31 +20,15 @@ from typing import Literal
 LogOption = Literal["max", "minmax", "all"]
 Times = dict[str, list[float]]  # name -> seconds of each rank, per step
 
-STEP_TIMERS = (
-    "forward-backward",
-    "forward-compute",
-    "backward-compute",
-    "batch-generator",
-    "forward-recv",
-    "forward-send",
-    "backward-recv",
-    "backward-send",
-    "forward-send-forward-recv",
-    "forward-send-backward-recv",
-    "backward-send-forward-recv",
-    "backward-send-backward-recv",
-    "forward-backward-send-forward-backward-recv",
-    "layernorm-grads-all-reduce",
-    "embedding-grads-all-reduce",
-    "all-grads-sync",
-    "params-all-gather",
-    "optimizer-copy-to-main-grad",
-    "optimizer-unscale-and-check-inf",
-    "optimizer-clip-main-grad",
-    "optimizer-count-zeros",
-    "optimizer-inner-step",
-    "optimizer-copy-main-to-model-params",
-    "optimizer",
+STEP_TIMERS = tuple(
+    """
+    forward-backward forward-compute backward-compute batch-generator forward-recv forward-send backward-recv
+    backward-send forward-send-forward-recv forward-send-backward-recv backward-send-forward-recv
+    backward-send-backward-recv forward-backward-send-forward-backward-recv layernorm-grads-all-reduce
+    embedding-grads-all-reduce all-grads-sync params-all-gather optimizer-copy-to-main-grad
+    optimizer-unscale-and-check-inf optimizer-clip-main-grad optimizer-count-zeros optimizer-inner-step
+    optimizer-copy-main-to-model-params optimizer
+    """.split()
 )
 
 

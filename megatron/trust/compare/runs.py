@@ -99,22 +99,11 @@ KIND_OF: Mapping[str, str] = {
         ("finetune", "ckpt_step", "load_optim", "load_rng", "pretrained_checkpoint", "load"), "resumed state"
     ),
     **dict.fromkeys(
-        (
-            "eval_iters",
-            "eval_interval",
-            "exit_interval",
-            "exit_duration_in_mins",
-            "exit_signal_handler",
-            "exit_signal",
-            "manual_gc",
-            "manual_gc_interval",
-            "empty_unused_memory_level",
-            "check_for_nan_in_loss_and_grad",
-            "log_samples",
-            "num_workers",
-            "data_cache_path",
-            "distributed_timeout_minutes",
-        ),
+        """
+        eval_iters eval_interval exit_interval exit_duration_in_mins exit_signal_handler exit_signal manual_gc
+        manual_gc_interval empty_unused_memory_level check_for_nan_in_loss_and_grad log_samples num_workers
+        data_cache_path distributed_timeout_minutes
+        """.split(),
         REPORTS,
     ),
 }

@@ -699,19 +699,12 @@ def _degree_change_reason(before: int, after: int) -> tuple[str, bool]:
 
 def _reported_settings(config: RunConfig) -> Iterator[str]:
     """Settings whose change is said: those of data, files and reports are not, nor of how long the run would be."""
-    silent = {
-        "train_iters",
-        "train_samples",
-        "distributed_timeout_minutes",
-        "distributed_backend",
-        "skip_train",
-        "iterations_to_skip",
-        "make_vocab_size_divisible_by",
-        "moe_use_upcycling",
-        "moe_upcycling_granularity",
-        "true_vocab_size",
-        "deterministic_mode",
-    }
+    silent = set(
+        """
+        train_iters train_samples distributed_timeout_minutes distributed_backend skip_train iterations_to_skip
+        make_vocab_size_divisible_by moe_use_upcycling moe_upcycling_granularity true_vocab_size deterministic_mode
+        """.split()
+    )
     parts = (config.parallel, config.model, config.recompute, config.train, config.optimizer)
     yield from (name for part in parts for name in to_values(part) if name not in silent)
     yield from (*_FORMATS[:3], "lr")

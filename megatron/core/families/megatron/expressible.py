@@ -18,75 +18,21 @@ ANY: Collection[Any] | None = None
 # Setting -> the values beside its default of which Megatron has a counterpart.
 COUNTERPARTS: Mapping[str, Collection[Any] | None] = {
     **dict.fromkeys(
-        (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "kv_channels",
-            "num_query_groups",
-            "max_position_embeddings",
-            "true_vocab_size",
-            "untie_embeddings_and_output_weights",
-            "normalization",
-            "norm_epsilon",
-            "apply_layernorm_1p",
-            "add_bias_linear",
-            "add_qkv_bias",
-            "swiglu",
-            "quick_geglu",
-            "squared_relu",
-            "openai_gelu",
-            "activation_func_clamp_value",
-            "glu_linear_offset",
-            "qk_layernorm",
-            "qk_l2_norm",
-            "softmax_scale",
-            "window_size",
-            "window_attn_skip_freq",
-            "bert_binary_head",
-            "rotary_base",
-            "rotary_percent",
-            "rotary_interleaved",
-            "rotary_seq_len_interpolation_factor",
-            "use_rope_scaling",
-            "rope_scaling_factor",
-            "mrope_section",
-            "no_rope_freq",
-            "multi_latent_attention",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_head_dim",
-            "qk_pos_emb_head_dim",
-            "v_head_dim",
-            "mtp_num_layers",
-            "mtp_use_repeated_layer",
-            "num_experts",
-            "moe_layer_freq",
-            "moe_ffn_hidden_size",
-            "moe_router_topk",
-            "moe_router_score_function",
-            "moe_router_pre_softmax",
-            "moe_router_topk_scaling_factor",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "moe_router_enable_expert_bias",
-            "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate",
-            "attention_output_gate",
-            "hybrid_layer_pattern",
-            "mamba_state_dim",
-            "mamba_head_dim",
-            "mamba_num_groups",
-            "mamba_num_heads",
-            "experimental_attention_variant",
-            "linear_attention_freq",
-            "linear_conv_kernel_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-        ),
+        """
+        num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups
+        max_position_embeddings true_vocab_size untie_embeddings_and_output_weights normalization norm_epsilon
+        apply_layernorm_1p add_bias_linear add_qkv_bias swiglu quick_geglu squared_relu openai_gelu
+        activation_func_clamp_value glu_linear_offset qk_layernorm qk_l2_norm softmax_scale window_size
+        window_attn_skip_freq bert_binary_head rotary_base rotary_percent rotary_interleaved
+        rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor mrope_section no_rope_freq
+        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers
+        mtp_use_repeated_layer num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk
+        moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
+        moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size
+        moe_shared_expert_gate attention_output_gate hybrid_layer_pattern mamba_state_dim mamba_head_dim
+        mamba_num_groups mamba_num_heads experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
+        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+        """.split(),
         ANY,
     ),
     "architecture": ("bert",),  # a T5 is read, and not written
