@@ -36,7 +36,7 @@ from megatron.core.datasets.marks import ids_without_special_tokens
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_dtype, add_network_options
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.launch.launch_info import install_interrupt_handler
 
@@ -206,11 +206,7 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    what = parser.add_argument_group("what")
-    what.add_argument(
-        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
-    )
-    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    what = add_network_options(parser, "what")
     what.add_argument(
         "--input",
         nargs="+",
@@ -241,12 +237,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="tokens in one batch, padding included (default: 8192)",
     )
-    how.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
-        default="auto",
-        help="format of the weights (default: as they were saved)",
-    )
+    add_dtype(how)
     add_arguments(parser, TokenizerConfig)
     return parser.parse_args(argv)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_run_options, parse_with_run
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, Command, read_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
@@ -31,10 +31,7 @@ from megatron.trust.plan.hardware import PROFILES, hardware_of
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
-    parser.add_argument(
-        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
-    )
+    add_run_options(parser, ENTRIES)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -68,12 +65,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--write-rules", type=Path, metavar="FILE", help="write the page of all rules, and stop")
-    place = list(argv).index("--") if "--" in argv else len(argv)
-    options, words = parser.parse_known_args(list(argv[:place]))
-    words += argv[place + 1 :]
-    if not words and options.write_rules is None:
-        parser.error("give the flags of a run")
-    return options, words
+    return parse_with_run(parser, argv, without="write_rules")
 
 
 def apply_changes(

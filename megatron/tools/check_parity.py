@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_run_options, parse_with_run
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, read_command
 from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
@@ -30,10 +30,7 @@ from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
-    parser.add_argument(
-        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
-    )
+    add_run_options(parser, ENTRIES)
     parser.add_argument(
         "--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said"
     )
@@ -44,12 +41,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         help="seconds after which ranks that have not come back are stopped (default: 300)",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
-    place = list(argv).index("--") if "--" in argv else len(argv)
-    options, words = parser.parse_known_args(list(argv[:place]))
-    words += argv[place + 1 :]
-    if not words:
-        parser.error("give the flags of a run")
-    return options, words
+    return parse_with_run(parser, argv)
 
 
 def small_config(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:

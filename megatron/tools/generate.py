@@ -41,16 +41,9 @@ from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.requests import Event, Reply, Request, Token
 from megatron.inference.sampling import Sampling
 from megatron.inference.step_input import PromptImages
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_dtype, add_network_options, add_sampling_options, add_sizes
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.inference_model import (
-    FORMATS,
-    GPT,
-    InferenceModel,
-    ModelKind,
-    architecture_of,
-    load_network,
-)
+from megatron.training.checkpoint.inference_model import GPT, InferenceModel, ModelKind, architecture_of, load_network
 from megatron.training.entry import run_entry
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -76,11 +69,7 @@ AHEAD = 4  # times the requests that are decoded together: how far lines are rea
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("what")
-    what.add_argument(
-        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
-    )
-    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    what = add_network_options(parser, "what")
     what.add_argument(
         "--draft",
         metavar="FOLDER",
@@ -94,23 +83,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="answers, a JSON object a line; begun by an earlier run: gone on with",
     )
-    what.add_argument(
-        "--dtype",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help="format of the weights (default: as they were saved)",
-    )
-    for name in SIZES:
-        what.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
+    add_dtype(what)
+    add_sizes(what, SIZES)
     how = parser.add_argument_group("how, where a line does not say")
-    how.add_argument("--num-tokens", type=int, default=64, metavar="N", help="most tokens to add (default: 64)")
-    how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (default: 1)")
-    how.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)"
-    )
-    how.add_argument(
-        "--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
-    )
+    add_sampling_options(how, "line n draws with seed + n")
     how.add_argument(
         "--min-p",
         type=float,
@@ -125,7 +101,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="X",
         help="make tokens of the text less likely (default: 1, no)",
     )
-    how.add_argument("--seed", type=int, default=1234, help="line n draws with seed + n (default: 1234)")
     add_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.inference.engine import Engine
 from megatron.inference.generate import GenerationFailed, generate_texts
 from megatron.inference.sampling import Sampling
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_network_options, add_sampling_options, add_tokenizer_files
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.launch.launch_info import install_interrupt_handler
 
@@ -24,28 +24,10 @@ TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("what to continue")
-    what.add_argument(
-        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
-    )
-    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    what = add_network_options(parser, "what to continue")
     what.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
-    how = parser.add_argument_group("how")
-    how.add_argument("--num-tokens", type=int, default=64, metavar="N", help="most tokens to add (default: 64)")
-    how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (default: 1)")
-    how.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)"
-    )
-    how.add_argument(
-        "--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
-    )
-    how.add_argument("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
-    files = parser.add_argument_group(
-        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
-    )
-    files.add_argument("--tokenizer-type", metavar="TYPE")
-    for name in ("vocab-file", "merge-file", "tokenizer-model"):
-        files.add_argument(f"--{name}", metavar="FILE")
+    add_sampling_options(parser.add_argument_group("how"), "seed of the draws")
+    add_tokenizer_files(parser, TOKENIZER)
     return parser.parse_args(argv)
 
 

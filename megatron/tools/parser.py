@@ -1,9 +1,12 @@
-"""The parser of every tool: one line of usage, and errors that end with where to look."""
+"""The parser of every tool, with one line of usage and errors that end with where to look; and the options that several tools share."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -32,3 +35,74 @@ class ToolParser(argparse.ArgumentParser):
             elif action.required:
                 words.append(f"{action.option_strings[0]} {name}")
         return " ".join([self.prog, *words, "[options]"]).replace("%", "%%")
+
+
+def add_network_options(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Add --load and --ckpt-step in a new group, which is returned."""
+    group = parser.add_argument_group(title)
+    group.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
+    )
+    group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    return group
+
+
+def add_dtype(group: argparse._ArgumentGroup) -> None:
+    """Add --dtype, of the weights of a loaded network."""
+    group.add_argument(
+        "--dtype",
+        choices=("auto", *_DTYPES),
+        default="auto",
+        help="format of the weights (default: as they were saved)",
+    )
+
+
+def add_sizes(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
+    """Add the sizes of a layout, by their names in `ParallelConfig`."""
+    for name in names:
+        group.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
+
+
+def add_sampling_options(group: argparse._ArgumentGroup, seed: str) -> None:
+    """Add how many tokens are generated, and how they are drawn. seed: the help of --seed."""
+    group.add_argument("--num-tokens", type=int, default=64, metavar="N", help="most tokens to add (default: 64)")
+    group.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (default: 1)"
+    )
+    group.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)"
+    )
+    group.add_argument(
+        "--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
+    )
+    group.add_argument("--seed", type=int, default=1234, help=f"{seed} (default: 1234)")
+
+
+def add_tokenizer_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add a group of settings of the tokenizer, by their names in `TokenizerConfig`."""
+    group = parser.add_argument_group(
+        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
+    )
+    for name in names:
+        metavar = "TYPE" if name == "tokenizer_type" else "FILE"
+        group.add_argument("--" + name.replace("_", "-"), metavar=metavar)
+
+
+def add_run_options(parser: argparse.ArgumentParser, entries: Iterable[str]) -> None:
+    """Add --world-size and --entry, of a run whose flags follow. entries: the entry scripts."""
+    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
+    parser.add_argument(
+        "--entry", choices=entries, default="pretrain_gpt.py", help="script of the flags, if no command names one"
+    )
+
+
+def parse_with_run(
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, without: str = ""
+) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own options and the words of the run. without: the option with which no run needs to be given."""
+    place = list(argv).index("--") if "--" in argv else len(argv)
+    options, words = parser.parse_known_args(list(argv[:place]))
+    words += argv[place + 1 :]
+    if not words and not (without and getattr(options, without) is not None):
+        parser.error("give the flags of a run")
+    return options, words

@@ -26,7 +26,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.rl.planned_memory import memory_line
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_run_options, parse_with_run
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, read_command
 from megatron.trust.flags.repair import RequestedSetup
@@ -43,10 +43,7 @@ from megatron.trust.units import bytes_text
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the words of the run."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
-    parser.add_argument(
-        "--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script of the flags, if no command names one"
-    )
+    add_run_options(parser, ENTRIES)
     parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
     parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
     parser.add_argument(
@@ -74,11 +71,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         metavar="FILE",
         help="measure this machine, write its profile, and stop; under torchrun, its links too",
     )
-    place = list(argv).index("--") if "--" in argv else len(argv)
-    options, words = parser.parse_known_args(list(argv[:place]))
-    words += argv[place + 1 :]
-    if not words and options.measure is None:
-        parser.error("give the flags of a run")
+    options, words = parse_with_run(parser, argv, without="measure")
     if options.search and options.html:
         parser.error("--html draws one plan; give it without --search")
     return options, words

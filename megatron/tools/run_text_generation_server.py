@@ -35,10 +35,10 @@ from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.score_service import ScoreService
 from megatron.inference.service import Service
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_dtype, add_network_options, add_sizes, add_tokenizer_files
 from megatron.training.checkpoint.adapters import open_adapters, require_base, source_hash
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.inference_model import FORMATS, GPT, REWARD, InferenceModel, load_network
+from megatron.training.checkpoint.inference_model import GPT, REWARD, InferenceModel, load_network
 from megatron.training.entry import run_entry
 from megatron.training.health.watchdog import RankLost
 from megatron.training.launch.launch_info import has_desktop, read_launch_info
@@ -62,22 +62,12 @@ TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "c
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("what")
-    what.add_argument(
-        "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
-    )
-    what.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load, instead of the newest")
+    what = add_network_options(parser, "what")
     what.add_argument(
         "--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens"
     )
-    what.add_argument(
-        "--dtype",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help="format of the weights (default: as they were saved)",
-    )
-    for name in SIZES:
-        what.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
+    add_dtype(what)
+    add_sizes(what, SIZES)
     where = parser.add_argument_group("where, and for whom")
     where.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
@@ -117,12 +107,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         help="how conversations are written (default: by the tokenizer's chat template, if it has one)",
     )
     _add_limits(parser)
-    files = parser.add_argument_group(
-        "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
-    )
-    files.add_argument("--tokenizer-type", metavar="TYPE")
-    for name in TOKENIZER[1:]:
-        files.add_argument("--" + name.replace("_", "-"), metavar="FILE")
+    add_tokenizer_files(parser, TOKENIZER)
     add_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
 
