@@ -391,7 +391,7 @@ class Saver:
             )
             if doomed:
                 open_saved(step.folder, files=self.files)
-                notes += filter(None, [store.delete_checkpoints(self.folder, doomed, files=self.files)])
+                notes += filter(None, [store.delete_checkpoints(doomed, files=self.files)])
         except CheckpointError as error:
             notes.append(f"no older checkpoint is deleted: {error}")
         return store.bytes_in(step.folder, files=self.files), notes

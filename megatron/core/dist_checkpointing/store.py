@@ -419,7 +419,7 @@ def expired_checkpoints(
     ]
 
 
-def delete_checkpoints(folder: str | Path, steps: Sequence[SavedStep], *, files: FileSystem = DISK) -> str:
+def delete_checkpoints(steps: Sequence[SavedStep], *, files: FileSystem = DISK) -> str:
     """Delete checkpoints. Returns why some could not be deleted, usually "": that is no reason for a run to end."""
     complaints = []
     for step in steps:

@@ -21,25 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.saved import DTYPES, WORDS
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_WRITTEN = {dtype: word for word, dtype in _DTYPES.items()}
-_ORDER = tuple(_DTYPES.values())  # a file holds its widest floats first, then names in order
+_ORDER = tuple(DTYPES.values())  # a file holds its widest floats first, then names in order
 _LONGEST_HEADER = 100_000_000
 
 
@@ -115,7 +101,7 @@ def create(path: Path, formats: Mapping[str, TensorFormat]) -> dict[str, Stored]
     for name in sorted(formats, key=lambda name: (_ORDER.index(formats[name].dtype), name)):
         one = formats[name]
         size = math.prod(one.shape) * one.dtype.itemsize
-        entries[name] = {"dtype": _WRITTEN[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + size]}
+        entries[name] = {"dtype": WORDS[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + size]}
         places[name], end = end, end + size
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     header += b" " * (-len(header) % 8)
@@ -148,11 +134,11 @@ def _parse_entry(name: str, entry: Any, path: Path, base: int) -> Stored:
     shape, offsets, word = entry["shape"], entry["data_offsets"], entry["dtype"]
     if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
         raise ValueError(f"the shape or the place of {name} is no list of whole numbers")
-    if word not in _DTYPES:
+    if word not in DTYPES:
         raise ValueError(
             f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16"
         )
-    stored = Stored(TensorFormat(tuple(shape), _DTYPES[word]), path, base + offsets[0])
+    stored = Stored(TensorFormat(tuple(shape), DTYPES[word]), path, base + offsets[0])
     if stored.length != offsets[1] - offsets[0]:
         raise ValueError(
             f"{name} of shape {shape} takes {stored.length} bytes, and its place has {offsets[1] - offsets[0]}"

@@ -215,7 +215,7 @@ def _proxy_values(
     values |= _proxy_states(config, degrees)
     values |= _proxy_lengths(config, degrees)
     values |= _proxy_experts(config, degrees)
-    values |= _proxy_batch(config, world_size, degrees, chunks, proxy_chunks)
+    values |= _proxy_batch(config, world_size, degrees, proxy_chunks)
     values |= _training_settings(config)
     if (
         parallel.ddp_bucket_size
@@ -541,10 +541,8 @@ def _proxy_experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
     return values
 
 
-def _proxy_batch(
-    config: RunConfig, world_size: int, degrees: ParallelDegrees, chunks: int, proxy_chunks: int
-) -> Values:
-    """Microbatches as many as show the schedule. chunks, kept: of a pipeline rank, before and after."""
+def _proxy_batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, proxy_chunks: int) -> Values:
+    """As many microbatches as show the schedule. proxy_chunks: of a pipeline rank of the proxy."""
     train, parallel = config.train, config.parallel
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
     values: Values = {

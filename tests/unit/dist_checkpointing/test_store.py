@@ -34,7 +34,7 @@ def save(folder: Path, iteration: int, **values: object) -> Path:
 
 def retain(folder: Path, saved: int, interval: int | None = None, keep_last: int | None = None) -> list[int]:
     gone = store.expired_checkpoints(folder, saved=saved, interval=interval, keep_last=keep_last)
-    assert store.delete_checkpoints(folder, gone) == ""
+    assert store.delete_checkpoints(gone) == ""
     return sorted(step.iteration for step in gone)
 
 

@@ -79,7 +79,7 @@ def save_as_two(
     doomed = store.expired_checkpoints(
         folder, saved=iteration, interval=None, keep_last=keep_last, best=best, files=files
     )
-    assert store.delete_checkpoints(folder, doomed, files=files) == ""
+    assert store.delete_checkpoints(doomed, files=files) == ""
     return step
 
 

@@ -9,16 +9,7 @@ from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
-
-_YARN = (
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
-)
+from megatron.core.config.settings.network import YARN
 
 
 def layer_pattern_problems(s: RuleInput) -> str:
@@ -95,7 +86,7 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> list[str]:
     given = [
         flag_name(field.name)
         for field in fields(RopeConfig)
-        if field.name in _YARN and getattr(rope, field.name) != field.default
+        if field.name in YARN and getattr(rope, field.name) != field.default
     ]
     if given and not yarn:
         problems.append(f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out")

@@ -34,7 +34,7 @@ _SCALING = (
     "rope_scaling_high_freq_factor",
     "rope_scaling_original_length",
 )
-_YARN = (
+YARN = (
     "rotary_scaling_factor",
     "yarn_original_max_position_embeddings",
     "yarn_beta_fast",
@@ -75,7 +75,7 @@ def unused_settings(model: ModelConfig) -> frozenset[str]:
     without_effect: dict[tuple[str, ...], bool] = {
         _ROTARY: not model.uses_rotary,
         _SCALING: not (model.uses_rotary and rope.use_rope_scaling),
-        _YARN: not (model.uses_rotary and rope.is_yarn),
+        YARN: not (model.uses_rotary and rope.is_yarn),
         _RELATIVE: rope.position_embedding_type != "relative",
         ("mrope_section",): rope.position_embedding_type != "mrope",
         ("max_position_embeddings",): rope.position_embedding_type != "learned_absolute",
