@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if importlib.util.find_spec("matplotlib") is None:
-    sys.exit("plot_loss.py needs the package matplotlib, which is not installed: pip install matplotlib")
-
-from matplotlib.figure import Figure
-
 from megatron.tools.parser import ToolParser
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+if HAS_MATPLOTLIB:
+    from matplotlib.figure import Figure
 
 
 class LogError(Exception):
@@ -130,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="a level line to compare with; may be given several times",
     )
     args = parser.parse_args(arguments)
+    if not HAS_MATPLOTLIB:
+        sys.exit("plot_loss.py needs the package matplotlib, which is not installed: pip install matplotlib")
     try:
         figure = draw(
             [read_curves(path, args.loss) for path in args.logs],

@@ -34,6 +34,8 @@ from megatron.inference.engine import Engine
 from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.score_service import ScoreService
+from megatron.inference.server.chat import Chat
+from megatron.inference.server.serving import Limits, ServedThread, Serving
 from megatron.inference.service import Service
 from megatron.tools.parser import ToolParser, add_dtype, add_network_options, add_sizes, add_tokenizer_files
 from megatron.training.checkpoint.adapters import open_adapters, require_base, source_hash
@@ -43,16 +45,15 @@ from megatron.training.entry import run_entry
 from megatron.training.health.watchdog import RankLost
 from megatron.training.launch.launch_info import has_desktop, read_launch_info
 
+LACKING = ""  # a package without which only --help works
 try:
     from megatron.inference.server.app import LOCAL, RequestFilter, build_app
-    from megatron.inference.server.chat import Chat
     from megatron.inference.server.run import ServerFailed, bind_socket, follow_leader, serve
     from megatron.inference.server.scoring import ScoringServing, build_scoring_app
-    from megatron.inference.server.serving import Limits, ServedThread, Serving
 except ModuleNotFoundError as missing:
     if missing.name not in ("fastapi", "starlette", "uvicorn"):
         raise
-    sys.exit(f"serving needs {missing.name}: pip install fastapi uvicorn")
+    LACKING = str(missing.name)
 
 BODY_WITH_IMAGES = 2**24
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -226,6 +227,8 @@ def adapter_opener(source: Source, model: ModelConfig, names: Sequence[str] = ()
 def main() -> None:
     """Load, serve, drain."""
     given = options()
+    if LACKING:
+        sys.exit(f"serving needs {LACKING}: pip install fastapi uvicorn")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
     place = read_launch_info()
