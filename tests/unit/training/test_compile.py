@@ -143,7 +143,7 @@ def test_graphs_of_scans_do_not_grow_with_the_length() -> None:
     for length in (1024, 2048):
         sizes = {"seq_length": length, "max_position_embeddings": length, "global_batch_size": 1}
         trainer, compiler = compiled(**{**MODELS["hybrid-packed"], **TRACED, **sizes})
-        with compiler.watching(1):
+        with compiler.watch_step(1):
             before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             train_on(trainer, 1)
             counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
