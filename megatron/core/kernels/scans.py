@@ -32,6 +32,7 @@ NEVER = float("-inf")
 # Logarithms of decays that count as 0. Products of a few of them would be below the normal numbers, with which processors are many times slower.
 _FAINT = {torch.float32: -30.0, torch.float64: -200.0}
 _SPAN = 8  # chunks that are computed at a time, and again in the backward pass
+CHUNK = 64  # tokens of a chunk
 
 
 def segments_of(documents: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ def selective_scan(
     *,
     segments: Tensor | None = None,
     state: Tensor | None = None,
-    chunk: int = 64,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan over a sequence, in chunks. Group j of g serves heads j n/g ... (j + 1) n/g - 1.
 
@@ -194,7 +195,7 @@ def make_selective_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
     def scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, segments: Tensor | None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return _checkpointed_scan(partial(span, a=a), (x, dt, b, c), segments, state, min(64, len(x)))
+        return _checkpointed_scan(partial(span, a=a), (x, dt, b, c), segments, state, min(CHUNK, len(x)))
 
     return scan
 
@@ -203,7 +204,7 @@ def make_delta_rule_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
     """`delta_rule_scan` by what a compiler makes of `delta_rule_chunk_scan`; v: [s, b, n, dv]."""
 
     def scan(*inputs: Tensor, segments: Tensor | None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return _checkpointed_scan(span, inputs, segments, state, min(64, len(inputs[0])))
+        return _checkpointed_scan(span, inputs, segments, state, min(CHUNK, len(inputs[0])))
 
     return scan
 
@@ -227,6 +228,11 @@ def read_initial_state(c: Tensor, logs: Tensor, state: Tensor, segments: Tensor 
     return read * _decay(sums)[..., None]
 
 
+def span_length(chunk: int = CHUNK) -> int:
+    """Tokens between two states that the backward pass keeps."""
+    return _SPAN * chunk
+
+
 def _checkpointed_scan(
     scan: Callable[..., tuple[Tensor, Tensor]],
     inputs: tuple[Tensor, ...],
@@ -240,12 +246,13 @@ def _checkpointed_scan(
     """
     if torch.is_grad_enabled():
         scan = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
-    outputs, span = [], _SPAN * chunk
-    for start in range(0, len(inputs[0]), span):
+    outputs, span = [], span_length(chunk)
+    # Cut all at once: the gradients of slices, each of which is as long as the whole, would be summed.
+    for start, parts in zip(range(0, len(inputs[0]), span), zip(*(each.split(span) for each in inputs), strict=True)):
         own = None if segments is None else segments[:, start : start + span]
         if start and own is not None and segments is not None and state is not None:
             state = carry_state_within_segment(state, own, segments[:, start - 1])
-        output, state = scan(*(each[start : start + span] for each in inputs), own, state, chunk=chunk)
+        output, state = scan(*parts, own, state, chunk=chunk)
         outputs.append(output)
     assert state is not None, "a sequence has a token"
     return torch.cat(outputs), state
@@ -298,7 +305,7 @@ def delta_rule_scan(
     *,
     segments: Tensor | None = None,
     state: Tensor | None = None,
-    chunk: int = 64,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over a sequence, in chunks. Key head j of g serves value heads j n/g ... (j + 1) n/g - 1.
 

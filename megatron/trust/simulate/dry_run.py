@@ -60,6 +60,7 @@ _LENGTHS = (
     "flash_attn_3",
     "transformer_engine",
 )  # kernels that are told where documents begin
+_NEVER_REPLAYED = 3  # microbatches: two that are compared, and the last
 _PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
@@ -411,7 +412,7 @@ def _trace_in_groups(
                 )
         around = (
             MicrobatchMemo(recorder, copied).installed_on(trainer.stages)
-            if copied and _can_replay_microbatches(config)
+            if copied > _NEVER_REPLAYED and _can_replay_microbatches(config)
             else nullcontext()
         )
         return record_step(trainer, recorder, around)
