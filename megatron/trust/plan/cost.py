@@ -264,6 +264,7 @@ class _Meter:
             event.shape,
             event.dtype,
             event.factors,
+            event.parts,
         )
         if alike not in self._prices:
             self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), time_category(event)
@@ -298,6 +299,11 @@ class _Meter:
 
 def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int) -> float:
     """Return the seconds of one event on this rank."""
+    if event.parts:
+        return sum(
+            times * sum(event_seconds(part, config, hardware, rank) for part in operations.events)
+            for times, operations in event.parts
+        )
     if event.kind in ("send", "receive"):
         return hardware.slowest_link((rank, event.peer)).seconds(bytes_of(event))
     if event.kind == "collective":
@@ -394,6 +400,8 @@ def time_category(event: Event) -> str:
         return f"{event.axis} collectives"
     if ATTENTION.search(event.name) or event.where.startswith((FUSED, ROWS)):
         return "attention"
+    if event.parts:
+        return "scans over states"
     return "matrix products" if event.flops else "other operations"
 
 

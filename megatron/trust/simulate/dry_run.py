@@ -51,6 +51,7 @@ from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeTensorCache
 from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.trust.simulate.memory import StorageTracker
 from megatron.trust.simulate.recorder import Recorder
+from megatron.trust.simulate.scans import ScanRecorder
 from megatron.trust.simulate.trace import DryRun, EventList, Trace
 
 _MOST_KINDS = 8
@@ -128,6 +129,8 @@ def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder, *, varlen: b
     kernels = select_kernels(need, available_kernels(need, wishes))
     if varlen and takes_varlen(config):
         kernels = replace(kernels, attention=partial(_attend_to_whole_rows, kernels.attention))
+    if isinstance(recorder, FakeRecorder):
+        kernels = ScanRecorder(recorder, recorder.world.scans).around(kernels)
     run = Run(
         config=config,
         mesh=mesh,

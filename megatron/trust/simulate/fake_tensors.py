@@ -58,10 +58,11 @@ class _OutputPlan:
 
 @dataclass(slots=True)
 class FakeTensorCache:
-    """The fake tensor mode and the cached results that all recorders of a dry run share."""
+    """The fake tensor mode and the cached results that all recorders of a dry run share. scans: costs of their spans (scans.py)."""
 
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     plans: dict[Any, _OutputPlan | None] = field(default_factory=dict)
+    scans: dict[Any, Any] = field(default_factory=dict)
 
 
 class FakeRecorder(Recorder):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Literal
@@ -80,7 +80,7 @@ def op_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpF
         flops,
         moved,
         () if first is None else tuple(first.shape),
-        "" if first is None else _dtype_name(first.dtype),
+        "" if first is None else dtype_name(first.dtype),
         _factor_dtype(args) if flops else "",
     )
 
@@ -88,10 +88,10 @@ def op_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpF
 def _factor_dtype(args: tuple) -> str:
     """Return the dtype that a product multiplies: the narrowest of its arguments, since accumulators, biases and scales are as wide or wider."""
     formats = {tensor.dtype for tensor in tensors_of(args) if tensor.is_floating_point()}
-    return _dtype_name(min(formats, key=lambda dtype: dtype.itemsize)) if formats else ""
+    return dtype_name(min(formats, key=lambda dtype: dtype.itemsize)) if formats else ""
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name without its prefix: torch.float32 -> float32."""
     return str(dtype).removeprefix("torch.")
 
@@ -170,6 +170,15 @@ class Recorder(TorchDispatchMode):
             )
         )
         return result
+
+    def append_operation(self, event: Event) -> str:
+        """Add an operation that no dispatch shows, in the action, module and line (unless it names one) that are under way. Returns its line."""
+        where, module = self._source_location()
+        self.memory.event = len(self.events)
+        self.events.append(
+            replace(event, where=event.where or where, action=self.action, module=module, live=self.memory.live)
+        )
+        return event.where or where
 
     def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """Run an operation; return its result and the facts of its event."""
@@ -250,7 +259,7 @@ class Recorder(TorchDispatchMode):
                 peer=peer,
                 shape=tuple(larger[0].shape),
                 received=tuple((got if name == "all_to_all" else larger)[0].shape),
-                dtype=_dtype_name(larger[0].dtype),
+                dtype=dtype_name(larger[0].dtype),
                 live=self.memory.live,
             )
         )

@@ -39,6 +39,7 @@ class Event:
     For collectives and messages: axis of the mesh. ranks: global ranks of the group, in its order. peer: global rank of the other end, or the
     source of a broadcast, else -1. shape, dtype: of the larger tensor (the result of an all-gather, the input of a reduce-scatter, what an
     all-to-all sends). received: shape of what an all-to-all receives, else equal to shape. live: bytes allocated afterwards.
+    parts: the operations of a scan, with the number of times that they run.
     """
 
     kind: EventKind
@@ -56,11 +57,19 @@ class Event:
     dtype: str = ""
     live: int = 0
     factors: str = ""
+    parts: tuple[tuple[int, Operations], ...] = ()
 
     @property
     def is_communication(self) -> bool:
         """Whether other ranks take part."""
         return self.kind in ("collective", "send", "receive")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operations:
+    """Operations that are recorded as part of one event. Two of them are the same only if they are one object."""
+
+    events: tuple[Event, ...]
 
 
 @dataclass(slots=True)

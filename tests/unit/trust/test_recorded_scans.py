@@ -1,0 +1,70 @@
+"""Scans that a dry run records as one event a pass, against the same step on real tensors, operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.core.parallel.mesh import Mesh
+from megatron.trust.plan.cost import rank_time
+from megatron.trust.plan.hardware import PROFILES
+from megatron.trust.simulate.dry_run import dry_run, real_trace
+from tests.helpers import tiny
+
+SIZES: dict[str, Any] = {
+    "num_layers": None,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "seq_length": 1200,  # three spans of chunks, the last of which is short
+    "max_position_embeddings": 1200,
+    "position_embedding_type": "none",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "global_batch_size": 2,
+    "micro_batch_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hybrid_layer_pattern": "MM"},
+        {"hybrid_layer_pattern": "G-G", "bf16": True, "reset_position_ids": True, "reset_attention_mask": True},
+        pytest.param({"hybrid_layer_pattern": "MG*-", "fp64": True}, marks=pytest.mark.nightly),
+        pytest.param(
+            {
+                "hybrid_layer_pattern": "MG*",
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=lambda changes: changes["hybrid_layer_pattern"],
+)
+def test_a_recorded_scan_has_the_memory_the_products_and_the_time_of_its_operations(changes: dict[str, Any]) -> None:
+    config = tiny.config(1, **SIZES, **changes)
+    for _ in range(2):  # the first step of a process leaves what Python collects later
+        real = real_trace(config, Mesh.single_process())
+    (dry,) = dry_run(config, 1, whole=True).traces
+    scans = [event for event in dry.events if event.name.startswith("scan.")]
+    assert len(dry.events) < len(real.events) / 2 and {event.action[0] for event in scans} == {"F", "B"}
+    assert all(event.where.startswith("megatron/core/transformer/") for event in scans)
+    assert 0.95 * real.peak <= dry.peak <= 1.06 * real.peak
+    assert dry.at_peak.activations == pytest.approx(real.at_peak.activations, rel=0.05)
+    assert sum(event.flops for event in dry.events) == sum(event.flops for event in real.events)
+    seconds = [
+        sum(spent.seconds for spent in rank_time(trace, config, PROFILES["h100-80"]).spent.values())
+        for trace in (dry, real)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.05)
