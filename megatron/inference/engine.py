@@ -33,7 +33,7 @@ from megatron.inference.routes import ExpertChoiceRecorder
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
-from megatron.inference.states import SlotAllocator, TextStates, state_bytes
+from megatron.inference.states import SlotAllocator, StateFormats, TextStates, state_bytes
 from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
 from megatron.inference.throughput import ThroughputMeter
 
@@ -83,7 +83,7 @@ class Engine:
             for part, depths in parts
         ]
         if snapshots is not None:
-            networks[0].allocate_state_slots(engine_setup.state_slots(snapshots, config))
+            networks[0].allocate_state_slots(engine_setup.state_slots(snapshots, config), StateFormats.from_config(config))
         self.runner = ModelRunner(networks)
         networks[0].recorder = ExpertChoiceRecorder(stages) if records_routes else None
         self.adapters = ServedAdapters(self.runner, most=config.max_loras, rank=config.max_lora_rank)
@@ -96,7 +96,7 @@ class Engine:
             for _ in range(self.mesh.dp.size if snapshots is not None else 0)
             if snapshots is not None
         ]
-        self._state_bytes = state_bytes(stages)
+        self._state_bytes = state_bytes(stages, StateFormats.from_config(config))
         self._bytes = networks[0].bytes_per_token
         self._tickets = itertools.count()
         self._inbox: deque[SequenceState] = deque()

@@ -18,7 +18,7 @@ from megatron.core.transformer.build import BuildContext
 from megatron.inference import cuda_graphs
 from megatron.inference.cache import bytes_per_token
 from megatron.inference.model_runner import stored_layers
-from megatron.inference.states import slot_count, state_bytes, stateful_mixers
+from megatron.inference.states import StateFormats, slot_count, state_bytes, stateful_mixers
 
 _GRAPHS = 16  # shapes of a step
 
@@ -119,7 +119,9 @@ def max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> 
 
 def snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) -> int | None:
     """How many snapshots of states are kept, the same number on every rank; None: no layer of the network has a state."""
-    each = max(collectives.gather_objects(state_bytes(stages), stages[0].build.mesh.world))
+    each = max(
+        collectives.gather_objects(state_bytes(stages, StateFormats.from_config(config)), stages[0].build.mesh.world)
+    )
     if not each:
         return None
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb

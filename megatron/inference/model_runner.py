@@ -31,7 +31,7 @@ from megatron.inference.cache import KVCache, bytes_per_token, spans_by_group, s
 from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, write_sampled_ids
 from megatron.inference.routes import ExpertChoiceRecorder, Routes, attach_expert_choices
 from megatron.inference.sampled_tokens import SampledTokens, sample
-from megatron.inference.states import StatePool, StepSlots
+from megatron.inference.states import StateFormats, StatePool, StepSlots
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceOutput, StepInput
 
 _KEPT_IMAGES = 64  # prompts whose images stay encoded
@@ -115,9 +115,9 @@ class CachedNetwork:
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
 
-    def allocate_state_slots(self, slots: int) -> None:
+    def allocate_state_slots(self, slots: int, formats: StateFormats) -> None:
         """Make slots for the states of layers that have them (inference/states.py)."""
-        self.state_pool = StatePool(self.stages, slots)
+        self.state_pool = StatePool(self.stages, slots, formats)
 
     def with_images(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
         """The ids [1, t] of a pass with the images of its rows, encoded; the ids alone where no image stands."""

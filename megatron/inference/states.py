@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.transformer.cache import Mix, StatefulMixer
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer
 from megatron.core.transformer.state_space import MixerState
 
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLANK, NOWHERE, _FIRST = 0, 1, 2
 _INTERVAL = 512  # tokens between snapshots, beside the one at the end of the prompt
 
@@ -43,10 +45,36 @@ def stateful_mixers(stages: Iterable[nn.Module]) -> list[StatefulMixer]:
     return [module for stage in stages for module in stage.modules() if isinstance(module, (MambaMixer, GatedDeltaNet))]
 
 
-def state_bytes(stages: Iterable[nn.Module]) -> int:
+@dataclass(frozen=True, slots=True)
+class StateFormats:
+    """Formats in which the last inputs of convolutions and the states of scans are kept; None: those in which a mixer computes them."""
+
+    conv: torch.dtype | None = None
+    scan: torch.dtype | None = None
+
+    @staticmethod
+    def from_config(config: InferenceConfig) -> StateFormats:
+        """The formats that the flags ask for."""
+        return StateFormats(
+            *(
+                None if word is None else _FORMATS[word]
+                for word in (config.mamba_inference_conv_states_dtype, config.mamba_inference_ssm_states_dtype)
+            )
+        )
+
+    def first_slots(self, mixer: StatefulMixer, count: int) -> tuple[Tensor, Tensor]:
+        """So many states before a text: conv [count, width - 1, c/tp], scan [count, n/tp, ...]."""
+        first = mixer.initial_state(1)
+        conv, scan = first.conv.transpose(0, 1), first.scan
+        return (
+            conv.new_zeros((count, *conv.shape[1:]), dtype=self.conv or conv.dtype),
+            scan.new_zeros((count, *scan.shape[1:]), dtype=self.scan or scan.dtype),
+        )
+
+
+def state_bytes(stages: Iterable[nn.Module], formats: StateFormats = StateFormats()) -> int:
     """Bytes of the states of one text on this rank."""
-    first = [mixer.initial_state(1) for mixer in stateful_mixers(stages)]
-    return sum(part.numel() * part.element_size() for state in first for part in (state.conv, state.scan))
+    return sum(part.nbytes for mixer in stateful_mixers(stages) for part in formats.first_slots(mixer, 1))
 
 
 def slot_count(texts: int, drafts: int, snapshots: int) -> int:
@@ -57,18 +85,17 @@ def slot_count(texts: int, drafts: int, snapshots: int) -> int:
 class StatePool:
     """The states of one rank: for each mixer conv [slots, width - 1, c/tp] and scan [slots, n/tp, ...]."""
 
-    def __init__(self, stages: Iterable[nn.Module], slots: int) -> None:
-        self._states: dict[StatefulMixer, tuple[Tensor, Tensor]] = {}
-        for mixer in stateful_mixers(stages):
-            first = mixer.initial_state(1)
-            self._states[mixer] = tuple(  # type: ignore[assignment]
-                part.new_zeros((slots, *part.shape[1:])) for part in (first.conv.transpose(0, 1), first.scan)
-            )
+    def __init__(self, stages: Iterable[nn.Module], slots: int, formats: StateFormats = StateFormats()) -> None:
+        self._states = {mixer: formats.first_slots(mixer, slots) for mixer in stateful_mixers(stages)}
+        self._computed = {mixer: mixer.initial_state(0) for mixer in self._states}
 
     def read(self, mixer: StatefulMixer, slots: Tensor) -> MixerState:
-        """The states in these slots, int64 [b]."""
-        conv, scan = self._states[mixer]
-        return MixerState(conv.index_select(0, slots).transpose(0, 1), scan.index_select(0, slots))
+        """The states in these slots, int64 [b], in the formats of computing."""
+        (conv, scan), computed = self._states[mixer], self._computed[mixer]
+        return MixerState(
+            conv.index_select(0, slots).transpose(0, 1).to(computed.conv.dtype),
+            scan.index_select(0, slots).to(computed.scan.dtype),
+        )
 
     def write(self, mixer: StatefulMixer, slots: Tensor, state: MixerState) -> None:
         """Write the states of b texts into slots, int64 [b]."""

@@ -283,7 +283,8 @@ LATER = (
           switches="enable-chunked-prefill inference-dynamic-batching-prefix-caching",
           values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
                  "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
-                 "inference-dynamic-batching-block-size inference-dynamic-batching-prefix-caching-mamba-gb num-speculative-tokens"),
+                 "inference-dynamic-batching-block-size inference-dynamic-batching-prefix-caching-mamba-gb "
+                 "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype num-speculative-tokens"),
     FlagGroup("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
     FlagGroup("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
     FlagGroup("later", "this setting of text generation is not built, and a training run has no use for it",
@@ -303,8 +304,7 @@ LATER = (
                  "inference-dynamic-batching-cuda-graph-mixed-prefill-count "
                  "inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-sampling-backend "
                  "inference-dynamic-batching-async-sched-mode inference-dynamic-batching-logprobs-mode "
-                 "inference-logging-step-interval inference-coordinator-port mamba-inference-conv-states-dtype "
-                 "mamba-inference-ssm-states-dtype inference-shards inference-grouped-gemm-backend "
+                 "inference-logging-step-interval inference-coordinator-port inference-shards inference-grouped-gemm-backend "
                  "inference-moe-token-dispatcher-type mlp-chunks-for-prefill temperature top_k top_p out-seq-length "
                  "prompts num-tokens-to-generate model-provider"),
     FlagGroup("later", "multimodal models have one layout, and prompts come from the data",

@@ -42,6 +42,15 @@ class InferenceConfig:
         "GB on each rank of states that are kept for texts that begin alike, of layers that have a state in the place of keys and values; left out: as "
         "many states as requests are decoded together; 0: none, and then no beginnings are shared",
     )
+    mamba_inference_conv_states_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
+        None,
+        "format in which the last inputs of convolutions are kept between steps, of layers with a state; left out: the network's",
+    )
+    mamba_inference_ssm_states_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
+        None,
+        "format in which states are kept between steps, of layers that have one; they are computed in fp32 or wider, in which they are kept if "
+        "this is left out: in half precision they lose what a long text adds",
+    )
     enable_chunked_prefill: bool = flag(
         True, "do not read a prompt in several forward passes; it waits until it fits into one"
     )
