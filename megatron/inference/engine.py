@@ -83,7 +83,9 @@ class Engine:
             for part, depths in parts
         ]
         if snapshots is not None:
-            networks[0].allocate_state_slots(engine_setup.state_slots(snapshots, config), StateFormats.from_config(config))
+            networks[0].allocate_state_slots(
+                engine_setup.state_slots(snapshots, config), StateFormats.from_config(config)
+            )
         self.runner = ModelRunner(networks)
         networks[0].recorder = ExpertChoiceRecorder(stages) if records_routes else None
         self.adapters = ServedAdapters(self.runner, most=config.max_loras, rank=config.max_lora_rank)

@@ -76,6 +76,7 @@ class Run:
             sequence_parallel=self.config.parallel.sequence_parallel,
             recompute=self.config.recompute,
             cp_comm_type=self.config.parallel.cp_comm_type,
+            state_comm_type=self.config.parallel.state_comm_type,
             wgrad_store=self.mesh.overlap.wgrad_store if self.config.parallel.defers_weight_gradients else None,
             low_precision=self.config.precision.low,
             overlapped=self._overlapped_matmuls,

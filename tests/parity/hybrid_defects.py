@@ -19,7 +19,8 @@ from megatron.core.models.mtp import MultiTokenPrediction
 from megatron.core.parallel.spec import FusedSegment, Initial
 from megatron.core.tensor_parallel.linear import ColumnLinear
 from megatron.core.transformer import gated_delta_net, mamba
-from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
 from tests.parity.defect import Defect, sum_replicated_but
 
@@ -30,6 +31,7 @@ _sizes_of, _log_uniform, _borders, _norm = (
     GatedNorm.forward,
 )
 _last_inputs, _states_before = SequenceShards._last_inputs, SequenceShards._states_before
+_split, _delta_sizes_of = MambaMixer._split_projection, DeltaNetSizes.from_model
 _run_depth = MultiTokenPrediction.run_depth
 _share, _order, _mix, _mix_delta = (
     HeadExchange.shard_parameter,
@@ -133,6 +135,26 @@ def _layers_of_the_first_depth(self: MultiTokenPrediction, *inputs: Any) -> Tens
         self.layers = layers
 
 
+def _one_after_the_other(self: Layer, x: Tensor, norm: Any, context: Any, bias: Any = None) -> tuple[Tensor, Tensor]:
+    assert self.self_attention is not None and self.mixer is not None
+    normed = x if norm is None else norm(x)
+    attended, _ = self.self_attention(normed, None, context, bias)
+    return attended + self.mixer(normed + attended, None, context)[0], normed
+
+
+def _factors_one_place_off(self: MambaMixer, projected: Tensor) -> Any:
+    factors = self.factors
+    self.factors = (*factors[1:], *factors[:1])
+    try:
+        return _split(self, projected)
+    finally:
+        self.factors = factors
+
+
+def _rates_below_one(model: ModelConfig) -> DeltaNetSizes:
+    return replace(_delta_sizes_of(model), largest_rate=1.0)
+
+
 def _output_norms(segment: Segment) -> bool:
     return "out_norm" in segment.spec.name
 
@@ -212,6 +234,21 @@ HYBRIDS: tuple[Defect, ...] = (
         "the states before a chunk get no gradient",
         (("cp2", "hybrid-odd"),),
         ((SequenceShards, "_states_before", _without_gradient(_states_before)),),
+    ),
+    Defect(
+        "Mamba-2 beside attention sees what attention adds",
+        (("tp2 sp", "parallel"), ("cp2", "parallel")),
+        ((Layer, "_mix_both", _one_after_the_other),),
+    ),
+    Defect(
+        "the factors of z, x, B, C and dt stand one place off",
+        (("tp2 sp", "parallel"),),
+        ((MambaMixer, "_split_projection", _factors_one_place_off),),
+    ),
+    Defect(
+        "a delta net writes at rates up to one only",
+        (("tp2 sp", "delta-norms"),),
+        ((DeltaNetSizes, "from_model", _rates_below_one),),
     ),
     Defect(
         "the layers of one depth of multi-token prediction serve all",

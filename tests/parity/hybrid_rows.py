@@ -90,9 +90,20 @@ MODELS["parallel"] = {
     "ssm_out_multiplier": 0.3,
     "mlp_multipliers": (0.9, 0.35),
 }
+MODELS["bamba"] = {
+    **_STATES,
+    "hybrid_layer_pattern": "M-*-",
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.5,
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
 # What must not change any result: the ends of stages.
 WORDS: dict[str, dict[str, Any]] = {
     "pattern-stages": {"hybrid_layer_pattern": "M*|-M"},
+    "states": {"state_comm_type": "states"},
     "pattern-chunks": {"hybrid_layer_pattern": "M|*|-|M"},
 }
 ROWS: tuple[tuple[str, str], ...] = (
@@ -136,4 +147,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("cp2", "parallel"),
     ("pp2 dp2 zero", "parallel"),
     ("mb4", "delta-every-second"),
+    ("tp2 sp", "bamba"),
+    ("cp2", "bamba"),
+    ("cp2 states", "hybrid-packed"),
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.config.settings.parallel import exchanges_heads
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.context_parallel.states import SequenceShards
 from megatron.core.kernels.mask import MaskSpec
@@ -23,7 +24,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 class HeadExchange:
     """The all-to-all of one forward pass over the ranks that share its sequences; over one rank it does nothing.
 
-    shards: where those ranks do not divide the heads, and positions stay where they are.
+    shards: where positions stay where they are, as --state-comm-type says, or because those ranks do not divide the heads.
     """
 
     axis: Axis
@@ -31,15 +32,17 @@ class HeadExchange:
     shards: SequenceShards | None = None
 
     @staticmethod
-    def from_mask(mesh: Mesh, mask: MaskSpec, held: int, *, heads: int, groups: int) -> HeadExchange:
+    def from_mask(
+        mesh: Mesh, mask: MaskSpec, held: int, *, heads: int, groups: int, state_comm_type: str
+    ) -> HeadExchange:
         """held: positions of a sequence on this rank. mask: of the whole sequence, whose length it has where that is cut. heads, groups: of this
-        tensor rank.
+        tensor rank. state_comm_type: as the flag.
         """
         if mask.length is None:
             return ALONE
         axis = mesh.sequence_axis(mask.length // held)
         cut = Zigzag(mask.length, axis.size)
-        if heads % axis.size or (groups % axis.size and axis.size % groups):
+        if state_comm_type == "states" or not exchanges_heads(axis.size, heads, groups):
             return HeadExchange(ALONE.axis, ALONE.cut, SequenceShards(axis, cut))
         return HeadExchange(axis, cut)
 

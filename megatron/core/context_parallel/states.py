@@ -7,7 +7,7 @@ Each rank scans its two chunks of the zigzag order from an empty state. What a c
 All ranks gather `made` and `across` of all chunks, compute the states before their own, and add what outputs read of these. The convolution
 gets the last inputs of the chunk before. Documents are those of the whole sequence: one may begin on another rank than it ends.
 
-This is the way where context ranks do not divide the heads. It sends what does not depend on the length; the delta rule scans wider values.
+This is the way of --state-comm-type states, and where context ranks do not divide the heads. It sends what does not depend on the length; the delta rule scans wider values.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class BuildContext:
     sequence_parallel: bool = False
     recompute: RecomputeConfig = RecomputeConfig()
     cp_comm_type: tuple[str, ...] = ("p2p",)
+    state_comm_type: str = "auto"
     wgrad_store: WeightGradStore | None = None
     low_precision: LowPrecisionConfig = LowPrecisionConfig()
     low: LowPrecision | None = None

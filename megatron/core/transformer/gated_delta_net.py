@@ -101,7 +101,12 @@ class GatedDeltaNet(nn.Module):
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
         exchange = HeadExchange.from_mask(
-            self.build.mesh, context.mask, len(projected), heads=self.value_heads, groups=self.key_heads
+            self.build.mesh,
+            context.mask,
+            len(projected),
+            heads=self.value_heads,
+            groups=self.key_heads,
+            state_comm_type=self.build.state_comm_type,
         )
         parts, z = self._split_projection(projected)
         if context.cache is not None:

@@ -107,7 +107,12 @@ class MambaMixer(nn.Module):
         """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
         projected, normed = self.build.normed_linear(norm, self.in_proj, x)
         exchange = HeadExchange.from_mask(
-            self.build.mesh, context.mask, len(projected), heads=self.heads, groups=self.groups
+            self.build.mesh,
+            context.mask,
+            len(projected),
+            heads=self.heads,
+            groups=self.groups,
+            state_comm_type=self.build.state_comm_type,
         )
         z, *parts = self._split_projection(projected)
         if context.cache is not None:

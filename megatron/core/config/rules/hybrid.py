@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.core.config.plan import read_layout
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.parallel import exchanges_heads
 
 
 def _pattern(s: RuleInput) -> str:
@@ -59,15 +60,16 @@ def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
 def _state_size_problems(s: RuleInput) -> str:
     model, hybrid = s.run.model, s.run.model.hybrid
     used = {
-        "mamba": (hybrid.mamba_num_heads or 0, hybrid.mamba_num_groups, "--mamba-num-heads", "--mamba-num-groups"),
-        "gated_delta_net": (
-            hybrid.linear_num_value_heads,
-            hybrid.linear_num_key_heads,
-            "--linear-num-value-heads",
-            "--linear-num-key-heads",
-        ),
+        "mamba": ("--mamba-num-heads", "--mamba-num-groups"),
+        "gated_delta_net": ("--linear-num-value-heads", "--linear-num-key-heads"),
     }
-    problems = [problem for mixer in sorted(model.state_mixers) if (problem := _head_division_problem(s, *used[mixer]))]
+    problems = [
+        problem
+        for mixer in sorted(model.state_mixers)
+        if (problem := _head_division_problem(s, *hybrid.heads_and_groups(mixer), *used[mixer]))
+    ]
+    if s.run.parallel.state_comm_type != "auto" and not model.state_mixers:
+        problems.append(f"--state-comm-type {s.run.parallel.state_comm_type}: no layer has a state; leave it out")
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
         problems.append(f"--mamba-time-step-limit {limits}: give the smallest and the largest, such as 0.001 inf")
@@ -136,6 +138,12 @@ def _head_division_problem(s: RuleInput, heads: int, groups: int, heads_flag: st
         return f"{named}: each group serves as many heads; choose a multiple, of at least 1"
     if heads % tp or groups % tp:
         return f"{named} cannot be divided over --tensor-model-parallel-size {tp}; choose a size that divides both"
+    size = s.run.parallel.context_parallel_size
+    if s.run.parallel.state_comm_type == "a2a" and not exchanges_heads(size, heads // tp, groups // tp):
+        return (
+            f"{named}: --context-parallel-size {size} does not divide the {heads // tp} heads of a tensor rank, or not its groups; choose "
+            "--state-comm-type states or auto"
+        )
     return ""
 
 

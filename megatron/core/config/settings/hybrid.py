@@ -91,6 +91,12 @@ class HybridConfig:
         role="network",
     )
 
+    def heads_and_groups(self, mixer: str) -> tuple[int, int]:
+        """Heads of a mixer with a state, and the groups that share what their states are keyed by."""
+        if mixer == "mamba":
+            return self.mamba_num_heads or 0, self.mamba_num_groups
+        return self.linear_num_value_heads, self.linear_num_key_heads
+
     @property
     def symbols(self) -> str:
         """The symbols of all layers, without the ends of stages; empty without a pattern."""

@@ -9,6 +9,12 @@ from megatron.core.config.flags import flag
 from megatron.core.config.plan import Placement
 
 CPComm = Literal["p2p", "a2a", "allgather", "all_gather", "a2a+p2p"]
+StateComm = Literal["auto", "a2a", "states"]
+
+
+def exchanges_heads(size: int, heads: int, groups: int) -> bool:
+    """Whether so many context ranks can have a share of heads each, with the groups beside them; groups are repeated where there are fewer."""
+    return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,12 @@ class ParallelConfig:
         ("p2p",),
         "how attention sees the whole sequence, once or a layer: p2p sends keys round a ring, a2a trades sequence for "
         "heads, allgather collects all keys, a2a+p2p does both",
+        role="free",
+    )
+    state_comm_type: StateComm = flag(
+        "auto",
+        "how layers with a state see the whole sequence: a2a trades sequence for heads; states sends what a state becomes over a rank's positions, "
+        "whatever the length; auto: a2a where the context ranks divide the heads, else states",
         role="free",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
