@@ -195,17 +195,20 @@ def _make_timers(config: RunConfig, mesh: Mesh) -> Timers:
     )
 
 
-def _states_over_context_ranks(config: RunConfig) -> str:
-    """How layers with a state see sequences that are cut over context ranks, and why."""
-    parallel, ways = config.parallel, []
-    size = parallel.context_parallel_size
-    for mixer in sorted(config.model.state_mixers):
-        heads, groups = (count // parallel.tp for count in config.model.hybrid.heads_and_groups(mixer))
+def _report_states_over_context_ranks(run: Run) -> None:
+    """Print how layers with a state see sequences that are cut over context ranks, and why."""
+    parallel, hybrid = run.config.parallel, run.config.model.hybrid
+    size, ways = parallel.context_parallel_size, []
+    for mixer in sorted(run.config.model.state_mixers) if size > 1 else ():
+        heads, groups = (count // parallel.tp for count in hybrid.heads_and_groups(mixer))
         divides = exchanges_heads(size, heads, groups)
         way = "states" if parallel.state_comm_type == "states" or not divides else "a2a"
         why = "" if divides else f", since they do not divide {heads} heads in {groups} groups"
         ways.append(f"{mixer} by {way}{why}")
-    return f"states over {size} context ranks: {', '.join(ways)} (--state-comm-type {parallel.state_comm_type})"
+    if ways:
+        run.print_rank_0(
+            f"states over {size} context ranks: {', '.join(ways)} (--state-comm-type {parallel.state_comm_type})"
+        )
 
 
 def _startup_table(run: Run) -> None:
@@ -245,8 +248,7 @@ def _startup_table(run: Run) -> None:
             if op not in config.model.idle_kernels
         )
     )
-    if mesh.cp.size > 1 and config.model.state_mixers:
-        run.print_rank_0(_states_over_context_ranks(config))
+    _report_states_over_context_ranks(run)
     if (recipe := recipes.recipe_of(config.precision.low, mesh.device)) is not None:
         ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
         run.print_rank_0(

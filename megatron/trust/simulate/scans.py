@@ -63,7 +63,7 @@ class ScanKind:
     fixed: tuple[str, ...] = ()
 
     def state_shape(self, tensors: dict[str, Tensor]) -> tuple[int, ...]:
-        """The shape of a state."""
+        """The shape of a state. tensors: the inputs by name, values [s, b, n, p] and keys [s, b, g, d]."""
         _, batch, heads, size = tensors[self.values].shape
         deep = tensors[self.keys].shape[3]
         return (batch, heads, deep, size) if self.keys_first else (batch, heads, size, deep)
@@ -97,7 +97,7 @@ class ScanRecorder:
     def spans(
         self, kind: ScanKind, tensors: dict[str, Tensor], segments: Tensor | None, state: Tensor | None
     ) -> list[Span]:
-        """The spans of a scan. The first may have no state before it; the state behind the last has no gradient."""
+        """The spans of a scan with values [s, b, n, p]. The first may have no state before it; the state behind the last has no gradient."""
         length, size = len(tensors[kind.values]), scans.span_length()
         ends = [(start, min(start + size, length)) for start in range(0, length, size)]
         return [
