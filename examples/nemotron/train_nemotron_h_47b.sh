@@ -27,6 +27,7 @@ MODEL=(
 )
 PARALLEL=(
     --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 2
     --sequence-parallel
 )
 TRAINING=(

@@ -30,6 +30,8 @@ from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, communication
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
+# Sums over tensor ranks of what a share of the optimizer's state has: as large as the share makes them, which those tensor ranks have alike.
+_OWNERS_SUMS = ("megatron/core/distributed/finalize.py:",)
 Group = tuple[str, tuple[int, ...]]  # (which of the groups of these ranks, the ranks)
 
 
@@ -106,8 +108,10 @@ def match_collectives(run: DryRun) -> MatchReport:
     traced = {trace.rank: trace.events for trace in run.traces}
     stands = [trace.rank for trace in run.traces]
 
+    left_out = _files_left_out(run, lists)
+
     def line(rank: int) -> RankTimeline:
-        return timeline_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists)
+        return timeline_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists, left_out)
 
     chosen = played = [rank for rank in range(run.world_size) if rank in kind_of]
     if len(played) > MOST_PLAYED:
@@ -119,6 +123,17 @@ def match_collectives(run: DryRun) -> MatchReport:
         played,
         overlap=run.config.parallel.overlap_p2p_communication,
     )
+
+
+def _files_left_out(run: DryRun, lists: Mapping[str, RankLists]) -> tuple[str, ...]:
+    """Files whose collectives are not compared: where traces stand for ranks that own another share of the optimizer's state than the traced one."""
+    place = {rank: at for group in lists["dp_cp"] for at, rank in enumerate(group)}
+    differ = any(
+        place[rank] != place[trace.rank]
+        for trace, ranks in zip(run.traces, run.stands_for, strict=True)
+        for rank in ranks
+    )
+    return _OWNERS_SUMS if differ and run.config.parallel.use_distributed_optimizer else ()
 
 
 def match_timelines(
@@ -134,8 +149,13 @@ def match_timelines(
     return MatchReport(tuple(problems), collectives, messages, len(chosen))
 
 
-def timeline_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists]) -> RankTimeline:
-    """Return the timeline of a rank from the trace of another that stands for it: the same events, in its own groups."""
+def timeline_of(
+    rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists], left_out: tuple[str, ...] = ()
+) -> RankTimeline:
+    """Return the timeline of a rank from the trace of another that stands for it: the same events, in its own groups.
+
+    left_out: files whose collectives are not compared.
+    """
     groups = {
         axis: (next((g for g in axis_groups if traced in g), None), next((g for g in axis_groups if rank in g), None))
         for axis, axis_groups in lists.items()
@@ -144,7 +164,7 @@ def timeline_of(rank: int, traced: int, events: Sequence[Event], lists: Mapping[
     for event in communication_of(events):
         if event.kind == "action":
             steps.append(event.name)
-        elif event.is_communication:
+        elif event.is_communication and not event.where.startswith(left_out):
             theirs, event_ranks = groups.get(event.axis, (event.ranks, event.ranks))
             ranks = event_ranks if rank != traced and theirs == event.ranks and event_ranks is not None else event.ranks
             peer = _peer_rank(event, traced, rank, ranks)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,3 +72,32 @@ def test_a_recorded_scan_has_the_memory_the_products_and_the_time_of_its_operati
         for trace in (dry, real)
     ]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.05)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "vocabulary, launcher, scale",
+    [
+        (131072, "nemotron/train_nemotron_h_8b.sh", ""),
+        (131072, "nemotron/train_nemotron_h_47b.sh", ""),
+        (151936, "qwen/train_qwen3_next_80b_a3b.sh", ""),
+        (256000, "mamba/train.sh", "800M"),
+        (256000, "mamba/train.sh", "8B"),
+    ],
+)
+def test_launchers_of_hybrids_fit_and_end(vocabulary: int, launcher: str, scale: str) -> None:
+    words = (
+        ["runs/data", "runs/tokenizer"]
+        if scale
+        else ["runs/checkpoints", "runs/tensorboard", "runs/tokenizer", "runs/data"]
+    )
+    plan = f"{sys.executable} tools/plan.py --true-vocab-size {vocabulary} --"
+    result = subprocess.run(
+        ["bash", f"examples/{launcher}", *words],
+        cwd=Path(__file__).resolve().parents[3],
+        env={**os.environ, "LAUNCH": plan, **({"MODEL_SCALE": scale} if scale else {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.startswith("FITS") and "no rank waits forever" in result.stdout, result.stdout + result.stderr
