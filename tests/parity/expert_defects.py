@@ -134,13 +134,17 @@ def _weigh_twice(self: Experts, wide: Tensor, weights: Tensor) -> Tensor:
     return _act(self, wide, weights) * weights[:, None]
 
 
-def _bias_of_every_rank(self: GroupedLinear, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+def _bias_of_every_rank(
+    self: GroupedLinear, x: Tensor, counts: Tensor, weights: Tensor | None = None, **keywords: bool
+) -> Tensor:
     self.bias_share = 1.0
-    return _forward(self, x, counts, weights)
+    return _forward(self, x, counts, weights, **keywords)
 
 
-def _bias_without_weight(self: GroupedLinear, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-    return _forward(self, x, counts, None if weights is None else torch.ones_like(weights))
+def _bias_without_weight(
+    self: GroupedLinear, x: Tensor, counts: Tensor, weights: Tensor | None = None, **keywords: bool
+) -> Tensor:
+    return _forward(self, x, counts, None if weights is None else torch.ones_like(weights), **keywords)
 
 
 EXPERTS: tuple[Defect, ...] = (

@@ -169,14 +169,17 @@ def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig,
 
 
 def _pattern_problems(model: ModelConfig) -> Iterator[str]:
-    """Patterns of --freeze and --lora-modules-to-save that match no parameter, and those that leave nothing to train."""
+    """Patterns of --freeze and --lora-modules-to-save that match no parameter, and those that leave nothing to train.
+
+    What --freeze-LM and the like stand for holds of any network, with or without what a pattern names.
+    """
     adapter = model.adapter
     if not (adapter.freeze or adapter.lora_modules_to_save):
         return
     names = list(parameter_shapes(model if model.true_vocab_size else model.with_vocabulary(1, 1)))
     for field in ("freeze", "lora_modules_to_save"):
         for pattern in getattr(adapter, field):
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if pattern not in model.vision.frozen and not any(fnmatchcase(name, pattern) for name in names):
                 yield f"{flag_name(field)} {pattern} matches no parameter of this network; they have names such as {names[0]} and {names[-1]}"
     if not any(is_trained(name, adapter) for name in names):
         yield f"--freeze {' '.join(adapter.freeze)} leaves nothing to train; name fewer parameters"

@@ -131,7 +131,7 @@ def test_other_layers_of_a_hybrid_network_are_those_of_its_pattern(pattern: str)
     assert "hybrid_mlp_ratio" not in found
 
 
-@pytest.mark.parametrize("pattern", ["M*D", "*-/*-", "M/M"])
+@pytest.mark.parametrize("pattern", ["M*D", "MD/M"])
 def test_hybrid_layers_that_are_not_built_here_are_refused_by_their_pattern(pattern: str) -> None:
     with pytest.raises(CheckpointError, match="hybrid network with the layers .*read are M G"):
         settings_of({"num_layers": 3, "hybrid_layer_pattern": pattern}, {})

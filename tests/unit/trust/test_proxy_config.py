@@ -54,7 +54,9 @@ def sizes(found: ProxyConfig) -> dict[str, int]:
 @pytest.mark.parametrize("layout, model", ROWS[::6], ids=[named(*row) for row in ROWS[::6]])
 def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layout: str, model: str) -> None:
     ranks, changes = read_layout(layout)
-    config = tiny.config(ranks, **MODELS[model], **changes)
+    config = tiny.config(ranks, **{**MODELS[model], **changes})
+    if model == "hybrid" and list(broken_rules(config, ranks)):
+        pytest.skip("the table runs what a command line cannot say: offloaded parts of experts without experts")
     found = proxy_config(config, ranks)
     assert list(broken_rules(found.config, found.world_size)) == []
     lost = {change.name for change in found.changes if change.lost}
