@@ -15,27 +15,9 @@ from megatron.trust.plan.cost import rank_time
 from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.dry_run import dry_run, real_trace
 from tests.helpers import tiny
+from tests.unit.models.test_hybrid_counts import SIZES as NETWORK
 
-SIZES: dict[str, Any] = {
-    "num_layers": None,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "seq_length": 1200,  # three spans of chunks, the last of which is short
-    "max_position_embeddings": 1200,
-    "position_embedding_type": "none",
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 16,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 24,
-    "linear_value_head_dim": 16,
-    "global_batch_size": 2,
-    "micro_batch_size": 1,
-}
+SIZES: dict[str, Any] = {**NETWORK, "hidden_size": 32, "global_batch_size": 2, "micro_batch_size": 1}
 
 
 @pytest.mark.parametrize(
