@@ -49,6 +49,7 @@ def inputs() -> dict[str, tuple[Any, ...]]:
         "bias_activation": (x, bias, "gelu"),
         "rotary": (random(4, 2, 3, 64), cos, sin, False),
         "rotary_qkv": (random(4, 2, 5, 64), (3, 1, 1), cos, sin, False),
+        "split_qkv": (random(4, 2, 5, 64), (3, 1, 1), random(5 * 64)),
         "permute": (random(8, 64), places, back, False, False),
         "causal_conv": (random(4, 2, 64), random(64, 4), random(64), torch.zeros(2, 4, dtype=torch.long)),
         "attention": (random(4, 2, 4, 64), random(4, 2, 2, 64), random(4, 2, 2, 64), packed),

@@ -94,6 +94,9 @@ EXPERTS: dict[str, Any] = {
 CASES: Mapping[str, dict[str, Any]] = {
     "gpt": {},
     "gpt, bias with GELU": {"kernel": ("bias_activation=triton",)},
+    "gpt, biases with GELU and with the gradients of q, k, v": {
+        "kernel": ("bias_activation=triton", "split_qkv=triton")
+    },
     "gpt, dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "llama": LLAMA,
     "llama, without fused weight gradients": {**LLAMA, "gradient_accumulation_fusion": False},

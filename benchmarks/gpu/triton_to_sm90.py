@@ -145,6 +145,11 @@ def rotated_qkv(counts: tuple[int, ...], size: int, turned: int, *, interleaved:
     return call
 
 
+def split(counts: tuple[int, ...], size: int, *, bias: bool) -> Case:
+    """The heads of a fused projection, whose gradients are joined."""
+    return lambda op: both_passes(op(draw(8, 2, sum(counts), size), counts, draw(sum(counts) * size) if bias else None))
+
+
 def permuted(choices: int) -> Case:
     """Rows to experts, each token to so many."""
 
@@ -268,6 +273,12 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "heads of 96": rotated_qkv((32, 32, 32), 96, 96, interleaved=False),
         "a quarter, gate": rotated_qkv((16, 16, 2, 2), 256, 64, interleaved=False),
         "interleaved": rotated_qkv((32, 8, 8), 128, 128, interleaved=True),
+    },
+    "split_qkv": {
+        "GPT 1.3B": split((16, 16, 16), 128, bias=True),
+        "heads of 64": split((12, 12, 12), 64, bias=True),
+        "heads of 96, no bias": split((32, 8, 8), 96, bias=False),
+        "gate": split((16, 16, 2, 2), 256, bias=True),
     },
     "permute": {f"{choices} choices": permuted(choices) for choices in (1, 2, 8)},
     "cross_entropy": {"50304 words": loss(50304, 50304), "50257 words": loss(50304, 50257)},

@@ -139,7 +139,7 @@ def test_triton_kernels_train_as_torch_does() -> None:
     }
     words = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "residual_norm=triton")
     assert losses_on("cuda", kernel=words, **changes) == pytest.approx(losses_on("cuda", **changes), rel=1e-4)
-    biased = ("bias_activation=triton",)
+    biased = ("bias_activation=triton", "split_qkv=triton")
     assert losses_on("cuda", kernel=biased) == pytest.approx(losses_on("cuda"), rel=1e-4)
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32}
     assert losses_on("cuda", kernel=("permute=triton",), **experts) == pytest.approx(

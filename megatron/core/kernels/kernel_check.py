@@ -120,8 +120,7 @@ def kernel_trials(config: RunConfig, need: KernelRequirements) -> Iterator[Trial
         )
     else:
         yield KernelTrial("activation", (rows,), lambda op, x: op(x, model.activation), reference.activation)
-    if model.uses_rotary:
-        yield from _rotary_trials(config, draw, length)
+    yield from _qkv_trials(config, draw, length)
     yield _cross_entropy_trial(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
@@ -268,6 +267,14 @@ def _loss_of_full_logits(
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
 
+def _qkv_trials(config: RunConfig, draw: _Draw, length: int) -> Iterator[Trial]:
+    """What happens to queries and keys before attention."""
+    if config.model.splits_qkv:
+        yield _split_trial(config.model, draw)
+    if config.model.uses_rotary:
+        yield from _rotary_trials(config, draw, length)
+
+
 def _rotary_trials(config: RunConfig, draw: _Draw, length: int) -> Iterator[Trial]:
     rope, pairs, size = config.model.rope, config.model.has_interleaved_rotary, config.model.rotary_size or 64
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
@@ -290,6 +297,19 @@ def _rotary_trials(config: RunConfig, draw: _Draw, length: int) -> Iterator[Tria
         heads, groups = _heads_and_groups(config.model)
         counts = heads, *((heads,) if config.model.attention_output_gate else ()), groups, groups
         yield KernelTrial("rotary_qkv", (draw(length, 2, sum(counts), max(size, turned)),), fused, reference.rotary_qkv)
+
+
+def _split_trial(model: ModelConfig, draw: _Draw) -> KernelTrial:
+    """Heads of a fused projection, with its bias if it has one: more tokens than one program joins."""
+    (heads, groups), size = _heads_and_groups(model), model.kv_channels or 64
+    counts = heads, *((heads,) if model.attention_output_gate else ()), groups, groups
+    bias = (draw(sum(counts) * size),) if model.has_qkv_bias else ()
+
+    def call(op: Callable[..., tuple[Tensor, ...]], x: Tensor, bias: Tensor | None = None) -> Tensor:
+        # Gradients lie as those of attention do, [b, n, s, d].
+        return torch.cat([part.permute(1, 2, 0, 3).flatten() for part in op(x, counts, bias)])
+
+    return KernelTrial("split_qkv", (draw(40, 2, sum(counts), size), *bias), call, reference.split_qkv)
 
 
 def _bias_trial(model: ModelConfig, draw: _Draw, width: int, gating: GatingOptions | None) -> KernelTrial:

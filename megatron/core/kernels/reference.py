@@ -170,6 +170,16 @@ def rotary_qkv(
     return rotary(q, cos, sin, interleaved), *gate, rotary(k, cos, sin, interleaved), v
 
 
+def split_qkv(heads: Tensor, counts: tuple[int, ...], bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Split the heads of a fused projection, whose bias is already in them and gets its gradient here.
+
+    heads, counts: as in `rotary_qkv`; bias: [sum of counts * d]. Returns the parts [s, b, count, d].
+    """
+    if bias is not None:
+        heads = heads + (bias - bias.detach()).view(heads.shape[2:])
+    return heads.split(counts, dim=2)
+
+
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b with the matrix and bias of each row's expert; rows of x are sorted by expert.
 

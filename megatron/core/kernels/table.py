@@ -129,6 +129,7 @@ class Kernels:
     delta_rule_scan: Callable = scans.delta_rule_scan
     residual_norm: Callable | None = None
     bias_activation: Callable | None = None
+    split_qkv: Callable | None = None
     paged_attention: Callable | None = None
     low_linear: Callable | None = None
     quantise: FusedRounding | None = None
@@ -343,6 +344,9 @@ CANDIDATES = (
     Candidate("rotary", "torch", reference.rotary, _always_fits),
     _checked_triton_candidate("rotary_qkv", "triton.rotary", _compiled_or_interpreted),
     Candidate("rotary_qkv", "torch", reference.rotary_qkv, _always_fits),
+    # Its backward pass sums the bias's gradient as it joins those of queries, keys and values; apart, the joined one is read once more.
+    _checked_triton_candidate("split_qkv", "triton.split_qkv", _compiled_or_interpreted),
+    Candidate("split_qkv", "apart", None, _always_fits),
     Candidate("grouped_linear", "torch", grouped.grouped_mm, _grouped_mm_unfit),
     Candidate("grouped_linear", "grouped", grouped.grouped_linear, _always_fits),
     Candidate("grouped_linear", "loop", reference.grouped_linear, _always_fits),

@@ -252,9 +252,15 @@ class ColumnLinear(AdaptedLinear):
         )
         self.scaling = scaling_of(region.low, mesh)
 
-    def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor:
-        """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp]. skip_bias_add: the caller adds the bias."""
-        return self.apply_with_adapter(x, None if skip_bias_add else self.bias, self._multiply)
+    def forward(self, x: Tensor, skip_bias_add: bool = False, *, skip_bias_gradient: bool = False) -> Tensor:
+        """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp].
+
+        skip_bias_add: the caller adds the bias; skip_bias_gradient: it is added here, and the caller computes its gradient.
+        """
+        bias = None if skip_bias_add else self.bias
+        return self.apply_with_adapter(
+            x, bias.detach() if bias is not None and skip_bias_gradient else bias, self._multiply
+        )
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:

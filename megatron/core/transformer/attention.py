@@ -11,6 +11,7 @@ On top, as asked: norms or unit length of query and key heads, windows, sinks, c
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class SelfAttention(nn.Module):
         copies = max(1, tp // model.num_query_groups)
         key = FusedSegment(model.key_size, copies)
         inner: dict[str, Any] = {
-            "bias": (model.add_bias_linear or model.add_qkv_bias) and not model.qkv_without_bias,
+            "bias": model.has_qkv_bias,
             "init": build.init_method(),
             "region": build.region,
             "mesh": build.mesh,
@@ -94,8 +95,11 @@ class SelfAttention(nn.Module):
 
         Returns the attention's output and the normed input, both like x.
         """
-        qkv, normed = self.build.normed_linear(norm, self.linear_qkv, x)
-        q, k, v, gate = self._split_heads(qkv, context.table if self.plan.rope else None)
+        table = context.table if self.plan.rope else None
+        split = self._split_kernel(table)
+        linear = self.linear_qkv if split is None else partial(self.linear_qkv, skip_bias_gradient=True)
+        qkv, normed = self.build.normed_linear(norm, linear, x)
+        q, k, v, gate = self._split_heads(qkv, table, split)
         if self.build.model.qk_l2_norm:
             q, k = self._normalize_qk(q), self._normalize_qk(k)
         mask = context.mask.with_window(self.plan.window)
@@ -129,15 +133,28 @@ class SelfAttention(nn.Module):
         linear = self.linear_qkv
         return {linear.weight: rows} if linear.bias is None else {linear.weight: rows, linear.bias: rows}
 
-    def _split_heads(self, qkv: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    @property
+    def _has_qk_norms(self) -> bool:
+        return self.q_layernorm is not None and self.k_layernorm is not None
+
+    def _split_kernel(self, table: RotaryTable | None) -> Callable[..., tuple[Tensor, ...]] | None:
+        """What splits heads that are not rotated at once, and computes the gradient of the projection's bias; None: torch and the projection do."""
+        is_rotated = table is not None and not self._has_qk_norms
+        return None if is_rotated or self.input_factor != 1.0 else self.build.kernels.split_qkv
+
+    def _split_heads(
+        self, qkv: Tensor, table: RotaryTable | None, split: Callable[..., tuple[Tensor, ...]] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d], k, v: [s, b, g/tp, d], and with 2n the gate: [s, b, n/tp * d].
 
-        Queries and keys are normed, if they have norms, and rotated by a table, if there is one.
+        Queries and keys are normed, if they have norms, and rotated by a table, if there is one. split: see `_split_kernel`.
         """
         counts = self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups
         heads = scaled(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
-        has_norms = self.q_layernorm is not None and self.k_layernorm is not None
-        if table is not None and not has_norms:
+        if split is not None:
+            bias = self.linear_qkv.bias
+            q, *gate, k, v = split(heads, counts, bias if bias is not None and bias.requires_grad else None)
+        elif table is not None and not self._has_qk_norms:
             pairs = self.build.model.has_interleaved_rotary
             q, *gate, k, v = self.build.kernels.rotary_qkv(heads, counts, table.cos, table.sin, pairs)
         else:

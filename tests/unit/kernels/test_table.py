@@ -19,6 +19,7 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
         "bias_activation": "apart",
         "rotary": "torch",
         "rotary_qkv": "torch",
+        "split_qkv": "apart",
         "grouped_linear": "grouped",
         "permute": "torch",
         "residual_norm": "apart",

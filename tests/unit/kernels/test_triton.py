@@ -29,7 +29,7 @@ from tests.helpers import tiny
 from tests.helpers.triton_interpreter import interpreted, missing_interpreter, needs_triton
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("triton.norm", "triton.pointwise", "triton.rotary", "triton.loss", "triton.permute")
+FILES = ("triton.norm", "triton.pointwise", "triton.rotary", "triton.split_qkv", "triton.loss", "triton.permute")
 GPU = KernelRequirements(device="cuda", dtype=torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
@@ -225,6 +225,33 @@ def test_queries_and_keys_of_a_fused_projection_are_rotated_as_by_the_reference(
     )
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("counts", [(3, 2, 2), (3, 3, 1, 1), (1, 1, 1)], ids=str)
+def test_gradients_of_a_split_projection_and_of_its_bias_equal_the_reference(
+    kernels: dict[str, ModuleType], counts: tuple[int, ...], biased: bool, dtype: torch.dtype
+) -> None:
+    def joined(parts: tuple[Tensor, ...]) -> Tensor:
+        q, *others = parts  # queries as attention has them, and the rest as it is
+        return torch.cat([q.permute(1, 2, 0, 3).flatten(), *(one.flatten() for one in others)])
+
+    op = kernels["triton.split_qkv"].split_qkv
+    for length in (1, 35):  # fewer tokens than one program joins, and more
+        given = draw("x", length, 2, sum(counts), 12), *((draw("bias", 12 * sum(counts)),) if biased else ())
+        compare(
+            lambda x, bias=None: joined(op(x if bias is None else with_bias(x, bias), counts, bias)),
+            lambda x, bias=None: joined(reference.split_qkv(x if bias is None else with_bias(x, bias), counts, bias)),
+            given,
+            dtype,
+        )
+
+
+def with_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """What a projection gives whose bias gets its gradient later. x: [s, b, n, d]; bias: [n * d]."""
+    return x + bias.detach().view(x.shape[2:])
+
+
 class _Operations(TorchDispatchMode):
     """Notes the names of torch's operations."""
 
@@ -242,27 +269,45 @@ class _Operations(TorchDispatchMode):
 def test_the_gradient_of_a_fused_projection_is_written_once_and_not_concatenated(
     kernels: dict[str, ModuleType],
 ) -> None:
-    changes = {
-        "position_embedding_type": "rope",
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "num_layers": 1,
-        "seq_length": 8,
-    }
-
-    def backward_of(rotary_qkv: Callable[..., Any]) -> tuple[list[str], list[Tensor]]:
-        run = tiny.run_of(tiny.config(**changes))
-        run = replace(run, kernels=replace(run.kernels, rotary_qkv=rotary_qkv))
-        stage = tiny.gpt(run, stages_of(run.config)[0]).materialize(1)
-        ids = torch.arange(2 * run.config.train.seq_length).view(2, -1) % 7
-        loss = stage(ids=ids, labels=ids).sum()
-        with _Operations() as seen:
-            loss.backward()
-        return seen.names, [param.grad for param in stage.parameters()]
-
-    names, gradients = backward_of(kernels["triton.rotary"].rotary_qkv)
-    by_formula, expected = backward_of(reference.rotary_qkv)
+    changes = {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2}
+    names, gradients = _backward_of_a_layer(changes, rotary_qkv=kernels["triton.rotary"].rotary_qkv)
+    by_formula, expected = _backward_of_a_layer(changes, rotary_qkv=reference.rotary_qkv)
     assert "cat" not in names and by_formula.count("cat") >= 1
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def _backward_of_a_layer(changes: dict[str, Any], **kernels: Any) -> tuple[list[str], list[Tensor]]:
+    """Names of the backward pass's operations, and the gradients, of a network of one layer with these kernels."""
+    run = tiny.run_of(tiny.config(num_layers=1, seq_length=8, **changes))
+    run = replace(run, kernels=replace(run.kernels, **kernels))
+    stage = tiny.gpt(run, stages_of(run.config)[0]).materialize(1)
+    ids = torch.arange(2 * run.config.train.seq_length).view(2, -1) % 7
+    loss = stage(ids=ids, labels=ids).sum()
+    with _Operations() as seen:
+        loss.backward()
+    return seen.names, [param.grad for param in stage.parameters()]
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True, "position_embedding_type": "rope"},
+    ],
+    ids=["learned positions", "norms before rotary embeddings"],
+)
+def test_gradients_of_attention_are_joined_as_the_bias_gradient_is_summed(
+    kernels: dict[str, ModuleType], changes: dict[str, Any], backend: str
+) -> None:
+    changes = {**changes, "attention_backend": backend}
+    names, gradients = _backward_of_a_layer(changes, split_qkv=kernels["triton.split_qkv"].split_qkv)
+    by_torch, expected = _backward_of_a_layer(changes)
+    concatenated = by_torch.count("cat") - names.count("cat")
+    assert concatenated == 1, "those of queries, keys and values, which torch's backward pass of a split puts together"
+    assert names.count("sum") == by_torch.count("sum"), "that of the bias is one of the parts' sums"
     for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
@@ -301,7 +346,7 @@ def test_layers_with_any_of_these_kernels_are_one_graph_of_torchs_compiler() -> 
         capture_output=True,
         timeout=300,
     )
-    assert done.returncode == 0 and done.stdout.count("one graph") == 10, done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count("one graph") == 11, done.stdout + done.stderr[-3000:]
 
 
 def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +359,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         "bias_activation",
         "rotary",
         "rotary_qkv",
+        "split_qkv",
         "cross_entropy",
         "permute",
         "residual_norm",

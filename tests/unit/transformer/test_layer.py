@@ -206,6 +206,7 @@ def trained_with_bias_kernel(changes: dict[str, Any], ranks: int, kernel: bool) 
     return losses + norms, len(calls)
 
 
+ROTARY: dict[str, Any] = {"position_embedding_type": "rope"}
 SEQUENCE_CUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 BIASED_EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 
@@ -235,6 +236,49 @@ def test_a_kernel_that_adds_the_bias_takes_the_place_of_both(world: Any, changes
     assert calls == (24 if "moe_act" in changes.get("recompute_modules", ()) else 12), (
         "two layers of two microbatches in three steps, with what is recomputed"
     )
+
+
+def trained_with_split_kernel(changes: dict[str, Any], ranks: int, kernel: bool) -> tuple[list[float], int]:
+    """Losses and gradient norms of three steps, and how often the kernel that splits a projection was called."""
+    calls: list[int] = []
+
+    def counted(heads: Tensor, counts: tuple[int, ...], bias: Tensor | None) -> tuple[Tensor, ...]:
+        assert bias is None or bias.numel() == heads[0, 0].numel(), "a bias is cut like heads"
+        calls.append(1)
+        return reference.split_qkv(heads, counts, bias)
+
+    run = tiny.run_of(tiny.config(ranks, **changes, num_layers=2, global_batch_size=2, fp64=True))
+    build = replace(run, kernels=replace(run.kernels, split_qkv=counted if kernel else None))
+    losses, norms = train_on(tiny.trainer_of(build), 3)
+    return losses + norms, len(calls)
+
+
+@pytest.mark.parametrize(
+    "changes, ranks, called",
+    [
+        ({}, 1, 12),
+        ({"delay_wgrad_compute": True}, 1, 12),
+        ({"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}, 1, 12),
+        ({"group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True, **ROTARY}, 1, 12),
+        ({"no_rope_freq": "[0,1]", **ROTARY}, 1, 6),
+        (ROTARY, 1, 0),
+        ({"add_bias_linear": False, "attention_output_gate": True}, 1, 12),
+        (SEQUENCE_CUT, 2, 12),
+        ({"tensor_model_parallel_size": 2, "delay_wgrad_compute": True}, 2, 12),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_splits_the_projection_computes_the_gradient_of_its_bias(
+    world: Any, changes: dict[str, Any], ranks: int, called: int
+) -> None:
+    def trained(kernel: bool) -> tuple[list[float], int]:
+        if ranks == 1:
+            return trained_with_split_kernel(changes, ranks, kernel)
+        return world(ranks).run(trained_with_split_kernel, changes, ranks, kernel)[0]
+
+    (found, calls), (expected, none) = trained(True), trained(False)
+    assert found == pytest.approx(expected, rel=1e-10) and none == 0
+    assert calls == called, "of two layers of two microbatches in three steps, those that do not rotate the projection"
 
 
 def test_a_bias_before_a_multiplied_gate_is_added_by_the_linear_layer() -> None:

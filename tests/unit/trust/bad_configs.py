@@ -171,6 +171,7 @@ BAD: tuple[tuple[int, str, str, int], ...] = (
     (2, f"{CP} 2 --attention-backend flash_attn_3", "context", 1),
     (1, "--kernel rms_norm=torch rms_norm=reference", "kernels", 1),
     (1, "--kernel bias_activation=triton --disable-bias-linear", "kernels", 1),
+    (1, "--kernel split_qkv=triton --position-embedding-type rope", "kernels", 1),
     (1, "--norm-after-residual", "norms", 1),
     (1, "--softmax-scale -1", "norms", 1),
     (1, "pretrain_t5.py --sandwich-norm", "norms", 1),

@@ -193,6 +193,9 @@ def _why_unused(run: RunConfig, op: str) -> str:
         "bias_activation": "no MLP here has a bias just before its activation"
         if not (model.fuses_bias or projects or (sees and vision_encoder(model).fuses_bias))
         else "",
+        "split_qkv": "no layer here takes the fused projection apart without rotating queries and keys"
+        if not (model.splits_qkv or (sees and vision_encoder(model).splits_qkv))
+        else "",
         "low_linear": "" if low.recipe else "for --fp8-format only",
         "quantise": "" if low.recipe else "for --fp8-format only",
         "adamw": "" if run.optimizer.elementwise_optimizer == "adam" else "no weight is updated by Adam",

@@ -16,6 +16,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "bias_activation": ("triton", "apart"),
     "rotary": ("triton", "torch"),
     "rotary_qkv": ("triton", "torch"),
+    "split_qkv": ("triton", "apart"),
     "grouped_linear": ("torch", "grouped", "loop"),
     "permute": ("torch", "triton"),
     "residual_norm": ("apart", "triton"),

@@ -452,6 +452,7 @@ class ModelConfig(RequestedModel):
             "bias_activation": "bias_activation" in self.kernels.requested_kernels,
             "rotary": self.uses_rotary and not self.applies_rope_to_qkv,
             "rotary_qkv": self.applies_rope_to_qkv,
+            "split_qkv": "split_qkv" in self.kernels.requested_kernels,
             "grouped_linear": bool(self.moe.num_experts),
             "moe_flex_dispatcher": bool(self.moe.num_experts),
             "permute": bool(self.moe.num_experts),
@@ -477,6 +478,17 @@ class ModelConfig(RequestedModel):
         return self.uses_rotary and not (
             self.mla.multi_latent_attention or self.qk_layernorm or self.qk_layernorm_across_heads
         )
+
+    @property
+    def splits_qkv(self) -> bool:
+        """Whether some layers take the fused projection apart as it is: they have no rotary embeddings, or norms come before these."""
+        everywhere = self.applies_rope_to_qkv and self.rope.no_rope_freq is None
+        return bool(self.num_attention_heads) and not self.mla.multi_latent_attention and not everywhere
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the fused projection of queries, keys and values has a bias."""
+        return (self.add_bias_linear or self.add_qkv_bias) and not self.qkv_without_bias
 
     @property
     def state_mixers(self) -> frozenset[str]:
