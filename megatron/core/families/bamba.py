@@ -12,18 +12,12 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import (
-    COPIES,
-    SKIPPED,
-    attention_mappings,
-    common_config_keys,
-    mlp_mappings,
-    read_common_keys,
-)
+from megatron.core.families.llama import NO_BIAS, attention_mappings, common_config_keys, mlp_mappings, read_common_keys
 from megatron.core.families.nemotron_h import mamba_mappings, read_time_step_limits, time_step_limit_key
-from megatron.core.families.qwen_next import partial_rotary_factor_keys, split_partial_rotary_factor
-from megatron.core.families.rules import Family, ParameterMapping, same
-from megatron.core.families.settings import ConfigReader, preserved_keys
+from megatron.core.families.qwen import head_dim_key
+from megatron.core.families.qwen_next import partial_rotary_factor_keys, pop_rotated_share
+from megatron.core.families.rules import Family, ParameterMapping, decoder_with_ends, module_mappings, renamed_mappings
+from megatron.core.families.settings import ConfigReader
 
 _SAYS_NOTHING = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
 _FACTORS = (
@@ -36,18 +30,14 @@ _FACTORS = (
     "ssm_out_multiplier",
 )
 _FACTOR_LISTS = ("ssm_multipliers", "mlp_multipliers")
+_PINNED = (*NO_BIAS, ("mlp_bias", False), ("mamba_d_conv", 4), ("mamba_conv_bias", True), ("mamba_proj_bias", False))
+_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_ff_layernorm"}
 _SHARE = 0.5  # of a head that is rotated, where a config does not say
 
 
 def _read_mamba_keys(keys: ConfigReader, inner: int) -> dict[str, Any]:
     """Sizes of the mixers. inner: channels of all heads."""
-    keys.one_of("mamba_proj_bias", (False,), False)
-    keys.one_of("mamba_conv_bias", (True,), True)
-    keys.one_of("mamba_d_conv", (4,), 4)
-    for name in (*_SAYS_NOTHING, "mamba_expand"):
-        keys.pop(name)
-    for name in ("attention_bias", "mlp_bias"):
-        keys.one_of(name, (False,), False)
+    keys.pop("mamba_expand")
     heads, size = keys.positive_int("mamba_n_heads", 128), keys.pop("mamba_d_head")
     if size not in (None, "auto", inner / heads):
         keys.problems.append(f"mamba_d_head: {size} by {heads} heads is not the {inner} channels of all")
@@ -60,12 +50,10 @@ def _read_mamba_keys(keys: ConfigReader, inner: int) -> dict[str, Any]:
     }
 
 
-def _from_bamba_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    stated = {
-        name: value for name, value in config.items() if name != "partial_rotary_factor"
-    }  # which the class passes over
-    config, share = split_partial_rotary_factor(stated, _SHARE)
-    keys = ConfigReader({"rms_norm_eps": 1e-5, **config})
+def _read_bamba_config(keys: ConfigReader) -> dict[str, Any]:
+    keys.pop("partial_rotary_factor")  # which the class passes over
+    share = pop_rotated_share(keys, _SHARE)
+    keys.put(rms_norm_eps=1e-5)
     settings, attending = read_common_keys(keys), keys.pop("attn_layer_indices") or []
     layers = range(settings["num_layers"])
     return {
@@ -75,17 +63,16 @@ def _from_bamba_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         "hybrid_layer_pattern": "".join("*-" if layer in attending else "M-" for layer in layers),
         "mamba_norm_epsilon": settings["norm_epsilon"],
         "rotary_percent": share,
-    }, keys.all_problems()
+    }
 
 
-def _to_bamba_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_bamba_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     if model.rope.rotary_percent != _SHARE:  # for which the class has one word only
         like = {**like, "rope_parameters": like.get("rope_parameters") or {"rope_type": "default"}}
     hybrid, mixers = model.hybrid, [plan.mixer for plan in network_layer_plans(model)][::2]
     attending = [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]
     inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
     config = {
-        **preserved_keys(like, *_SAYS_NOTHING),
         **common_config_keys(model, like),
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": attending or like.get("attn_layer_indices"),
@@ -100,22 +87,16 @@ def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
     hybrid = model.hybrid
     limited = "time_step_limit" in like or hybrid.mamba_time_step_limit not in ((), (0.0, math.inf))
     return {
-        "attention_bias": False,
-        "mlp_bias": False,
         "mamba_n_heads": hybrid.mamba_num_heads,
         "mamba_d_head": like.get("mamba_d_head") if like.get("mamba_d_head") == "auto" else hybrid.mamba_head_dim,
         "mamba_n_groups": hybrid.mamba_num_groups,
         "mamba_d_state": hybrid.mamba_state_dim,
-        "mamba_d_conv": 4,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
         **({"time_step_limit": time_step_limit_key(model)} if limited else {}),
     }
 
 
-def _from_falcon_h1_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader({"rms_norm_eps": 1e-5, **config})
-    keys.one_of("projectors_bias", (False,), False)
+def _read_falcon_h1_config(keys: ConfigReader) -> dict[str, Any]:
+    keys.put(rms_norm_eps=1e-5)
     normed, before = keys.boolean("mamba_rms_norm", False), keys.boolean("mamba_norm_before_gate", True)
     settings = read_common_keys(keys)
     inner = keys.positive_int("mamba_d_ssm", keys.positive_int("mamba_expand", 2) * settings["hidden_size"])
@@ -129,32 +110,30 @@ def _from_falcon_h1_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], l
         "parallel_mamba": True,
         "mamba_output_norm": ("before_gate" if before else "after_gate") if normed else "none",
         "mamba_norm_epsilon": settings["norm_epsilon"],
-    }, keys.all_problems()
+    }
 
 
-def _to_falcon_h1_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_falcon_h1_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid, factors = model.hybrid, model.multipliers
     inner, kind = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim, hybrid.mamba_output_norm
     before = like.get("mamba_norm_before_gate", True) if kind == "none" else kind == "before_gate"
-    plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
-        **preserved_keys(like, *_SAYS_NOTHING, "mamba_expand"),
+        **({"mamba_expand": like["mamba_expand"]} if "mamba_expand" in like else {}),
         **common_config_keys(model, like),
         **_mamba_config_keys(model, like),
-        **({} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}),
+        **head_dim_key(model, like),
         **{name: getattr(factors, name) for name in _FACTORS},
         "ssm_multipliers": list(factors.ssm_multipliers or (1.0,) * 5),
         "mlp_multipliers": list(factors.mlp_multipliers or (1.0, 1.0)),
         "mamba_d_ssm": inner,
         "mamba_rms_norm": kind != "none",
         "mamba_norm_before_gate": before,
-        "projectors_bias": False,
     }
 
 
 def falcon_h1_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters of Falcon-H1, in the order in which transformers has them."""
-    result = [ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    result: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
         normed = model.hybrid.mamba_output_norm != "none"
@@ -163,19 +142,14 @@ def falcon_h1_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
             *mlp_mappings(model, f"{ours}mlp.", f"{theirs}feed_forward."),
             *(mixer if plan.beside == "mamba" else ()),
             *attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn."),
-            ParameterMapping(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), same),
-            ParameterMapping(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}pre_ff_layernorm.weight",), same),
+            *renamed_mappings(ours, theirs, _NORMS),
         ]
-    result.append(ParameterMapping("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
-    return (
-        *result,
-        *(() if model.ties_embeddings else (ParameterMapping("output_layer.weight", ("lm_head.weight",), same),)),
-    )
+    return decoder_with_ends(model, result, final_norm="final_layernorm")
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    result = [ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    result: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index // 2}."
         if plan.mixer == "mamba":
@@ -184,34 +158,28 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
             result += attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn.")
         else:
             result += mlp_mappings(model, f"{ours}mlp.", f"{theirs}feed_forward.")
-        norms = ("pre_mlp_layernorm", "pre_ff_layernorm") if plan.mixer == "none" else ("input_layernorm",) * 2
-        result.append(ParameterMapping(f"{ours}{norms[0]}.weight", (f"{theirs}{norms[1]}.weight",), same))
-    result.append(ParameterMapping("decoder.final_layernorm.weight", ("model.final_layernorm.weight",), same))
-    return (
-        *result,
-        *(() if model.ties_embeddings else (ParameterMapping("output_layer.weight", ("lm_head.weight",), same),)),
-    )
+        norm = "pre_mlp_layernorm" if plan.mixer == "none" else "input_layernorm"
+        result += module_mappings(f"{ours}{norm}", f"{theirs}{_NORMS[norm]}")
+    return decoder_with_ends(model, result, final_norm="final_layernorm")
 
 
 BAMBA = Family(
     "bamba",
     "BambaForCausalLM",
     "bamba",
-    _from_bamba_config,
-    _to_bamba_config,
+    _read_bamba_config,
+    _write_bamba_config,
     parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=_SAYS_NOTHING,
+    pinned=_PINNED,
 )
 FALCON_H1 = Family(
     "falcon_h1",
     "FalconH1ForCausalLM",
     "falcon_h1",
-    _from_falcon_h1_config,
-    _to_falcon_h1_config,
+    _read_falcon_h1_config,
+    _write_falcon_h1_config,
     falcon_h1_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=_SAYS_NOTHING,
+    pinned=(*_PINNED, ("projectors_bias", False)),
 )

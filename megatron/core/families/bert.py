@@ -11,10 +11,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat, same
+from megatron.core.families.rules import (
+    BIASED,
+    Family,
+    HeadVariant,
+    ParameterMapping,
+    concat,
+    module_mappings,
+    renamed_mappings,
+    same,
+)
 from megatron.core.families.settings import TANH_GELU, ConfigReader, classes_of, preserved_keys
 
 _SAYS_NOTHING = (
@@ -26,27 +37,25 @@ _SAYS_NOTHING = (
     "pooler_size_per_head",
     "pooler_type",
 )
+_TABLES = {
+    "word_embeddings": "word_embeddings",
+    "position_embeddings": "position_embeddings",
+    "tokentype_embeddings": "token_type_embeddings",
+}
 _AFTER = {"norm_after_residual": True, "embedding_layernorm": True}
 _BEFORE = {"norm_after_residual": False, "embedding_layernorm": False}
 _WORDS, _POOLER, _PAIRS = ("lm_head.", "output_layer."), "pooler.", "binary_head."
 
 
-def _settings_of_config(
-    config: Mapping[str, Any], norms: Mapping[str, bool], pairs: str
-) -> tuple[dict[str, Any], list[str]]:
+def _read_config(keys: ConfigReader, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
     """norms: where they stand; pairs: the class that always has the head for pairs."""
-    keys = ConfigReader(config)
     hidden, heads = keys.positive_int("hidden_size"), keys.positive_int("num_attention_heads")
     if hidden % heads:
         keys.problems.append(f"hidden_size: {hidden} is not a multiple of num_attention_heads, {heads}")
-    if config.get("is_decoder"):
+    if keys.config.get("is_decoder"):
         keys.problems.append("is_decoder: True has no counterpart here; False has")
     activation = keys.one_of("hidden_act", ("gelu", *TANH_GELU), "gelu")
-    keys.one_of("type_vocab_size", (2,), 2)
     keys.one_of("position_embedding_type", ("absolute",), "absolute")
-    keys.one_of("tie_word_embeddings", (True,), True)
-    for name in _SAYS_NOTHING:
-        keys.pop(name)
     return {
         "architecture": "bert",
         "num_layers": keys.positive_int("num_hidden_layers"),
@@ -63,58 +72,42 @@ def _settings_of_config(
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
         "untie_embeddings_and_output_weights": False,
-        "bert_binary_head": pairs in classes_of(config),
+        "bert_binary_head": pairs in classes_of(keys.config),
         "init_method_std": keys.non_negative_float("initializer_range", 0.02),
         "hidden_dropout": keys.non_negative_float("hidden_dropout_prob", 0.1),
         "attention_dropout": keys.non_negative_float("attention_probs_dropout_prob", 0.1),
-    }, keys.all_problems()
+    }
 
 
-def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     activation = like.get("hidden_act", "gelu_new")
     return {
-        **preserved_keys(like, "position_embedding_type", "add_cross_attention", *_SAYS_NOTHING),
+        **preserved_keys(like, "position_embedding_type", "add_cross_attention"),
         "vocab_size": model.true_vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "intermediate_size": model.ffn_hidden_size,
         "max_position_embeddings": model.max_position_embeddings,
-        "type_vocab_size": 2,
         "hidden_act": (activation if activation in TANH_GELU else "gelu_new") if model.openai_gelu else "gelu",
         "layer_norm_eps": model.norm_epsilon,
         "initializer_range": model.init_method_std,
         "hidden_dropout_prob": model.hidden_dropout,
         "attention_probs_dropout_prob": model.attention_dropout,
-        "tie_word_embeddings": True,
     }
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
     ours, theirs, after = "encoder.layers.{i}.", "bert.encoder.layer.{i}.", model.norm_after_residual
-    rows = [
-        ParameterMapping(f"embedding.{name}.weight", (f"bert.embeddings.{there}.weight",), same)
-        for name, there in (
-            ("word_embeddings", "word_embeddings"),
-            ("position_embeddings", "position_embeddings"),
-            ("tokentype_embeddings", "token_type_embeddings"),
-        )
-    ]
+    rows = renamed_mappings("embedding.", "bert.embeddings.", _TABLES)
     if model.embedding_layernorm:
         rows += _weight_and_bias("embedding.layernorm", "bert.embeddings.LayerNorm")
     if not after:
         rows += _weight_and_bias(f"{ours}input_layernorm", f"{theirs}attention.ln")
     heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
-    rows += [
-        ParameterMapping(
-            f"{ours}self_attention.linear_qkv.{kind}",
-            tuple(f"{name}.{kind}" for name in heads),
-            concat(size, size, size),
-        )
-        for kind in ("weight", "bias")
-    ]
+    rows += module_mappings(f"{ours}self_attention.linear_qkv", *heads, op=concat(size, size, size), kinds=BIASED)
     rows += _weight_and_bias(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
     rows += (
         _weight_and_bias(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm")
@@ -137,7 +130,7 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
 
 
 def _weight_and_bias(ours: str, theirs: str) -> list[ParameterMapping]:
-    return [ParameterMapping(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in ("weight", "bias")]
+    return module_mappings(ours, theirs, kinds=BIASED)
 
 
 def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -153,14 +146,6 @@ def _model_classes(name: str) -> tuple[HeadVariant, ...]:
     )
 
 
-def _from_bert_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    return _settings_of_config(config, _AFTER, "BertForPreTraining")
-
-
-def _from_megatron_bert_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    return _settings_of_config(config, _BEFORE, "MegatronBertForPreTraining")
-
-
 _SKIPPED = re.compile(r"bert\.embeddings\.(position_ids|token_type_ids)")  # counts and zeros, kept as buffers once
 _COPIES = (
     ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
@@ -172,9 +157,11 @@ BERT = Family(
     "bert",
     "BertForPreTraining",
     "bert",
-    _from_bert_config,
-    to_hf_config,
+    partial(_read_config, norms=_AFTER, pairs="BertForPreTraining"),
+    write_config,
     parameter_mappings,
+    silent=_SAYS_NOTHING,
+    pinned=(("type_vocab_size", 2), ("tie_word_embeddings", True)),
     base="bert.",
     skipped=_SKIPPED,
     copies=_COPIES,
@@ -182,17 +169,11 @@ BERT = Family(
     variants=_model_classes("Bert"),
     seen=_settings_from_names,
 )
-MEGATRON_BERT = Family(
-    "megatron_bert",
-    "MegatronBertForPreTraining",
-    "megatron-bert",
-    _from_megatron_bert_config,
-    to_hf_config,
-    parameter_mappings,
-    base="bert.",
-    skipped=_SKIPPED,
-    copies=_COPIES,
-    renamed=_RENAMED,
+MEGATRON_BERT = replace(
+    BERT,
+    name="megatron_bert",
+    architecture="MegatronBertForPreTraining",
+    model_type="megatron-bert",
+    read_config=partial(_read_config, norms=_BEFORE, pairs="MegatronBertForPreTraining"),
     variants=_model_classes("MegatronBert"),
-    seen=_settings_from_names,
 )

@@ -16,8 +16,7 @@ from typing import Any
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
-    COPIES,
-    SKIPPED,
+    NO_BIAS,
     common_config_keys,
     decoder_mappings,
     gated_mlp_mappings,
@@ -27,8 +26,8 @@ from megatron.core.families.llama import (
 )
 from megatron.core.families.mixtral import expert_mappings
 from megatron.core.families.qwen import FUSED
-from megatron.core.families.rules import Family, ParameterMapping, same
-from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern, preserved_keys
+from megatron.core.families.rules import Family, ParameterMapping, module_mappings, renamed_mappings, same
+from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern
 from megatron.core.models.describe import num_mtp_layers
 
 _SAYS_NOTHING = (
@@ -47,10 +46,8 @@ _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
 def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
-    for name in (*BALANCE, "ep_size", "head_dim", "qk_head_dim", "num_nextn_predict_layers"):
-        keys.pop(name)
-    for name in ("attention_bias", "mlp_bias"):
-        keys.one_of(name, (False,), False)
+    keys.drop("head_dim")
+    keys.one_of("mlp_bias", (False,), False)
     keys.one_of("moe_layer_freq", (1,), 1)
     keys.one_of("rope_interleave", (True,), True)
     settings = read_common_keys(keys, latent=True)
@@ -102,7 +99,6 @@ def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     mla, moe = model.mla, model.moe
     width = moe.moe_ffn_hidden_size or 1
     return {
-        **preserved_keys(like, *_SAYS_NOTHING),
         **common_config_keys(model, like),
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -113,7 +109,6 @@ def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
         "num_experts_per_tok": moe.moe_router_topk,
         "moe_intermediate_size": width,
         "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
-        "attention_bias": False,
         "first_k_dense_replace": sum(plan.mlp == "dense" for plan in network_layer_plans(model)),
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "n_group": moe.moe_router_num_groups or like.get("n_group", 1),
@@ -121,28 +116,24 @@ def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     }
 
 
-def _from_v2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
+def _read_v2_config(keys: ConfigReader) -> dict[str, Any]:
     method = keys.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     keys.one_of("scoring_func", ("softmax",), "softmax")
-    keys.one_of("norm_topk_prob", (False,), False)
     return {
         **_read_common_keys(keys),
         **read_expert_group_keys(keys, "max", used=method != "greedy"),
         "moe_router_pre_softmax": True,
-    }, keys.all_problems()
+    }
 
 
-def _to_v2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_v2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     method = "group_limited_greedy" if model.moe.moe_router_num_groups else "greedy"
-    return {**_common_config_keys(model, like), "topk_method": method, "norm_topk_prob": False}
+    return {**_common_config_keys(model, like), "topk_method": method}
 
 
-def _from_v3_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
+def _read_v3_config(keys: ConfigReader) -> dict[str, Any]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
-    keys.one_of("norm_topk_prob", (True,), True)
     settings = {**_read_common_keys(keys), **read_expert_group_keys(keys, "sum", used=True)}
     used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
@@ -154,17 +145,12 @@ def _from_v3_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
         keys.problems.append(
             "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
         )
-    return {
-        **settings,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    }, keys.all_problems()
+    return {**settings, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
-def _to_v3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_v3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_common_config_keys(model, like),
-        "norm_topk_prob": True,
         "num_nextn_predict_layers": model.mtp.mtp_num_layers or like.get("num_nextn_predict_layers", 0),
     }
 
@@ -172,17 +158,14 @@ def _to_v3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters; layers that predict further follow the last."""
     mlps = {"dense": mlp_mappings, "moe": _expert_mappings}
-    rows = decoder_mappings(model, _attention_mappings, mlps)
+    rows = list(decoder_mappings(model, _attention_mappings, mlps))
     for depth in range(num_mtp_layers(model)):
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
-        rows += [
-            ParameterMapping(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), same)
-            for name in ("enorm", "hnorm", "eh_proj")
-        ]
+        rows += renamed_mappings(ours, theirs, {name: name for name in ("enorm", "hnorm", "eh_proj")})
         rows += layer_mappings(
             model, f"{ours}mtp_model_layer.", theirs, _attention_mappings, mlps[network_layer_plans(model)[-1].mlp]
         )
-        rows.append(ParameterMapping(f"{ours}final_layernorm.weight", (f"{theirs}shared_head.norm.weight",), same))
+        rows += module_mappings(f"{ours}final_layernorm", f"{theirs}shared_head.norm")
     return tuple(rows)
 
 
@@ -199,9 +182,7 @@ def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Para
         "linear_kv_up_proj": "kv_b_proj",
         "linear_proj": "o_proj",
     }
-    return [
-        ParameterMapping(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()
-    ]
+    return renamed_mappings(ours, theirs, names)
 
 
 def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
@@ -231,24 +212,23 @@ DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
-    _from_v2_config,
-    _to_v2_config,
+    _read_v2_config,
+    _write_v2_config,
     parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=_SAYS_NOTHING,
+    pinned=(*NO_BIAS, ("norm_topk_prob", False)),
     fused=FUSED,
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
-    _from_v3_config,
-    _to_v3_config,
+    _read_v3_config,
+    _write_v3_config,
     parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=(*COPIES, *_AGAIN),
+    silent=_SAYS_NOTHING,
+    pinned=(*NO_BIAS, ("norm_topk_prob", True)),
+    copies=(*DEEPSEEK_V2.copies, *_AGAIN),
     fused=FUSED,
     beyond=_BEYOND,
     seen=_settings_from_names,

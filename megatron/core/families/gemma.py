@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
-    COPIES,
-    SKIPPED,
+    NO_BIAS,
     attention_mappings,
     common_config_keys,
     decoder_mappings,
@@ -42,17 +41,12 @@ _NORMS = {
 }
 
 
-def _read_shared_keys(config: Mapping[str, Any]) -> tuple[ConfigReader, dict[str, Any]]:
-    """The keys that are left, and the settings that all of them have."""
-    keys = ConfigReader(
-        {"head_dim": _HEAD_SIZE, **{name: value for name, value in config.items() if name not in _ACTIVATIONS}}
-    )
-    activations = ConfigReader({name: config.get(name) for name in _ACTIVATIONS})
+def _read_shared_keys(keys: ConfigReader) -> dict[str, Any]:
+    """The settings that all of them have."""
+    keys.put(head_dim=_HEAD_SIZE)
     for name in _ACTIVATIONS:  # "gelu" is the older word for the tanh formula here, and here alone
-        activations.one_of(name, ("gelu", *TANH_GELU), TANH_GELU[1])
-    keys.problems += activations.problems
-    keys.one_of("attention_bias", (False,), False)
-    return keys, {
+        keys.one_of(name, ("gelu", *TANH_GELU), TANH_GELU[1])
+    return {
         **read_common_keys(keys, tied=True),
         "swiglu": False,
         "geglu": True,
@@ -65,34 +59,21 @@ def _read_shared_keys(config: Mapping[str, Any]) -> tuple[ConfigReader, dict[str
 def _shared_config_keys(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
     named = {name: like[name] for name in _ACTIVATIONS if name in like} or {activation: TANH_GELU[1]}
     shared = {name: value for name, value in common_config_keys(model, like).items() if name not in _ACTIVATIONS}
-    return {
-        **preserved_keys(like, *_SAYS_NOTHING, _OFF),
-        **shared,
-        **named,
-        "head_dim": model.kv_channels,
-        "attention_bias": False,
-    }
+    return {**preserved_keys(like, *_SAYS_NOTHING, _OFF), **shared, **named, "head_dim": model.kv_channels}
 
 
-def _from_gemma_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, settings = _read_shared_keys(config)
-    return settings, keys.all_problems()
-
-
-def _to_gemma_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_gemma_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return _shared_config_keys(model, like, "hidden_act")
 
 
-def _from_gemma2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, settings = _read_shared_keys(config)
+def _read_gemma2_config(keys: ConfigReader) -> dict[str, Any]:
+    settings = _read_shared_keys(keys)
     layers, window = settings["num_layers"], keys.positive_int("sliding_window", 4096)
-    for name in _SAYS_NOTHING:
-        keys.pop(name)
     kinds = keys.pop("layer_types")
     seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else read_layer_types(keys, kinds, layers)
     scalar = keys.non_negative_float("query_pre_attn_scalar", 256.0, positive=True)
     caps = {
-        ours: _soft_cap(keys, config, theirs, usual)
+        ours: _soft_cap(keys, theirs, usual)
         for ours, theirs, usual in (
             ("attention_logit_softcap", "attn_logit_softcapping", 50.0),
             ("final_logit_softcap", "final_logit_softcapping", 30.0),
@@ -104,17 +85,17 @@ def _from_gemma2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list
         **caps,
         "sandwich_norm": True,
         "softmax_scale": None if scalar == settings["kv_channels"] else scalar**-0.5,
-    }, keys.all_problems()
+    }
 
 
-def _soft_cap(keys: ConfigReader, config: Mapping[str, Any], name: str, usual: float) -> float | None:
+def _soft_cap(keys: ConfigReader, name: str, usual: float) -> float | None:
     """A soft cap; null is none, and left out is the usual one."""
-    if name in config and config[name] is None:
+    if keys.config.get(name, usual) is None:
         return None
     return keys.non_negative_float(name, usual, positive=True)
 
 
-def _to_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     window, layers = window_and_windowed_layers(model)
     scalar = model.kv_channels if model.softmax_scale is None else round(model.softmax_scale**-2)
     usual = [layer % 2 == 0 for layer in range(model.num_layers)]
@@ -131,28 +112,19 @@ def _to_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, 
 
 def _gemma2_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    return tuple(decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, _NORMS))
+    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, _NORMS)
 
 
 GEMMA = Family(
-    "gemma",
-    "GemmaForCausalLM",
-    "gemma",
-    _from_gemma_config,
-    _to_gemma_config,
-    parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    "gemma", "GemmaForCausalLM", "gemma", _read_shared_keys, _write_gemma_config, parameter_mappings, pinned=NO_BIAS
 )
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     "gemma2",
-    _from_gemma2_config,
-    _to_gemma2_config,
+    _read_gemma2_config,
+    _write_gemma2_config,
     _gemma2_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=_SAYS_NOTHING,
+    pinned=NO_BIAS,
 )

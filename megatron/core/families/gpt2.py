@@ -10,13 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, ParameterMapping, same, transpose
+from megatron.core.families.rules import (
+    BIASED,
+    Family,
+    ParameterMapping,
+    module_mappings,
+    renamed_mappings,
+    same,
+    transpose,
+)
 from megatron.core.families.settings import TANH_GELU, ConfigReader, preserved_keys
 
 
-def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a config.json, and what cannot be expressed."""
-    keys = ConfigReader(config)
+def read_config(keys: ConfigReader) -> dict[str, Any]:
+    """Settings of a config.json."""
     hidden, heads = keys.positive_int("n_embd"), keys.positive_int("n_head")
     if hidden % heads:
         keys.problems.append(f"n_embd: {hidden} is not a multiple of n_head, {heads}")
@@ -44,10 +51,10 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         "init_method_std": keys.non_negative_float("initializer_range", 0.02),
         "hidden_dropout": dropout,
         "attention_dropout": keys.non_negative_float("attn_pdrop", 0.1),
-    }, keys.all_problems()
+    }
 
 
-def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     activation = like.get("activation_function", "gelu_new")
     tanh = activation if activation in TANH_GELU else "gelu_new"
@@ -74,10 +81,7 @@ def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters."""
-    rows = [
-        ParameterMapping("embedding.word_embeddings.weight", ("transformer.wte.weight",), same),
-        ParameterMapping("embedding.position_embeddings.weight", ("transformer.wpe.weight",), same),
-    ]
+    rows = renamed_mappings("embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"})
     for ours, theirs in (
         ("input_layernorm", "ln_1"),
         ("self_attention.linear_qkv", "attn.c_attn"),
@@ -86,26 +90,19 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
         ("mlp.linear_fc1", "mlp.c_fc"),
         ("mlp.linear_fc2", "mlp.c_proj"),
     ):
-        op = transpose if ".c_" in theirs else same
-        rows += [
-            ParameterMapping(f"decoder.layers.{{i}}.{ours}.weight", (f"transformer.h.{{i}}.{theirs}.weight",), op),
-            ParameterMapping(f"decoder.layers.{{i}}.{ours}.bias", (f"transformer.h.{{i}}.{theirs}.bias",), same),
-        ]
-    rows += [
-        ParameterMapping(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), same)
-        for kind in ("weight", "bias")
-    ]
-    if not model.ties_embeddings:
-        rows.append(ParameterMapping("output_layer.weight", ("lm_head.weight",), same))
-    return tuple(rows)
+        mine, there = f"decoder.layers.{{i}}.{ours}", f"transformer.h.{{i}}.{theirs}"
+        rows += module_mappings(mine, there, op=transpose if ".c_" in theirs else same)
+        rows += module_mappings(mine, there, kinds=("bias",))
+    rows += module_mappings("decoder.final_layernorm", "transformer.ln_f", kinds=BIASED)
+    return (*rows, *(() if model.ties_embeddings else module_mappings("output_layer", "lm_head")))
 
 
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     "gpt2",
-    from_hf_config,
-    to_hf_config,
+    read_config,
+    write_config,
     parameter_mappings,
     base="transformer.",
     skipped=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks, kept as buffers once

@@ -13,25 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import (
-    COPIES,
-    SKIPPED,
-    attention_mappings,
-    common_config_keys,
-    decoder_mappings,
-    read_common_keys,
-)
+from megatron.core.families.llama import attention_mappings, common_config_keys, decoder_mappings, read_common_keys
 from megatron.core.families.qwen import read_layer_types
-from megatron.core.families.rules import Family, ParameterMapping, TensorConversion, same
-from megatron.core.families.settings import (
-    BALANCE,
-    ConfigReader,
-    preserved_keys,
-    sliding_window_settings,
-    window_and_windowed_layers,
-)
-
-_SAYS_NOTHING = (*BALANCE, "initial_context_length")
+from megatron.core.families.rules import BIASED, Family, ParameterMapping, TensorConversion, module_mappings, same
+from megatron.core.families.settings import BALANCE, ConfigReader, sliding_window_settings, window_and_windowed_layers
 
 
 def _deinterleave_gate_up(rows: Tensor) -> Tensor:
@@ -54,12 +39,8 @@ _GATED_BIAS = TensorConversion(
 )
 
 
-def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a config.json, and what cannot be expressed."""
-    keys = ConfigReader(config)
-    for name in _SAYS_NOTHING:
-        keys.pop(name)
-    keys.one_of("attention_bias", (True,), True)
+def read_config(keys: ConfigReader) -> dict[str, Any]:
+    """Settings of a config.json."""
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
     settings, used = read_common_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)
     keys.one_of("experts_per_token", (used,), used)  # the same by another name
@@ -78,17 +59,15 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         "num_experts": keys.positive_int("num_local_experts"),
         "moe_ffn_hidden_size": settings["ffn_hidden_size"],
         "moe_router_topk": used,
-    }, keys.all_problems()
+    }
 
 
-def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     window, layers = window_and_windowed_layers(model)
     config = {
-        **preserved_keys(like, *_SAYS_NOTHING),
         **common_config_keys(model, like),
         "head_dim": model.kv_channels,
-        "attention_bias": True,
         "swiglu_limit": model.activation_func_clamp_value,
         "sliding_window": window or like.get("sliding_window", 128),
         "layer_types": [("full_attention", "sliding_attention")[seen] for seen in layers],
@@ -102,7 +81,7 @@ def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters."""
-    return tuple(decoder_mappings(model, _attention_mappings, {"moe": _expert_mappings}))
+    return decoder_mappings(model, _attention_mappings, {"moe": _expert_mappings})
 
 
 def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
@@ -114,7 +93,7 @@ def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Para
 
 def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     return [
-        *(ParameterMapping(f"{ours}router.{kind}", (f"{theirs}router.{kind}",), same) for kind in ("weight", "bias")),
+        *module_mappings(f"{ours}router", f"{theirs}router", kinds=BIASED),
         ParameterMapping(f"{ours}experts.linear_fc1.weight", (f"{theirs}experts.gate_up_proj",), _GATED),
         ParameterMapping(f"{ours}experts.linear_fc1.bias", (f"{theirs}experts.gate_up_proj_bias",), _GATED_BIAS),
         ParameterMapping(f"{ours}experts.linear_fc2.weight", (f"{theirs}experts.down_proj",), _DOWN),
@@ -126,10 +105,9 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     "gpt_oss",
-    from_hf_config,
-    to_hf_config,
+    read_config,
+    write_config,
     parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=(*BALANCE, "initial_context_length"),
+    pinned=(("attention_bias", True),),
 )

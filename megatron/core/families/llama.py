@@ -6,17 +6,23 @@ their own there, and parts of one here. Both turn the halves of a head, so no ro
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, ParameterMapping, TensorConversion, concat, same
+from megatron.core.families.rules import (
+    BIASED,
+    Family,
+    ParameterMapping,
+    concat,
+    decoder_with_ends,
+    module_mappings,
+    renamed_mappings,
+)
 from megatron.core.families.settings import (
     ConfigReader,
     head_count_settings,
-    preserved_keys,
     read_rope_keys,
     rope_config_keys,
     sliding_window_settings,
@@ -27,11 +33,8 @@ Part = Callable[
     [ModelConfig, str, str], list[ParameterMapping]
 ]  # rows of a part of a layer: the network, our beginning, theirs
 
-SKIPPED = re.compile(
-    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-)  # a table that follows from the settings
 _MOST_LAYERS = 10_000
-COPIES = (("lm_head.weight", "model.embed_tokens.weight"),)
+NO_BIAS = (("attention_bias", False),)
 
 
 def read_common_keys(
@@ -94,19 +97,16 @@ NORMS = {
 
 def decoder_mappings(
     model: ModelConfig, attention: Part, mlps: Mapping[str, Part], norms: Mapping[str, str] = NORMS
-) -> list[ParameterMapping]:
+) -> tuple[ParameterMapping, ...]:
     """All parameters of a network of Llama's kin, whose layers have these norms and an MLP of one of these kinds each.
 
     They stand in the order in which transformers has them: its files are cut in that order.
     """
-    rows = [ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    rows: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
         rows += layer_mappings(model, ours, theirs, attention, mlps[plan.mlp], norms)
-    rows.append(ParameterMapping("decoder.final_layernorm.weight", ("model.norm.weight",), same))
-    if not model.ties_embeddings:
-        rows.append(ParameterMapping("output_layer.weight", ("lm_head.weight",), same))
-    return rows
+    return decoder_with_ends(model, rows)
 
 
 def layer_mappings(
@@ -116,25 +116,21 @@ def layer_mappings(
     return [
         *attention(model, f"{ours}self_attention.", f"{theirs}self_attn."),
         *mlp(model, f"{ours}mlp.", f"{theirs}mlp."),
-        *(ParameterMapping(f"{ours}{own}.weight", (f"{theirs}{there}.weight",), same) for own, there in norms.items()),
+        *renamed_mappings(ours, theirs, norms),
     ]
 
 
 def attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     """Queries, keys and values are three matrices there and one here."""
-    heads = concat(model.query_size, model.key_size, model.key_size)
-    rows = _linear_mappings(
-        f"{ours}linear_qkv",
-        [f"{theirs}{part}_proj" for part in "qkv"],
-        heads,
-        model.add_bias_linear or model.add_qkv_bias,
-    )
-    rows += _linear_mappings(f"{ours}linear_proj", [f"{theirs}o_proj"], same, model.add_bias_linear)
-    if model.qk_layernorm:
-        rows += [
-            ParameterMapping(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"
-        ]
-    return rows
+    heads, kinds = concat(model.query_size, model.key_size, model.key_size), _kinds(model.add_bias_linear)
+    names = [f"{theirs}{part}_proj" for part in "qkv"]
+    qkv_kinds = BIASED if model.add_qkv_bias else kinds
+    norms = {f"{part}_layernorm": f"{part}_norm" for part in "qk"} if model.qk_layernorm else {}
+    return [
+        *module_mappings(f"{ours}linear_qkv", *names, op=heads, kinds=qkv_kinds),
+        *module_mappings(f"{ours}linear_proj", f"{theirs}o_proj", kinds=kinds),
+        *renamed_mappings(ours, theirs, norms),
+    ]
 
 
 def mlp_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
@@ -144,35 +140,33 @@ def mlp_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMa
 
 def gated_mlp_mappings(ours: str, theirs: str, width: int, *, bias: bool = False) -> list[ParameterMapping]:
     """A gated MLP of a width."""
+    names, both = (f"{theirs}gate_proj", f"{theirs}up_proj"), concat(width, width)
     return [
-        *_linear_mappings(f"{ours}linear_fc1", [f"{theirs}gate_proj", f"{theirs}up_proj"], concat(width, width), bias),
-        *_linear_mappings(f"{ours}linear_fc2", [f"{theirs}down_proj"], same, bias),
+        *module_mappings(f"{ours}linear_fc1", *names, op=both, kinds=_kinds(bias)),
+        *module_mappings(f"{ours}linear_fc2", f"{theirs}down_proj", kinds=_kinds(bias)),
     ]
 
 
-def _linear_mappings(ours: str, theirs: Sequence[str], op: TensorConversion, bias: bool) -> list[ParameterMapping]:
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return [ParameterMapping(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return BIASED if bias else ("weight",)
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters of a network whose layers are all alike."""
-    return tuple(decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}))
+    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings})
 
 
-def _from_llama_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
+def _read_llama_config(keys: ConfigReader) -> dict[str, Any]:
     attention, mlp = keys.boolean("attention_bias", False), keys.boolean("mlp_bias", False)
     if attention != mlp:
         keys.problems.append(
             f"attention_bias: {attention} with mlp_bias: {mlp}; here all linear layers have a bias or none"
         )
-    return {**read_common_keys(keys), "add_bias_linear": attention}, keys.all_problems()
+    return {**read_common_keys(keys), "add_bias_linear": attention}
 
 
-def _to_llama_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_llama_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **preserved_keys(like),
         **common_config_keys(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": model.add_bias_linear,
@@ -195,40 +189,16 @@ def sliding_window_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _from_mistral_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
+def _read_mistral_config(keys: ConfigReader) -> dict[str, Any]:
     settings = read_common_keys(keys)
-    return {**settings, **read_sliding_window(keys, settings)}, keys.all_problems()
+    return {**settings, **read_sliding_window(keys, settings)}
 
 
-def _to_mistral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **preserved_keys(like),
-        **common_config_keys(model, like),
-        "head_dim": model.kv_channels,
-        **sliding_window_key(model, like),
-    }
+def _write_mistral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    return {**common_config_keys(model, like), "head_dim": model.kv_channels, **sliding_window_key(model, like)}
 
 
-LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    "llama",
-    _from_llama_config,
-    _to_llama_config,
-    parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
-)
+LLAMA = Family("llama", "LlamaForCausalLM", "llama", _read_llama_config, _write_llama_config, parameter_mappings)
 MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    "mistral",
-    _from_mistral_config,
-    _to_mistral_config,
-    parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    "mistral", "MistralForCausalLM", "mistral", _read_mistral_config, _write_mistral_config, parameter_mappings
 )

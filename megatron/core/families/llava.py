@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.config.vision import vision_encoder
-from megatron.core.families.rules import Family, ParameterMapping, same
+from megatron.core.families.rules import BIASED, Family, ParameterMapping, module_mappings
 from megatron.core.families.settings import ConfigReader, preserved_keys
 from megatron.core.families.vision import encoder_config, encoder_mappings, encoder_type_of_config, read_encoder_config
 
@@ -204,24 +204,23 @@ class Decoders:
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
 
 
-def _from_vlm_config(
-    config: Mapping[str, Any], *, decoders: Decoders, shape: VLMFormat
-) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
-    text, vision = _text_and_vision_configs(keys, config, shape)
+def _read_vlm_config(keys: ConfigReader, *, decoders: Decoders, shape: VLMFormat) -> dict[str, Any]:
+    text, vision = _text_and_vision_configs(keys, shape)
     settings, problems = decoders.settings({"model_type": "llama", **text})
     vision = {"model_type": shape.vision_type, **shape.vision_defaults, **vision}
     kind = encoder_type_of_config(vision)
+    keys.problems += problems
     if kind is None or kind not in shape.encoders:
-        return settings, [*problems, f"vision_config: model_type: {vision.get('model_type')} has no counterpart here"]
+        keys.problems.append(f"vision_config: model_type: {vision.get('model_type')} has no counterpart here")
+        keys.drop()
+        return settings
     inner = ConfigReader(vision)
     sizes = read_encoder_config(inner, kind)
-    problems += [f"vision_config: {problem}" for problem in inner.all_problems()]
+    keys.problems += [f"vision_config: {problem}" for problem in inner.all_problems()]
     depth = sizes.pop("num_layers")
     renamed = {f"vision_{name}" if name in _SIZES else name: value for name, value in sizes.items()}
-    for name in _SAYS_NOTHING:
-        keys.pop(name)
-    result = {
+    keys.drop(*_SAYS_NOTHING)
+    return {
         **settings,
         **renamed,
         "vision_num_layers": depth if shape.layer is None else _used_layers(keys, depth, shape.layer),
@@ -230,19 +229,20 @@ def _from_vlm_config(
         "image_token_index": keys.positive_int(shape.token),
         **shape.reads(keys, kind),
     }
-    return result, [*problems, *keys.all_problems()]
 
 
-def _text_and_vision_configs(
-    keys: ConfigReader, config: Mapping[str, Any], shape: VLMFormat
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _text_and_vision_configs(keys: ConfigReader, shape: VLMFormat) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configs of the language model and of the encoder, without what says nothing of the network."""
     text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
     if shape.layer is not None:
         return text, vision
     silent = set(_SAYS_NOTHING) - {"vocab_size"}
     text, vision = ({name: part[name] for name in part if name not in silent} for part in (text, vision))
-    return {"rms_norm_eps": 1e-5, **text, "tie_word_embeddings": config.get("tie_word_embeddings") or False}, vision
+    return {
+        "rms_norm_eps": 1e-5,
+        **text,
+        "tie_word_embeddings": keys.config.get("tie_word_embeddings") or False,
+    }, vision
 
 
 def _used_layers(keys: ConfigReader, depth: int, usual: int) -> int:
@@ -255,7 +255,7 @@ def _used_layers(keys: ConfigReader, depth: int, usual: int) -> int:
     return depth + 1 + layer if layer < 0 else layer
 
 
-def _to_vlm_config(
+def _write_vlm_config(
     model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, shape: VLMFormat
 ) -> dict[str, Any]:
     vision = model.vision
@@ -285,10 +285,8 @@ def _parameter_mappings(model: ModelConfig, *, decoders: Decoders, shape: VLMFor
     rows = encoder_mappings(vision_encoder(model), shape.tower)
     for ours, theirs in shape.projector.items():
         has_bias = model.vision.vision_projection_bias or ours == "layernorm"
-        rows += [
-            ParameterMapping(f"vision_projection.{ours}.{kind}", (f"{theirs}.{kind}",), same)
-            for kind in (("weight", "bias") if has_bias else ("weight",))
-        ]
+        kinds = BIASED if has_bias else ("weight",)
+        rows += module_mappings(f"vision_projection.{ours}", theirs, kinds=kinds)
     decoder = [
         ParameterMapping(row.ours, tuple(shape.language(name, family.base) for name in row.theirs), row.op)
         for row in family.rows(alone)
@@ -330,8 +328,8 @@ def _vlm_family(decoders: Decoders, shape: VLMFormat) -> Family:
         shape.name,
         shape.architecture,
         shape.name,
-        partial(_from_vlm_config, decoders=decoders, shape=shape),
-        partial(_to_vlm_config, decoders=decoders, shape=shape),
+        partial(_read_vlm_config, decoders=decoders, shape=shape),
+        partial(_write_vlm_config, decoders=decoders, shape=shape),
         partial(_parameter_mappings, decoders=decoders, shape=shape),
         base="",
         skipped=_SKIPPED,

@@ -11,8 +11,6 @@ from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
-    COPIES,
-    SKIPPED,
     attention_mappings,
     common_config_keys,
     decoder_mappings,
@@ -20,8 +18,8 @@ from megatron.core.families.llama import (
     read_sliding_window,
     sliding_window_key,
 )
-from megatron.core.families.rules import Family, ParameterMapping, concat, per_expert, same
-from megatron.core.families.settings import BALANCE, ConfigReader, preserved_keys
+from megatron.core.families.rules import Family, ParameterMapping, concat, module_mappings, per_expert, same
+from megatron.core.families.settings import BALANCE, ConfigReader
 
 _FUSED = (
     (
@@ -38,39 +36,30 @@ def expert_mappings(
     """A router and its experts, expert by expert. parts: what gate, up and down are called."""
     moe, (gate, up, down) = model.moe, parts
     width, each = moe.expert_width, [f"{theirs}experts.{expert}." for expert in range(moe.experts)]
+    gated, downs = [f"{expert}{part}" for expert in each for part in (gate, up)], [f"{expert}{down}" for expert in each]
     return [
-        ParameterMapping(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
-        ParameterMapping(
-            f"{ours}experts.linear_fc1.weight",
-            tuple(f"{expert}{part}.weight" for expert in each for part in (gate, up)),
-            per_expert(concat(width, width), 2),
-        ),
-        ParameterMapping(
-            f"{ours}experts.linear_fc2.weight", tuple(f"{expert}{down}.weight" for expert in each), per_expert(same, 1)
-        ),
+        *module_mappings(f"{ours}router", f"{theirs}gate"),
+        *module_mappings(f"{ours}experts.linear_fc1", *gated, op=per_expert(concat(width, width), 2)),
+        *module_mappings(f"{ours}experts.linear_fc2", *downs, op=per_expert(same, 1)),
     ]
 
 
-def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a config.json, and what cannot be expressed."""
-    keys = ConfigReader(config)
+def read_config(keys: ConfigReader) -> dict[str, Any]:
+    """Settings of a config.json."""
     settings = read_common_keys(keys, base=1e6)
-    for name in BALANCE:
-        keys.pop(name)
     return {
         **settings,
         **read_sliding_window(keys, settings),
         "num_experts": keys.positive_int("num_local_experts", 8),
         "moe_ffn_hidden_size": settings["ffn_hidden_size"],
         "moe_router_topk": keys.positive_int("num_experts_per_tok", 2),
-    }, keys.all_problems()
+    }
 
 
-def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
-        **preserved_keys(like, *BALANCE),
         **common_config_keys(model, like),
         **sliding_window_key(model, like),
         "head_dim": like.get("head_dim") if plain else model.kv_channels,
@@ -82,7 +71,7 @@ def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters."""
-    return tuple(decoder_mappings(model, attention_mappings, {"moe": _expert_mappings}))
+    return decoder_mappings(model, attention_mappings, {"moe": _expert_mappings})
 
 
 def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
@@ -93,12 +82,10 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     "mixtral",
-    from_hf_config,
-    to_hf_config,
+    read_config,
+    write_config,
     parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=BALANCE,
     renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
     fused=_FUSED,
 )

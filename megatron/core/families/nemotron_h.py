@@ -17,9 +17,17 @@ from typing import Any
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.deepseek import read_expert_group_keys
-from megatron.core.families.llama import attention_mappings
-from megatron.core.families.rules import Family, ParameterMapping, per_expert, same
-from megatron.core.families.settings import ConfigReader, head_count_settings, preserved_keys
+from megatron.core.families.llama import NO_BIAS, attention_mappings
+from megatron.core.families.rules import (
+    Family,
+    ParameterMapping,
+    decoder_with_ends,
+    module_mappings,
+    per_expert,
+    renamed_mappings,
+    same,
+)
+from megatron.core.families.settings import ConfigReader, head_count_settings
 
 _INITIAL = ("time_step_floor", "time_step_max", "time_step_rank", "rescale_prenorm_residual")  # said once, at the start
 _KERNELS = ("chunk_size", "residual_in_fp32", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype")
@@ -54,15 +62,14 @@ _FUSED = tuple(
 _COPIES = (("lm_head.weight", "backbone.embeddings.weight"),)
 _SKIPPED = re.compile(r"mtp\..*")
 _MIXER = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "in_proj.weight", "norm.weight", "out_proj.weight")
+_MLP = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
+_PINNED = (("use_bias", False), ("use_conv_bias", True), ("conv_kernel", 4))
 _ANY_LENGTH = 2**20  # of a network without positions, whose config.json has no length
 
 
 def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
     """What both families say by the same names."""
-    for name in ("use_bias", "mamba_proj_bias"):
-        keys.one_of(name, (False,), False)
-    keys.one_of("use_conv_bias", (True,), True)
-    keys.one_of("conv_kernel", (4,), 4)
+    keys.one_of("mamba_proj_bias", (False,), False)
     epsilon = keys.non_negative_float("layer_norm_epsilon", 1e-5)
     return {
         "hidden_size": keys.positive_int("hidden_size"),
@@ -86,9 +93,6 @@ def _common_config_keys(model: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": model.norm_epsilon,
         "tie_word_embeddings": model.ties_embeddings,
         "initializer_range": model.init_method_std,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
     }
 
 
@@ -110,11 +114,7 @@ def time_step_limit_key(model: ModelConfig) -> list[Any]:
     ]
 
 
-def _from_mamba2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
-    for name in (*_INITIAL, *_KERNELS, "time_step_min"):
-        keys.pop(name)
-    keys.one_of("hidden_act", ("silu",), "silu")
+def _read_mamba2_config(keys: ConfigReader) -> dict[str, Any]:
     settings = _read_common_keys(keys)
     heads, size, layers = (
         keys.positive_int("num_heads", 128),
@@ -136,16 +136,14 @@ def _from_mamba2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list
         "max_position_embeddings": _ANY_LENGTH,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-    }, keys.all_problems()
+    }
 
 
-def _to_mamba2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_mamba2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid = model.hybrid
     heads = hybrid.mamba_num_heads or 0
     return {
-        **preserved_keys(like, *_INITIAL, *_KERNELS, "time_step_min"),
         **_common_config_keys(model),
-        "hidden_act": "silu",
         "num_hidden_layers": sum(plan.mixer == "mamba" for plan in network_layer_plans(model)),
         "num_heads": heads,
         "head_dim": hybrid.mamba_head_dim,
@@ -198,14 +196,7 @@ def _read_moe_keys(keys: ConfigReader) -> dict[str, Any]:
     return settings
 
 
-def _from_nemotron_h_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
-    for name in _SAYS_NOTHING:
-        keys.pop(name)
-    for name in ("attention_bias", "mlp_bias"):
-        keys.one_of(name, (False,), False)
-    keys.one_of("mamba_hidden_act", ("silu",), "silu")
-    keys.one_of("mlp_hidden_act", ("relu2",), "relu2")
+def _read_nemotron_h_config(keys: ConfigReader) -> dict[str, Any]:
     keys.one_of("sliding_window", (None,), None)
     settings, symbols, heads = (
         _read_common_keys(keys),
@@ -213,8 +204,8 @@ def _from_nemotron_h_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], 
         keys.positive_int("num_attention_heads"),
     )
     experts = _read_moe_keys(keys) if "E" in symbols else {}
-    for name in () if experts else _EXPERTS:
-        keys.pop(name)
+    if not experts:
+        keys.drop(*_EXPERTS)
     return {
         **settings,
         **experts,
@@ -231,10 +222,10 @@ def _from_nemotron_h_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], 
         "max_position_embeddings": keys.positive_int("max_position_embeddings"),
         "hidden_dropout": keys.non_negative_float("hidden_dropout", 0.0),
         "attention_dropout": keys.non_negative_float("attention_dropout", 0.0),
-    }, keys.all_problems()
+    }
 
 
-def _to_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid, moe = model.hybrid, model.moe
     symbols = "".join(_symbol(plan.mixer, plan.mlp) for plan in network_layer_plans(model))
     old = "hybrid_override_pattern" in like
@@ -253,7 +244,6 @@ def _to_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[s
             "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
         }
     return {
-        **preserved_keys(like, *_SAYS_NOTHING),
         **_common_config_keys(model),
         **experts,
         "hybrid_override_pattern" if old else "layers_block_type": layers,
@@ -263,11 +253,7 @@ def _to_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[s
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
         "intermediate_size": model.ffn_hidden_size,
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
         "mamba_proj_bias": False,
-        "attention_bias": False,
-        "mlp_bias": False,
         "mamba_num_heads": hybrid.mamba_num_heads,
         "mamba_head_dim": hybrid.mamba_head_dim,
         "ssm_state_size": hybrid.mamba_state_dim,
@@ -285,24 +271,20 @@ def _symbol(mixer: str, mlp: str) -> str:
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    result = [ParameterMapping("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), same)]
+    result: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"backbone.layers.{plan.index}."
         norm = "pre_mlp_layernorm" if plan.mixer == "none" else "input_layernorm"
-        result.append(ParameterMapping(f"{ours}{norm}.weight", (f"{theirs}norm.weight",), same))
+        result += module_mappings(f"{ours}{norm}", f"{theirs}norm")
         if plan.mixer == "mamba":
             result += mamba_mappings(f"{ours}mixer.", f"{theirs}mixer.")
         elif plan.mixer == "attention":
             result += attention_mappings(model, f"{ours}self_attention.", f"{theirs}mixer.")
         if plan.mlp == "dense":
-            result += _mlp_mappings(f"{ours}mlp.", f"{theirs}mixer.")
+            result += renamed_mappings(f"{ours}mlp.", f"{theirs}mixer.", _MLP)
         elif plan.mlp == "moe":
             result += _expert_mappings(model, f"{ours}mlp.", f"{theirs}mixer.")
-    result.append(ParameterMapping("decoder.final_layernorm.weight", ("backbone.norm_f.weight",), same))
-    return (
-        *result,
-        *(() if model.ties_embeddings else (ParameterMapping("output_layer.weight", ("lm_head.weight",), same),)),
-    )
+    return decoder_with_ends(model, result, "embeddings", "norm_f", base="backbone.")
 
 
 def mamba_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
@@ -310,25 +292,18 @@ def mamba_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
     return [ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in _MIXER]
 
 
-def _mlp_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
-    names = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
-    return [
-        ParameterMapping(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same) for mine, there in names.items()
-    ]
-
-
 def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     each = [f"{theirs}experts.{expert}." for expert in range(model.moe.experts)]
+    experts = [
+        row
+        for mine, there in _MLP.items()
+        for row in module_mappings(f"{ours}experts.{mine}", *(f"{one}{there}" for one in each), op=per_expert(same, 1))
+    ]
     return [
-        ParameterMapping(f"{ours}router.weight", (f"{theirs}gate.weight",), same),
+        *module_mappings(f"{ours}router", f"{theirs}gate"),
         ParameterMapping(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same),
-        *(
-            ParameterMapping(
-                f"{ours}experts.{mine}.weight", tuple(f"{one}{there}.weight" for one in each), per_expert(same, 1)
-            )
-            for mine, there in (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj"))
-        ),
-        *_mlp_mappings(f"{ours}shared_experts.", f"{theirs}shared_experts."),
+        *experts,
+        *renamed_mappings(f"{ours}shared_experts.", f"{theirs}shared_experts.", _MLP),
     ]
 
 
@@ -336,9 +311,11 @@ MAMBA2 = Family(
     "mamba2",
     "Mamba2ForCausalLM",
     "mamba2",
-    _from_mamba2_config,
-    _to_mamba2_config,
+    _read_mamba2_config,
+    _write_mamba2_config,
     parameter_mappings,
+    silent=(*_INITIAL, *_KERNELS, "time_step_min"),
+    pinned=(*_PINNED, ("hidden_act", "silu")),
     base="backbone.",
     skipped=_SKIPPED,
     copies=_COPIES,
@@ -347,9 +324,11 @@ NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
     "nemotron_h",
-    _from_nemotron_h_config,
-    _to_nemotron_h_config,
+    _read_nemotron_h_config,
+    _write_nemotron_h_config,
     parameter_mappings,
+    silent=_SAYS_NOTHING,
+    pinned=(*_PINNED, *NO_BIAS, ("mlp_bias", False), ("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2")),
     base="backbone.",
     skipped=_SKIPPED,
     copies=_COPIES,

@@ -16,8 +16,7 @@ from typing import Any
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
-    COPIES,
-    SKIPPED,
+    NO_BIAS,
     attention_mappings,
     common_config_keys,
     decoder_mappings,
@@ -32,7 +31,6 @@ from megatron.core.families.settings import (
     BALANCE,
     ConfigReader,
     format_layer_pattern,
-    preserved_keys,
     sliding_window_settings,
     window_and_windowed_layers,
 )
@@ -102,49 +100,35 @@ def _window_config_keys(model: ModelConfig, like: Mapping[str, Any], windowed: W
     return {**config, "max_window_layers": first}
 
 
-def _from_qwen2_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
+def _read_config(keys: ConfigReader, windowed: Windowed) -> dict[str, Any]:
     settings = read_common_keys(keys)
-    return {
-        **settings,
-        **_read_window_keys(keys, settings["num_layers"], _windows_from_layer),
-        "add_qkv_bias": True,
-    }, keys.all_problems()
+    return {**settings, **_read_window_keys(keys, settings["num_layers"], windowed)}
 
 
-def _to_qwen2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **preserved_keys(like),
-        **common_config_keys(model, like),
-        **_window_config_keys(model, like, _windows_from_layer),
-        **_head_dim_key(model, like),
-    }
+def _write_config(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
+    return {**common_config_keys(model, like), **_window_config_keys(model, like, windowed)}
 
 
-def _head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _read_qwen2_config(keys: ConfigReader) -> dict[str, Any]:
+    return {**_read_config(keys, _windows_from_layer), "add_qkv_bias": True}
+
+
+def _write_qwen2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_write_config(model, like, _windows_from_layer), **head_dim_key(model, like)}
+
+
+def head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """`head_dim` where it is another than the width by the heads, or an earlier config.json has it."""
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}
 
 
-def _from_qwen3_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
-    keys.one_of("attention_bias", (False,), False)
-    settings = read_common_keys(keys)
-    return {
-        **settings,
-        **_read_window_keys(keys, settings["num_layers"], _windows_from_layer),
-        "qk_layernorm": True,
-    }, keys.all_problems()
+def _read_qwen3_config(keys: ConfigReader) -> dict[str, Any]:
+    return {**_read_config(keys, _windows_from_layer), "qk_layernorm": True}
 
 
-def _to_qwen3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **preserved_keys(like),
-        **common_config_keys(model, like),
-        "head_dim": model.kv_channels,
-        "attention_bias": False,
-        **_window_config_keys(model, like, _windows_from_layer),
-    }
+def _write_qwen3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_write_config(model, like, _windows_from_layer), "head_dim": model.kv_channels}
 
 
 def read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
@@ -165,8 +149,6 @@ def read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
         "moe_router_pre_softmax": not keys.boolean("norm_topk_prob", False),
     }
     keys.problems += inner.problems
-    for name in BALANCE:
-        keys.pop(name)
     return settings
 
 
@@ -174,7 +156,6 @@ def moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, An
     """Which layers have experts, how many, and how tokens choose, for a config.json."""
     moe = model.moe
     return {
-        **{name: like[name] for name in BALANCE if name in like},
         **_sparse_layer_keys([plan.mlp == "moe" for plan in network_layer_plans(model)], like),
         "num_local_experts" if "num_local_experts" in like else "num_experts": moe.num_experts,
         "moe_intermediate_size": moe.moe_ffn_hidden_size,
@@ -194,57 +175,43 @@ def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[
     return {"decoder_sparse_step": step, **named}
 
 
-def _from_qwen2_moe_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
-    settings = read_common_keys(keys)
+def _read_qwen2_moe_config(keys: ConfigReader) -> dict[str, Any]:
+    settings = _read_config(keys, _windows_every_other)
     return {
         **settings,
-        **_read_window_keys(keys, settings["num_layers"], _windows_every_other),
         **read_moe_keys(keys, settings["num_layers"]),
         "add_qkv_bias": keys.boolean("qkv_bias", True),
         "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": keys.positive_int("shared_expert_intermediate_size"),
-    }, keys.all_problems()
+    }
 
 
-def _to_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
-        **preserved_keys(like),
-        **common_config_keys(model, like),
-        **_window_config_keys(model, like, _windows_every_other),
+        **_write_config(model, like, _windows_every_other),
         **moe_config_keys(model, like),
-        **_head_dim_key(model, like),
+        **head_dim_key(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
     return config if model.add_qkv_bias and "qkv_bias" not in like else {**config, "qkv_bias": model.add_qkv_bias}
 
 
-def _from_qwen3_moe_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys = ConfigReader(config)
-    keys.one_of("attention_bias", (False,), False)
-    settings = read_common_keys(keys)
-    return {
-        **settings,
-        **_read_window_keys(keys, settings["num_layers"], _windows_every_layer),
-        **read_moe_keys(keys, settings["num_layers"]),
-        "qk_layernorm": True,
-    }, keys.all_problems()
+def _read_qwen3_moe_config(keys: ConfigReader) -> dict[str, Any]:
+    settings = _read_config(keys, _windows_every_layer)
+    return {**settings, **read_moe_keys(keys, settings["num_layers"]), "qk_layernorm": True}
 
 
-def _to_qwen3_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_qwen3_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **preserved_keys(like),
-        **common_config_keys(model, like),
+        **_write_config(model, like, _windows_every_layer),
         "head_dim": model.kv_channels,
-        "attention_bias": False,
-        **_window_config_keys(model, like, _windows_every_layer),
         **moe_config_keys(model, like),
     }
 
 
 def moe_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters of a network some of whose layers have experts."""
-    return tuple(decoder_mappings(model, attention_mappings, {"dense": mlp_mappings, "moe": shared_expert_mappings}))
+    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings, "moe": shared_expert_mappings})
 
 
 def shared_expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
@@ -253,55 +220,33 @@ def shared_expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[P
     if shared:
         rows += gated_mlp_mappings(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)
     if shared and model.moe.moe_shared_expert_gate:
-        rows.append(
-            ParameterMapping(f"{ours}shared_experts.gate_weight", (f"{theirs}shared_expert_gate.weight",), same)
-        )
+        gate = ParameterMapping(f"{ours}shared_experts.gate_weight", (f"{theirs}shared_expert_gate.weight",), same)
+        rows.append(gate)
     return rows
 
 
-QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    "qwen2",
-    _from_qwen2_config,
-    _to_qwen2_config,
-    parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
-)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "qwen2", _read_qwen2_config, _write_qwen2_config, parameter_mappings)
 QWEN3 = Family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    "qwen3",
-    _from_qwen3_config,
-    _to_qwen3_config,
-    parameter_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    "qwen3", "Qwen3ForCausalLM", "qwen3", _read_qwen3_config, _write_qwen3_config, parameter_mappings, pinned=NO_BIAS
 )
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
-    _from_qwen2_moe_config,
-    _to_qwen2_moe_config,
+    _read_qwen2_moe_config,
+    _write_qwen2_moe_config,
     moe_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=BALANCE,
     fused=FUSED,
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
-    _from_qwen3_moe_config,
-    _to_qwen3_moe_config,
+    _read_qwen3_moe_config,
+    _write_qwen3_moe_config,
     moe_mappings,
-    base="model.",
-    skipped=SKIPPED,
-    copies=COPIES,
+    silent=BALANCE,
+    pinned=NO_BIAS,
     fused=FUSED,
 )

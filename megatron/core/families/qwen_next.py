@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,14 +21,23 @@ from torch import Tensor
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import COPIES, common_config_keys, mlp_mappings, read_common_keys
+from megatron.core.families.llama import NO_BIAS, NORMS, common_config_keys, mlp_mappings, read_common_keys
 from megatron.core.families.qwen import FUSED, moe_config_keys, read_moe_keys, shared_expert_mappings
-from megatron.core.families.rules import Family, ParameterMapping, TensorConversion, concat, same
-from megatron.core.families.settings import ConfigReader, format_layer_pattern, preserved_keys
+from megatron.core.families.rules import (
+    Family,
+    ParameterMapping,
+    TensorConversion,
+    concat,
+    decoder_with_ends,
+    module_mappings,
+    renamed_mappings,
+    same,
+)
+from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern
 
 _SKIPPED = re.compile(r"mtp\..*|model\.rotary_emb\.inv_freq")
 _SAYS_NOTHING = ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
-_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+_MROPE = ("mrope_section", "mrope_interleaved")
 _SHARE = 0.25  # of a head that is rotated, where a config does not say
 _EVERY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
 USUAL = {
@@ -50,24 +60,21 @@ def read_delta_net_layers(keys: ConfigReader, layers: int) -> list[bool]:
     return [kind == "linear_attention" for kind in kinds]
 
 
-def split_partial_rotary_factor(config: Mapping[str, Any], usual: float = _SHARE) -> tuple[dict[str, Any], float]:
-    """A config without the share of a head that is rotated, and that share. usual: where the config does not say."""
-    config, rope = dict(config), dict(config.get("rope_parameters") or {})
-    above, within = config.pop("partial_rotary_factor", None), rope.pop("partial_rotary_factor", None)
-    if rope:
-        config["rope_parameters"] = rope
-    return config, float(within or above or usual)
+def pop_rotated_share(keys: ConfigReader, usual: float = _SHARE) -> float:
+    """The share of a head that is rotated, in either of its places. usual: where the config does not say."""
+    given = keys.pop("rope_parameters")
+    rope = dict(given or {})
+    above, within = keys.pop("partial_rotary_factor"), rope.pop("partial_rotary_factor", None)
+    keys.put(rope_parameters=rope or given)
+    return float(within or above or usual)
 
 
-def _read_common_keys(config: Mapping[str, Any]) -> tuple[ConfigReader, dict[str, Any]]:
-    config, share = split_partial_rotary_factor(config)
-    keys = ConfigReader({"intermediate_size": config.get("moe_intermediate_size"), **config})
-    for name in _SAYS_NOTHING[1:]:
-        keys.pop(name)
-    keys.one_of("attention_bias", (False,), False)
+def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
+    share = pop_rotated_share(keys)
+    keys.put(intermediate_size=keys.config.get("moe_intermediate_size"))
     settings = read_common_keys(keys)
     linear = read_delta_net_layers(keys, settings["num_layers"])
-    return keys, {
+    return {
         **settings,
         **{name: keys.positive_int(name, usual) for name, usual in USUAL.items()},
         "rotary_percent": share,
@@ -82,11 +89,9 @@ def _read_common_keys(config: Mapping[str, Any]) -> tuple[ConfigReader, dict[str
 def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     linear = [plan.mixer == "gated_delta_net" for plan in network_layer_plans(model)]
     config = {
-        **preserved_keys(like, *_SAYS_NOTHING),
         **common_config_keys(model, like),
         **{name: getattr(model.hybrid, name) for name in USUAL},
         "head_dim": model.kv_channels,
-        "attention_bias": False,
     }
     if "layer_types" in like or linear != [(layer + 1) % 4 != 0 for layer in range(len(linear))]:
         config["layer_types"] = [("full_attention", "linear_attention")[one] for one in linear]
@@ -103,9 +108,9 @@ def partial_rotary_factor_keys(config: dict[str, Any], model: ModelConfig, like:
     return {**inside, **({"partial_rotary_factor": share} if "partial_rotary_factor" in like or not rope else {})}
 
 
-def _from_qwen3_next_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, settings = _read_common_keys(config)
-    return {**settings, **_read_moe_keys(keys, settings["num_layers"])}, keys.all_problems()
+def _read_qwen3_next_config(keys: ConfigReader) -> dict[str, Any]:
+    settings = _read_common_keys(keys)
+    return {**settings, **_read_moe_keys(keys, settings["num_layers"])}
 
 
 def _read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def _read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
     }
 
 
-def _to_qwen3_next_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_qwen3_next_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {**_common_config_keys(model, like), **_moe_config_keys(model, like)}
 
 
@@ -127,39 +132,33 @@ def _moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _from_text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    keys, settings = _read_common_keys(_without_mrope_keys(config))
-    return settings, keys.all_problems()
+def _read_text_config(keys: ConfigReader) -> dict[str, Any]:
+    """Rotations by time, height and width are of text all by its one position."""
+    given = keys.pop("rope_parameters")
+    keys.put(rope_parameters={name: given[name] for name in given or () if name not in _MROPE} or given)
+    return _read_common_keys(keys)
 
 
-def _from_text_moe_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _read_text_moe_config(keys: ConfigReader) -> dict[str, Any]:
     """Chosen experts weigh one together, and every layer has experts, whatever a config says."""
-    keys, settings = _read_common_keys({**_without_mrope_keys(config), **_EVERY})
-    return {**settings, **_read_moe_keys(keys, settings["num_layers"])}, keys.all_problems()
+    keys.drop(*_EVERY)
+    keys.put(**_EVERY)
+    settings = _read_text_config(keys)
+    return {**settings, **_read_moe_keys(keys, settings["num_layers"])}
 
 
-def _without_mrope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without rotations by time, height and width, which of text are all by its one position."""
-    rope = {
-        name: value
-        for name, value in (config.get("rope_parameters") or {}).items()
-        if name not in ("mrope_section", "mrope_interleaved")
-    }
-    return {**config, **({"rope_parameters": rope} if rope else {})}
-
-
-def _to_text_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_text_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config, earlier = _common_config_keys(model, like), like.get("rope_parameters") or {}
-    for name in ("mrope_section", "mrope_interleaved"):
+    for name in _MROPE:
         if name in earlier:
             config["rope_parameters"][name] = earlier[name]
     return config
 
 
-def _to_text_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_text_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     experts = {name: value for name, value in _moe_config_keys(model, like).items() if name not in _EVERY}
     width = {name: like[name] for name in ("intermediate_size",) if name in like}  # of no layer
-    config = {name: value for name, value in _to_text_config(model, like).items() if name != "intermediate_size"}
+    config = {name: value for name, value in _write_text_config(model, like).items() if name != "intermediate_size"}
     return {**config, **width, **experts, **{name: like[name] for name in _EVERY if name in like}}
 
 
@@ -207,11 +206,10 @@ def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str, *, fused: bo
     keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
     names = ("qkvz", "ba") if fused else ("qkv", "z", "b", "a")
     op = _interleaved_by_key_head(model) if fused else concat(2 * keys + values, values, heads, heads)
-    whole = {"dt_bias": "dt_bias", "A_log": "A_log", "conv1d.weight": "conv1d.weight", "out_norm.weight": "norm.weight"}
     return [
-        *(ParameterMapping(f"{ours}{mine}", (f"{theirs}{there}",), same) for mine, there in whole.items()),
-        ParameterMapping(f"{ours}out_proj.weight", (f"{theirs}out_proj.weight",), same),
-        ParameterMapping(f"{ours}in_proj.weight", tuple(f"{theirs}in_proj_{name}.weight" for name in names), op),
+        *(ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in ("dt_bias", "A_log")),
+        *renamed_mappings(ours, theirs, {"conv1d": "conv1d", "out_norm": "norm", "out_proj": "out_proj"}),
+        *module_mappings(f"{ours}in_proj", *(f"{theirs}in_proj_{name}" for name in names), op=op),
     ]
 
 
@@ -222,16 +220,16 @@ def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Para
         if model.attention_output_gate
         else concat(heads * size, groups * size, groups * size)
     )
+    names = {"linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
     return [
-        ParameterMapping(f"{ours}linear_qkv.weight", tuple(f"{theirs}{part}_proj.weight" for part in "qkv"), op),
-        ParameterMapping(f"{ours}linear_proj.weight", (f"{theirs}o_proj.weight",), same),
-        *(ParameterMapping(f"{ours}{part}_layernorm.weight", (f"{theirs}{part}_norm.weight",), same) for part in "qk"),
+        *module_mappings(f"{ours}linear_qkv", *(f"{theirs}{part}_proj" for part in "qkv"), op=op),
+        *renamed_mappings(ours, theirs, names),
     ]
 
 
 def _parameter_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    rows = [ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), same)]
+    rows: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
         if plan.mixer == "gated_delta_net":
@@ -240,15 +238,8 @@ def _parameter_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMa
             rows += _attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn.")
         mlp = shared_expert_mappings if plan.mlp == "moe" else mlp_mappings
         rows += mlp(model, f"{ours}mlp.", f"{theirs}mlp.")
-        rows += [
-            ParameterMapping(f"{ours}{mine}.weight", (f"{theirs}{there}.weight",), same)
-            for mine, there in _NORMS.items()
-        ]
-    rows.append(ParameterMapping("decoder.final_layernorm.weight", ("model.norm.weight",), same))
-    return (
-        *rows,
-        *(() if model.ties_embeddings else (ParameterMapping("output_layer.weight", ("lm_head.weight",), same),)),
-    )
+        rows += renamed_mappings(ours, theirs, NORMS)
+    return decoder_with_ends(model, rows)
 
 
 def qwen3_next_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
@@ -265,34 +256,32 @@ QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     "qwen3_next",
-    _from_qwen3_next_config,
-    _to_qwen3_next_config,
+    _read_qwen3_next_config,
+    _write_qwen3_next_config,
     qwen3_next_mappings,
-    base="model.",
+    silent=(*_SAYS_NOTHING, *BALANCE),
+    pinned=NO_BIAS,
     skipped=_SKIPPED,
-    copies=COPIES,
     fused=FUSED,
 )
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
-    _from_text_config,
-    _to_text_config,
+    _read_text_config,
+    _write_text_config,
     text_mappings,
-    base="model.",
+    silent=_SAYS_NOTHING,
+    pinned=NO_BIAS,
     skipped=_SKIPPED,
-    copies=COPIES,
 )
-QWEN3_5_MOE = Family(
-    "qwen3_5_moe_text",
-    "Qwen3_5MoeForCausalLM",
-    "qwen3_5_moe_text",
-    _from_text_moe_config,
-    _to_text_moe_config,
-    text_mappings,
-    base="model.",
-    skipped=_SKIPPED,
-    copies=COPIES,
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    read_config=_read_text_moe_config,
+    write_config=_write_text_moe_config,
+    silent=(*_SAYS_NOTHING, *BALANCE),
     fused=FUSED,
 )

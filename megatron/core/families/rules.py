@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.settings import ConfigReader, preserved_keys
 from megatron.core.models.names import OUTPUT, SCORE
 
 Shape = tuple[int, ...]
+BIASED = ("weight", "bias")  # the parameters of a module with a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +69,30 @@ def settings_unchanged(settings: dict[str, Any], names: Collection[str]) -> dict
 class Family:
     """A published architecture.
 
-    architecture, model_type: its names in config.json. config_in: their settings to ours, by field name, with what
-    cannot be expressed, a line each. config_out: the way back; its second argument is an earlier config.json of the same
-    model, whose keys that say nothing of the network are kept. rows: all parameters of a network. base: what names begin
-    with, and lack in files of the network without its head. skipped: names in files that hold nothing of the network.
-    copies: names that a file may hold beside others of theirs, whose copies they are. renamed: endings of names as they
-    once were, and as they are. variants: the other classes with this network, those with most heads first; heads that none
+    architecture, model_type: its names in config.json. read_config: their settings to ours, by field name. write_config: the way
+    back; its second argument is an earlier config.json of the same model. rows: all parameters of a network. silent: keys that
+    say nothing of the network; they are passed over, and kept from an earlier config.json. pinned: keys with the one value that
+    is computed here, which is also what holds where they are left out. base: what names begin
+    with, and lack in files of the network without its head. skipped: names in files that hold nothing of the network, as a rule
+    tables that follow from the settings. copies: names that a file may hold beside others of theirs, whose copies they are.
+    renamed: endings of names as they once were, and as they are. variants: the other classes with this network, those with most heads first; heads that none
     requires may be left out. seen: completes the settings by the names that the files have. respelled: (pattern, replacement)
     of names as they once were. unused: whether a tensor belongs to a part that the network does not have. constants: tensors that
     are written beside the rows, since their class wants them: name -> shape and value of all elements. fallbacks: keys of a
-    config.json that are written where nothing else says them, since the class would take another value.
+    config.json that are written where nothing else says them, since the class would take another value. within: the key of the network's own config, in classes that hold others beside it.
     """
 
     name: str
     architecture: str
     model_type: str
-    config_in: Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
-    config_out: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]]
+    read_config: Callable[[ConfigReader], dict[str, Any]]
+    write_config: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]]
     rows: Callable[[ModelConfig], tuple[ParameterMapping, ...]]
-    base: str
-    skipped: re.Pattern[str]
-    copies: tuple[tuple[str, str], ...] = ()
+    silent: tuple[str, ...] = ()
+    pinned: tuple[tuple[str, Any], ...] = ()
+    base: str = "model."
+    skipped: re.Pattern[str] = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+    copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
     renamed: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     beyond: re.Pattern[str] | None = None
@@ -97,6 +102,19 @@ class Family:
     unused: Callable[[ModelConfig, str], bool] = lambda model, name: False
     fallbacks: tuple[tuple[str, Any], ...] = ()
     constants: Callable[[ModelConfig], dict[str, tuple[Shape, float]]] = lambda model: {}
+    within: str = ""
+
+    def config_in(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Our settings, by field name, for those of a config.json; and what cannot be expressed, a line each."""
+        keys = ConfigReader(config.get(self.within, config))
+        for name, value in self.pinned:
+            keys.one_of(name, (value,), value)
+        return self.read_config(keys), keys.all_problems(self.silent)
+
+    def config_out(self, model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of a network. like: an earlier one of the same model, whose keys that say nothing of it are kept."""
+        like = like.get(self.within, like)
+        return {**preserved_keys(like, *self.silent), **dict(self.pinned), **self.write_config(model, like)}
 
     @property
     def scoring_class(self) -> str | None:
@@ -155,6 +173,34 @@ def per_expert(op: TensorConversion, each: int) -> TensorConversion:
 
     return TensorConversion(
         ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)), each
+    )
+
+
+def module_mappings(
+    ours: str, *theirs: str, op: TensorConversion = same, kinds: Sequence[str] = ("weight",)
+) -> list[ParameterMapping]:
+    """The parameters of these kinds of a module of ours. theirs: the modules that hold them."""
+    return [ParameterMapping(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
+
+
+def renamed_mappings(ours: str, theirs: str, names: Mapping[str, str]) -> list[ParameterMapping]:
+    """Weights that are the same on both sides. ours, theirs: what names begin with; names: of the modules, ours to theirs."""
+    return [row for mine, there in names.items() for row in module_mappings(f"{ours}{mine}", f"{theirs}{there}")]
+
+
+def decoder_with_ends(
+    model: ModelConfig,
+    layers: Sequence[ParameterMapping],
+    embedding: str = "embed_tokens",
+    final_norm: str = "norm",
+    base: str = "model.",
+) -> tuple[ParameterMapping, ...]:
+    """The embedding, the layers, the final norm, and the output layer unless it is the embedding; in transformers' order."""
+    return (
+        *module_mappings("embedding.word_embeddings", f"{base}{embedding}"),
+        *layers,
+        *module_mappings("decoder.final_layernorm", f"{base}{final_norm}"),
+        *(() if model.ties_embeddings else module_mappings("output_layer", "lm_head")),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
@@ -37,12 +37,13 @@ TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one formula by thr
 
 
 class ConfigReader:
-    """The keys of a config.json, taken one by one. problems: what is wrong or cannot be expressed, a line each.
+    """The keys of a config.json, taken one by one. config: all of it. problems: what is wrong or cannot be expressed, a line each.
 
     A key that is missing or of a wrong kind is noted, and something harmless is returned, so that all are found at once.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
         self._left = {name: value for name, value in config.items() if name not in IGNORED}
         self.problems: list[str] = []
 
@@ -76,12 +77,12 @@ class ConfigReader:
             self.problems.append(f"{name}: {_short_value(value)} is neither true nor false")
         return value is True
 
-    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
+    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
         """A value that must be one of those allowed."""
         value = self._take(name, default)
         if value not in allowed:
             self.problems.append(
-                f"{name}: {_short_value(value)} {why or 'has no counterpart here'}; "
+                f"{name}: {_short_value(value)} has no counterpart here; "
                 f"{' or '.join(_short_value(one) for one in allowed)} has"
             )
         return value
@@ -90,13 +91,21 @@ class ConfigReader:
         """The value as it stands, None if it is left out."""
         return self._left.pop(name, None)
 
-    def all_problems(self) -> list[str]:
-        """All problems, those of keys that nobody asked for included."""
+    def drop(self, *names: str) -> None:
+        """Pass over keys that say nothing of the network; without names, over all that are left."""
+        self._left = {name: value for name, value in self._left.items() if names and name not in names}
+
+    def put(self, **usual: Any) -> None:
+        """Values of keys that are left out."""
+        self._left = {**usual, **self._left}
+
+    def all_problems(self, silent: Collection[str] = ()) -> list[str]:
+        """All problems, those of keys that nobody asked for included, but for those that are silent about the network."""
         strangers = [
             f"{name}: {_short_value(value)} is unknown here and may change the network; if it does not, take it out of "
             "config.json"
             for name, value in self._left.items()
-            if value not in (None, False, {}, [])
+            if name not in silent and value not in (None, False, {}, [])
         ]
         return self.problems + strangers
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat, same
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat, module_mappings, same
 from megatron.core.families.settings import ConfigReader, preserved_keys
 
 # feed_forward_proj -> our settings, and the name of the activation that transformers derives from it
@@ -31,15 +31,13 @@ _LENGTH = 512  # of the texts that the published ones were trained on; their pos
 _HEAD = "lm_head.weight"
 
 
-def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a config.json, and what cannot be expressed."""
-    keys = ConfigReader(config)
+def read_config(keys: ConfigReader) -> dict[str, Any]:
+    """Settings of a config.json."""
     layers, heads = keys.positive_int("num_layers"), keys.positive_int("num_heads")
     kind = keys.one_of("feed_forward_proj", tuple(_MLP), "relu")
     mlp, activation = _MLP.get(kind, ({}, ""))
     keys.one_of("dense_act_fn", (activation,), activation)
     keys.one_of("is_gated_act", (str(kind).startswith("gated-"),), str(kind).startswith("gated-"))
-    keys.one_of("is_encoder_decoder", (True,), True)
     tied = keys.boolean("tie_word_embeddings", True)
     scaled = keys.boolean("scale_decoder_outputs", tied)
     if scaled and not tied:
@@ -47,8 +45,6 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
             "tie_word_embeddings: False with scale_decoder_outputs: True; only a tied output layer is scaled here"
         )
     dropout = keys.non_negative_float("dropout_rate", 0.1)
-    keys.pop("initializer_factor")
-    keys.pop("classifier_dropout")
     return {
         "architecture": "t5",
         "num_layers": layers,
@@ -72,10 +68,10 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         "scale_tied_logits": scaled,
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
-    }, keys.all_problems()
+    }
 
 
-def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a network of ours."""
     chosen = {name for name in _CHOICES if getattr(model, name)}
     kind = min(_MLP, key=lambda kind: len(_MLP[kind][0].keys() ^ chosen))  # the same, or the nearest
@@ -84,7 +80,7 @@ def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     if "scale_decoder_outputs" in like or (model.ties_embeddings and not model.scale_tied_logits):
         ends = {"tie_word_embeddings": True, "scale_decoder_outputs": model.scale_tied_logits and model.ties_embeddings}
     return {
-        **preserved_keys(like, "initializer_factor", "classifier_dropout", "n_positions"),
+        **preserved_keys(like, "n_positions"),
         "vocab_size": model.true_vocab_size,
         "d_model": model.hidden_size,
         "d_kv": model.kv_channels,
@@ -97,7 +93,6 @@ def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         "dropout_rate": model.hidden_dropout,
         "layer_norm_epsilon": model.norm_epsilon,
         "feed_forward_proj": kind,
-        "is_encoder_decoder": True,
         **{name: value for name, value in derived.items() if name in like},
         **ends,
     }
@@ -105,55 +100,44 @@ def to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them; layers are written out, since both halves have their own."""
-    rows = [ParameterMapping("embedding.word_embeddings.weight", ("shared.weight",), same)]
+    rows = module_mappings("embedding.word_embeddings", "shared")
     for half, depth in (("encoder", model.num_layers), ("decoder", model.decoder_num_layers or 0)):
         for layer in range(depth):
             rows += _layer_mappings(model, half, layer)
-        rows.append(ParameterMapping(f"{half}.final_layernorm.weight", (f"{half}.final_layer_norm.weight",), same))
-    if not model.ties_embeddings:
-        rows.append(ParameterMapping("output_layer.weight", (_HEAD,), same))
-    return tuple(rows)
+        rows += module_mappings(f"{half}.final_layernorm", f"{half}.final_layer_norm")
+    return (*rows, *(() if model.ties_embeddings else module_mappings("output_layer", "lm_head")))
 
 
 def _layer_mappings(model: ModelConfig, half: str, layer: int) -> list[ParameterMapping]:
-    ours, theirs, size = f"{half}.layers.{layer}", f"{half}.block.{layer}.layer", model.query_size
-    last = 2 if half == "decoder" else 1
+    ours, theirs, size = f"{half}.layers.{layer}.", f"{half}.block.{layer}.layer.", model.query_size
+    table = f"{theirs}0.SelfAttention.relative_attention_bias"
     rows = [
-        _weight_mapping(f"{ours}.self_attention.linear_qkv", f"{theirs}.0.SelfAttention", ("q", "k", "v"), size),
-        _weight_mapping(f"{ours}.self_attention.linear_proj", f"{theirs}.0.SelfAttention", ("o",)),
+        *_attention_mappings(f"{ours}self_attention.", f"{theirs}0.SelfAttention.", "qkv", size),
+        *(module_mappings(f"{half}_relative_pos_emb.relative_attention_bias", table) if layer == 0 else ()),
+        *module_mappings(f"{ours}input_layernorm", f"{theirs}0.layer_norm"),
     ]
-    if layer == 0:
-        rows.append(
-            _weight_mapping(
-                f"{half}_relative_pos_emb.relative_attention_bias",
-                f"{theirs}.0.SelfAttention",
-                ("relative_attention_bias",),
-            )
-        )
-    rows.append(_weight_mapping(f"{ours}.input_layernorm", f"{theirs}.0", ("layer_norm",)))
     if half == "decoder":
-        rows += [
-            _weight_mapping(f"{ours}.cross_attention.linear_q", f"{theirs}.1.EncDecAttention", ("q",)),
-            _weight_mapping(f"{ours}.cross_attention.linear_kv", f"{theirs}.1.EncDecAttention", ("k", "v"), size),
-            _weight_mapping(f"{ours}.cross_attention.linear_proj", f"{theirs}.1.EncDecAttention", ("o",)),
-            _weight_mapping(f"{ours}.pre_cross_attn_layernorm", f"{theirs}.1", ("layer_norm",)),
-        ]
-    wide = ("wi_0", "wi_1") if model.gated else ("wi",)
+        rows += module_mappings(f"{ours}cross_attention.linear_q", f"{theirs}1.EncDecAttention.q")
+        rows += _attention_mappings(f"{ours}cross_attention.", f"{theirs}1.EncDecAttention.", "kv", size)
+        rows += module_mappings(f"{ours}pre_cross_attn_layernorm", f"{theirs}1.layer_norm")
+    last = f"{theirs}{2 if half == 'decoder' else 1}."
+    wide = [f"{last}DenseReluDense.{part}" for part in (("wi_0", "wi_1") if model.gated else ("wi",))]
+    op = concat(*[model.ffn_hidden_size] * 2) if model.gated else same
     return [
         *rows,
-        _weight_mapping(f"{ours}.mlp.linear_fc1", f"{theirs}.{last}.DenseReluDense", wide, model.ffn_hidden_size),
-        _weight_mapping(f"{ours}.mlp.linear_fc2", f"{theirs}.{last}.DenseReluDense", ("wo",)),
-        _weight_mapping(f"{ours}.pre_mlp_layernorm", f"{theirs}.{last}", ("layer_norm",)),
+        *module_mappings(f"{ours}mlp.linear_fc1", *wide, op=op),
+        *module_mappings(f"{ours}mlp.linear_fc2", f"{last}DenseReluDense.wo"),
+        *module_mappings(f"{ours}pre_mlp_layernorm", f"{last}layer_norm"),
     ]
 
 
-def _weight_mapping(ours: str, theirs: str, parts: tuple[str, ...], size: int = 0) -> ParameterMapping:
-    """A weight; several parts, of a size each, are laid end to end."""
-    return ParameterMapping(
-        f"{ours}.weight",
-        tuple(f"{theirs}.{part}.weight" for part in parts),
-        concat(*[size] * len(parts)) if len(parts) > 1 else same,
-    )
+def _attention_mappings(ours: str, theirs: str, parts: str, size: int) -> list[ParameterMapping]:
+    """The matrices that are laid end to end, of a size each, and the projection behind them."""
+    names = [f"{theirs}{part}" for part in parts]
+    return [
+        *module_mappings(f"{ours}linear_{parts}", *names, op=concat(*[size] * len(parts))),
+        *module_mappings(f"{ours}linear_proj", f"{theirs}o"),
+    ]
 
 
 def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -165,9 +149,11 @@ T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
     "t5",
-    from_hf_config,
-    to_hf_config,
+    read_config,
+    write_config,
     parameter_mappings,
+    silent=("initializer_factor", "classifier_dropout"),
+    pinned=(("is_encoder_decoder", True),),
     base="",
     skipped=re.compile(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"

@@ -14,11 +14,19 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, TensorConversion, concat, same
+from megatron.core.families.rules import (
+    BIASED,
+    Family,
+    HeadVariant,
+    ParameterMapping,
+    TensorConversion,
+    concat,
+    module_mappings,
+    same,
+)
 from megatron.core.families.settings import TANH_GELU, ConfigReader, preserved_keys
 
 _GELU = {"gelu": "gelu", "quick_gelu": "quick_gelu", **dict.fromkeys(TANH_GELU, "gelu_tanh")}
-_BOTH = ("weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,45 +135,37 @@ def encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMapping]:
     if traits.patch_bias:
         rows.append(ParameterMapping(f"{ours}embedding.patches.bias", (f"{theirs}{names.patches}.bias",), same))
     if traits.pre_norm:
-        rows += _parameter_mappings(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", _BOTH)
+        rows += module_mappings(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", kinds=BIASED)
     for index in range(model.num_layers):
         layer = theirs + names.layer.replace("{i}", str(index))
         rows += _layer_mappings(model, names, f"{ours}encoder.layers.{index}.", layer)
     if vision.has_final_norm:
-        rows += _parameter_mappings(f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", _norm_kinds(model))
+        rows += module_mappings(
+            f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", kinds=_norm_kinds(model)
+        )
     return rows
 
 
 def _layer_mappings(model: ModelConfig, names: EncoderParameterNames, ours: str, theirs: str) -> list[ParameterMapping]:
     size, norm_kinds = model.query_size, _norm_kinds(model)
-    rows = _parameter_mappings(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", norm_kinds)
-    rows += [
-        ParameterMapping(
-            f"{ours}self_attention.linear_qkv.{kind}",
-            tuple(f"{theirs}{part}.{kind}" for part in names.qkv),
-            concat(size, size, size),
-        )
-        for kind in (("weight",) if model.qkv_without_bias else _BOTH)
-    ]
+    heads, qkv_kinds = [f"{theirs}{part}" for part in names.qkv], ("weight",) if model.qkv_without_bias else BIASED
+    rows = module_mappings(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", kinds=norm_kinds)
+    rows += module_mappings(f"{ours}self_attention.linear_qkv", *heads, op=concat(size, size, size), kinds=qkv_kinds)
     if model.qk_layernorm and names.qk_norms is not None:
         for part, name in zip("qk", names.qk_norms, strict=True):
-            rows += _parameter_mappings(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}", ("weight",))
-    rows += _parameter_mappings(f"{ours}self_attention.linear_proj", f"{theirs}{names.proj}", _BOTH)
-    rows += _parameter_mappings(f"{ours}pre_mlp_layernorm", f"{theirs}{names.norms[1]}", norm_kinds)
-    rows += _parameter_mappings(f"{ours}mlp.linear_fc1", f"{theirs}{names.mlp[0]}", _BOTH)
-    rows += _parameter_mappings(f"{ours}mlp.linear_fc2", f"{theirs}{names.mlp[1]}", _BOTH)
+            rows += module_mappings(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}")
+    rows += module_mappings(f"{ours}self_attention.linear_proj", f"{theirs}{names.proj}", kinds=BIASED)
+    rows += module_mappings(f"{ours}pre_mlp_layernorm", f"{theirs}{names.norms[1]}", kinds=norm_kinds)
+    rows += module_mappings(f"{ours}mlp.linear_fc1", f"{theirs}{names.mlp[0]}", kinds=BIASED)
+    rows += module_mappings(f"{ours}mlp.linear_fc2", f"{theirs}{names.mlp[1]}", kinds=BIASED)
     if names.scales is not None:
         for part, name in zip(("attention_scale", "mlp_scale"), names.scales, strict=True):
             rows.append(ParameterMapping(f"{ours}{part}.weight", (f"{theirs}{name}",), same))
     return rows
 
 
-def _parameter_mappings(ours: str, theirs: str, kinds: tuple[str, ...]) -> list[ParameterMapping]:
-    return [ParameterMapping(f"{ours}.{kind}", (f"{theirs}.{kind}",), same) for kind in kinds]
-
-
 def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:
-    return _BOTH if model.normalization == "LayerNorm" else ("weight",)
+    return BIASED if model.normalization == "LayerNorm" else ("weight",)
 
 
 def read_encoder_config(keys: ConfigReader, kind: str) -> dict[str, Any]:
@@ -177,8 +177,7 @@ def read_encoder_config(keys: ConfigReader, kind: str) -> dict[str, Any]:
     for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
         keys.one_of(name, (0, 0.0), 0.0)
     keys.one_of("attention_probs_dropout_prob", (0, 0.0), 0.0)
-    for name in _SAYS_NOTHING:
-        keys.pop(name)
+    keys.drop(*_SAYS_NOTHING)
     if kind == "dinov2":
         keys.one_of("qkv_bias", (True,), True)
         keys.one_of("use_swiglu_ffn", (False,), False)
@@ -302,22 +301,19 @@ def encoder_type_of_config(config: Mapping[str, Any]) -> str | None:
     return {**within, **{there: kind for kind, there in MODEL_TYPES.items()}}.get(str(config.get("model_type")))
 
 
-def _from_hf_config(config: Mapping[str, Any], *, kind: str) -> tuple[dict[str, Any], list[str]]:
-    inner = config.get("vision_config", config)  # of a class with a text encoder beside it
-    kind = encoder_type_of_config({"model_type": MODEL_TYPES[kind], **inner}) or kind
-    keys = ConfigReader(inner)
+def _read_config(keys: ConfigReader, *, kind: str) -> dict[str, Any]:
+    kind = encoder_type_of_config({"model_type": MODEL_TYPES[kind], **keys.config}) or kind
     settings = {**read_encoder_config(keys, kind), "architecture": "vit", "true_vocab_size": 1}
     settings |= {"vision_final_norm": "no" if kind.startswith("internvit") else "yes"}
     settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    labels = config.get("id2label")
+    labels = keys.config.get("id2label")
     classes = len(labels) if isinstance(labels, Mapping) and labels else 2
     settings["num_classes"] = classes if kind == "vit" else 0
-    return settings, keys.all_problems()
+    return settings
 
 
-def _to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    inner = like.get("vision_config", like)
-    config = encoder_config(model, inner if isinstance(inner, Mapping) else {})
+def _write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    config = encoder_config(model, like)
     classes = model.vision.num_classes
     if model.vision.vision_model_type in (None, "vit") and len(config.get("id2label") or ()) != classes:
         config["id2label"] = {str(index): f"LABEL_{index}" for index in range(classes)}
@@ -326,7 +322,7 @@ def _to_hf_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _standalone_mappings(model: ModelConfig, *, base: str) -> tuple[ParameterMapping, ...]:
-    head = [ParameterMapping(f"head.{kind}", (f"classifier.{kind}",), same) for kind in _BOTH]
+    head = module_mappings("head", "classifier", kinds=BIASED)
     kind = model.vision.vision_model_type or "vit"
     return (*encoder_mappings(model, base), *(head if kind == "vit" and model.vision.num_classes else ()))
 
@@ -346,10 +342,12 @@ def _encoder_family(name: str, kind: str, base: str, *architectures: str, bare: 
         name,
         first,
         MODEL_TYPES[kind],
-        partial(_from_hf_config, kind=kind),
-        _to_hf_config,
+        partial(_read_config, kind=kind),
+        _write_config,
         partial(_standalone_mappings, base=base),
         base=base,
+        copies=(),
+        within="vision_config",
         skipped=re.compile(_SKIPPED),
         variants=variants,
     )
